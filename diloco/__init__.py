@@ -1,0 +1,1 @@
+"""Train one language model across datacenters that are far apart."""

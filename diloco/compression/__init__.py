@@ -1,0 +1,1 @@
+"""Codecs: what a lane of a fragment looks like on the wire."""

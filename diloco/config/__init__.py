@@ -1,0 +1,1 @@
+"""The run file: schema, loading, overrides, fingerprints."""

@@ -1,0 +1,1 @@
+"""Control plane of a run: membership, grants, plan, journal. Carries no tensors."""

@@ -1,0 +1,85 @@
+"""Errors of the product and the exit codes they end a process with.
+
+    DilocoError                     .island_id, .round, .story
+      ConfigError                   2    the user's configuration, flag or file
+      PlanMismatch                  10   join refused: another plan
+      FingerprintMismatch           10   join refused: another identity configuration or start
+      CodecError, AggregationError  20   own numerics broken three times in a row
+      CoordinatorUnavailable        30   control or data plane unreachable for too long
+      IslandFailed                  40   a rank of the island died
+      QuorumLost                    50   three EXPIRED attempts in a row of one fragment
+      RoundExpired                  -    reported as an event; training goes on
+
+A message says what was attempted, with which values, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class DilocoError(Exception):
+    """Base of all errors that this product raises on purpose."""
+
+    exit_code = 1
+
+    def __init__(
+        self, message: str, *, island_id: str = "", round: str = "", story: Sequence[str] = ()
+    ) -> None:
+        """Keep the island, the round and the last events of that round, where known."""
+        super().__init__(message)
+        self.island_id = island_id
+        self.round = round
+        self.story = tuple(story)
+
+
+class ConfigError(DilocoError):
+    """The user's configuration, flag or file cannot be used."""
+
+    exit_code = 2
+
+
+class PlanMismatch(DilocoError):
+    """The plan manifest differs from the run's."""
+
+    exit_code = 10
+
+
+class FingerprintMismatch(DilocoError):
+    """The identity configuration or the initial parameters differ from the run's."""
+
+    exit_code = 10
+
+
+class CodecError(DilocoError):
+    """A payload cannot be encoded or decoded."""
+
+    exit_code = 20
+
+
+class AggregationError(DilocoError):
+    """Contributions cannot be averaged, or their result is not finite."""
+
+    exit_code = 20
+
+
+class CoordinatorUnavailable(DilocoError):
+    """Coordinator or syncer could not be reached within the retry budget."""
+
+    exit_code = 30
+
+
+class IslandFailed(DilocoError):
+    """A rank of the island died; the others were stopped."""
+
+    exit_code = 40
+
+
+class QuorumLost(DilocoError):
+    """A fragment's rounds expired too often in a row."""
+
+    exit_code = 50
+
+
+class RoundExpired(DilocoError):
+    """An attempt ended without a publication; nothing moved."""

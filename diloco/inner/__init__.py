@@ -1,0 +1,1 @@
+"""What an island does between two rounds: model, data, optimizer, trainer."""

@@ -1,0 +1,1 @@
+"""Processes: spawning, supervising and ending them; the only readers of the environment."""

@@ -1,0 +1,1 @@
+"""The algorithm between islands, pure: fragments, schedule, pseudo-gradients, outer step, merge."""

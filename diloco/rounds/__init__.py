@@ -1,0 +1,1 @@
+"""Rounds of fragments: pure machine, durable store, syncer process."""

@@ -1,0 +1,1 @@
+"""An island's side of the rounds: lanes, exchange, public session."""

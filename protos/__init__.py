@@ -1,0 +1,1 @@
+"""Wire formats: protobuf sources and the modules generated from them."""

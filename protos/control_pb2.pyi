@@ -1,0 +1,258 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_ISLAND: _ClassVar[Role]
+    ROLE_SYNCER: _ClassVar[Role]
+    ROLE_OPERATOR: _ClassVar[Role]
+
+class JoinStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    JOIN_STATUS_UNSPECIFIED: _ClassVar[JoinStatus]
+    JOIN_STATUS_ACCEPTED: _ClassVar[JoinStatus]
+    JOIN_STATUS_FINGERPRINT_MISMATCH: _ClassVar[JoinStatus]
+    JOIN_STATUS_PLAN_MISMATCH: _ClassVar[JoinStatus]
+    JOIN_STATUS_UNKNOWN_ISLAND: _ClassVar[JoinStatus]
+    JOIN_STATUS_WRONG_RUN: _ClassVar[JoinStatus]
+    JOIN_STATUS_VERSION_MISMATCH: _ClassVar[JoinStatus]
+ROLE_UNSPECIFIED: Role
+ROLE_ISLAND: Role
+ROLE_SYNCER: Role
+ROLE_OPERATOR: Role
+JOIN_STATUS_UNSPECIFIED: JoinStatus
+JOIN_STATUS_ACCEPTED: JoinStatus
+JOIN_STATUS_FINGERPRINT_MISMATCH: JoinStatus
+JOIN_STATUS_PLAN_MISMATCH: JoinStatus
+JOIN_STATUS_UNKNOWN_ISLAND: JoinStatus
+JOIN_STATUS_WRONG_RUN: JoinStatus
+JOIN_STATUS_VERSION_MISMATCH: JoinStatus
+
+class Grant(_message.Message):
+    __slots__ = ("run", "timeline", "island", "incarnation", "roles", "expiry_unix_s", "mac")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    EXPIRY_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    timeline: int
+    island: str
+    incarnation: int
+    roles: _containers.RepeatedScalarFieldContainer[Role]
+    expiry_unix_s: float
+    mac: bytes
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., island: _Optional[str] = ..., incarnation: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., expiry_unix_s: _Optional[float] = ..., mac: _Optional[bytes] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan_json", "join_token", "num_ranks", "start_id")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_JSON_FIELD_NUMBER: _ClassVar[int]
+    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    JOIN_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    START_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    run: str
+    island: str
+    identity_json: str
+    plan_json: str
+    join_token: bytes
+    num_ranks: int
+    start_id: str
+    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., join_token: _Optional[bytes] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ...) -> None: ...
+
+class SyncerAssignment(_message.Message):
+    __slots__ = ("address", "fragment_ids")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    fragment_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, address: _Optional[str] = ..., fragment_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("status", "message", "grant", "island_slot", "syncers", "policy_json")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_SLOT_FIELD_NUMBER: _ClassVar[int]
+    SYNCERS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_JSON_FIELD_NUMBER: _ClassVar[int]
+    status: JoinStatus
+    message: str
+    grant: Grant
+    island_slot: int
+    syncers: _containers.RepeatedCompositeFieldContainer[SyncerAssignment]
+    policy_json: str
+    def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEP_FIELD_NUMBER: _ClassVar[int]
+    LOSS_NATS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_S_FIELD_NUMBER: _ClassVar[int]
+    UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    grant: Grant
+    inner_step: int
+    loss_nats: float
+    tokens_per_s: float
+    tokens: int
+    fragments_in_flight: int
+    bytes_up: int
+    bytes_down: int
+    blocked_s: float
+    utilisation: float
+    state: str
+    message: str
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ReportReply(_message.Message):
+    __slots__ = ("stop", "reason", "exit_code")
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    stop: bool
+    reason: str
+    exit_code: int
+    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("protocol_version", "grant", "exit_code", "reason")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    grant: Grant
+    exit_code: int
+    reason: str
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., exit_code: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("protocol_version",)
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
+
+class IslandStatus(_message.Message):
+    __slots__ = ("island", "incarnation", "last_report", "report_age_s", "island_slot")
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAST_REPORT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_SLOT_FIELD_NUMBER: _ClassVar[int]
+    island: str
+    incarnation: int
+    last_report: ReportRequest
+    report_age_s: float
+    island_slot: int
+    def __init__(self, island: _Optional[str] = ..., incarnation: _Optional[int] = ..., last_report: _Optional[_Union[ReportRequest, _Mapping]] = ..., report_age_s: _Optional[float] = ..., island_slot: _Optional[int] = ...) -> None: ...
+
+class FragmentStatus(_message.Message):
+    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "age_s", "phase")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    version: int
+    attempt: int
+    digest: str
+    contributors: _containers.RepeatedScalarFieldContainer[str]
+    age_s: float
+    phase: str
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    ISLANDS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    SYNCER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    timeline: int
+    islands: _containers.RepeatedCompositeFieldContainer[IslandStatus]
+    fragments: _containers.RepeatedCompositeFieldContainer[FragmentStatus]
+    syncer_address: str
+    syncer_epoch: int
+    state: str
+    message: str
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class SyncerHelloRequest(_message.Message):
+    __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    grant: Grant
+    address: str
+    syncer_epoch: int
+    pid: int
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class SyncerHelloReply(_message.Message):
+    __slots__ = ("plan_json", "islands", "fragment_ids")
+    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    ISLANDS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    plan_json: str
+    islands: _containers.RepeatedScalarFieldContainer[str]
+    fragment_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RoundReport(_message.Message):
+    __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    RECORD_JSON_FIELD_NUMBER: _ClassVar[int]
+    FATAL_REASON_FIELD_NUMBER: _ClassVar[int]
+    FATAL_EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    grant: Grant
+    syncer_epoch: int
+    fragments: _containers.RepeatedCompositeFieldContainer[FragmentStatus]
+    record_json: str
+    fatal_reason: str
+    fatal_exit_code: int
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., record_json: _Optional[str] = ..., fatal_reason: _Optional[str] = ..., fatal_exit_code: _Optional[int] = ...) -> None: ...
+
+class RoundReportReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,116 @@
+"""What a transport is: one kind of call, from a client to a handler, over any wire.
+
+A call carries a small header (a serialised protobuf, opaque here) and a payload (raw bytes, may
+be empty and may be gigabytes); the reply carries the same two. Payloads travel in checksummed
+chunks (`framing`), are never parsed, and are only allocated by a receiver that has agreed to
+their declared size.
+
+Times are seconds of the running event loop's clock (`loop.time()`), so the same code runs under
+the real clock and under the virtual one of `loopback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+#: Version of the wire protocol; every header carries it.
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer to a call: a header and a payload (possibly empty)."""
+
+    header: bytes
+    payload: Buffer = b""
+
+
+class IncomingCall(Protocol):
+    """A call as its handler sees it: the header is here, the payload is still on its way."""
+
+    @property
+    def method(self) -> str:
+        """Name of the method, such as ``fragment.submit``."""
+
+    @property
+    def header(self) -> bytes:
+        """Serialised header, complete."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Declared size of the payload in bytes; nothing has been allocated for it yet."""
+
+    @property
+    def peer(self) -> str:
+        """Where the call came from, for messages only."""
+
+    async def read_payload(self) -> Buffer:
+        """Receive the whole payload, verified chunk by chunk.
+
+        Call it at most once, and only after `payload_bytes` was found acceptable. A handler that
+        answers without reading refuses the payload unread.
+
+        Raises:
+            FrameError: If more or fewer bytes arrive than declared.
+            ChecksumMismatch: If a chunk arrived damaged.
+            PeerReset: If the caller went away.
+        """
+
+
+Handler: TypeAlias = Callable[[IncomingCall], Awaitable[Reply]]
+Handlers: TypeAlias = Mapping[str, Handler]
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """A client's way to one peer.
+
+    Safe for concurrent calls from one event loop. Closing cancels what is in flight.
+    """
+
+    @property
+    def peer(self) -> str:
+        """Address of the peer, ``host:port`` or a loopback name."""
+
+    async def call(
+        self,
+        method: str,
+        header: bytes,
+        payload: Buffer = b"",
+        *,
+        deadline_s: float,
+        max_reply_bytes: int = 0,
+    ) -> Reply:
+        """Call `method` and wait for the complete reply.
+
+        Args:
+            method: Name under which the peer registered a handler.
+            header: Serialised header, at most `framing.MAX_HEADER_BYTES`.
+            payload: Raw bytes; not copied as a whole.
+            deadline_s: Seconds from now for the whole call, reply included; must be > 0.
+            max_reply_bytes: Largest reply payload the caller is ready to hold; 0 allows none.
+
+        Raises:
+            TransportError: One of the leaves in `errors`; nothing else.
+        """
+
+    async def close(self) -> None:
+        """Release the connection. Closing twice is harmless."""
+
+
+class Server(Protocol):
+    """A listening end; `handlers` maps method names to coroutines."""
+
+    @property
+    def address(self) -> str:
+        """``host:port`` really bound (after `start`), or the loopback name."""
+
+    async def start(self) -> None:
+        """Bind and accept calls."""
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Accept nothing new, let calls finish for `drain_timeout_s`, then cancel the rest."""

@@ -1,0 +1,67 @@
+"""Errors of the transport.
+
+    TransportError              .is_retryable, .peer, .method
+      ConnectError              the peer cannot be reached                          retryable
+      DeadlineExceeded          no answer within the deadline                       retryable
+      PeerReset                 the connection broke in the middle of a call        retryable
+      FrameError                bytes that are not a frame of this protocol         not
+      ChecksumMismatch          a chunk arrived damaged                             not
+      MessageTooLarge           a declared size is over what the receiver allows    not
+      VersionMismatch           the peer speaks another protocol version            not
+      HandlerFailed             the peer's handler raised                           not
+
+Whoever calls a transport sees these and nothing else; `diloco.sync.exchange` maps them onward.
+"""
+
+from __future__ import annotations
+
+
+class TransportError(Exception):
+    """Any failure of a call; says which call, to whom, and whether trying again can help."""
+
+    is_retryable = False
+
+    def __init__(self, message: str, *, peer: str = "", method: str = "") -> None:
+        """Keep where it happened; `message` says what was attempted and with which values."""
+        where = f" [{method or '?'} -> {peer or '?'}]" if peer or method else ""
+        super().__init__(message + where)
+        self.peer = peer
+        self.method = method
+
+
+class ConnectError(TransportError):
+    """The peer cannot be reached."""
+
+    is_retryable = True
+
+
+class DeadlineExceeded(TransportError):
+    """No complete answer within the deadline of the call."""
+
+    is_retryable = True
+
+
+class PeerReset(TransportError):
+    """The connection broke in the middle of a call."""
+
+    is_retryable = True
+
+
+class FrameError(TransportError):
+    """The bytes are not a frame of this protocol."""
+
+
+class ChecksumMismatch(TransportError):
+    """A chunk does not match the checksum that travelled with it."""
+
+
+class MessageTooLarge(TransportError):
+    """A declared size is over what the receiver allows; nothing was allocated."""
+
+
+class VersionMismatch(TransportError):
+    """The peer speaks another version of the wire protocol."""
+
+
+class HandlerFailed(TransportError):
+    """The peer's handler raised; its message is carried over."""
