@@ -8,7 +8,8 @@
       ChecksumMismatch          a chunk arrived damaged                             not
       MessageTooLarge           a declared size is over what the receiver allows    not
       VersionMismatch           the peer speaks another protocol version            not
-      HandlerFailed             the peer's handler raised                           not
+      HandlerFailed             the peer's handler raised, or has no such method    not
+      TransportClosed           this end was closed by its owner                    not
 
 Whoever calls a transport sees these and nothing else; `diloco.sync.exchange` maps them onward.
 """
@@ -64,4 +65,19 @@ class VersionMismatch(TransportError):
 
 
 class HandlerFailed(TransportError):
-    """The peer's handler raised; its message is carried over."""
+    """The peer's handler raised, or does not exist; its message is carried over."""
+
+
+class TransportClosed(TransportError):
+    """This end was closed by its owner, before the call or during it."""
+
+
+def as_peer_error(error: Exception) -> TransportError:
+    """Turn what a handler raised into what its caller is told.
+
+    What is wrong with the caller's own bytes keeps its class; all else, a failed call that the
+    handler made to somebody else included, is `HandlerFailed`.
+    """
+    if isinstance(error, FrameError | ChecksumMismatch | MessageTooLarge | VersionMismatch):
+        return type(error)(str(error))
+    return HandlerFailed(f"{type(error).__name__}: {error}")

@@ -1,0 +1,60 @@
+# Every target works on a bare machine with Python >= 3.11: it builds .venv itself, and does so
+# again only when pyproject.toml or constraints.txt changed. Nothing is installed outside .venv.
+
+.DEFAULT_GOAL = help
+.PHONY: help install demo test lint
+
+VENV = .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+# Interpreter that makes .venv; empty: the first of these that is new enough.
+PYTHON =
+CANDIDATES = python3 python3.14 python3.13 python3.12 python3.11
+
+help:
+	@echo 'make install   make $(VENV): torch, then diloco with its development tools'
+	@echo 'make demo      train two islands of different shape over a shaped 5 Mbit/s link (minutes)'
+	@echo 'make test      run the default test suite'
+	@echo 'make lint      run ruff and mypy'
+	@echo 'Another interpreter for a new $(VENV): make PYTHON=/path/to/python3.12 install'
+
+install: $(STAMP)
+	@echo '==> diloco is installed: $(BIN)/diloco --help'
+
+$(VENV)/pyvenv.cfg:
+	@python=; \
+	for candidate in $(if $(PYTHON),'$(PYTHON)',$(CANDIDATES)); do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    python=$$candidate; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo 'make: no Python >= 3.11 among: $(or $(PYTHON),$(CANDIDATES)).' >&2; \
+	  echo 'Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)' >&2; exit 1; \
+	fi; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "make: $$python has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; \
+	  exit 1; \
+	fi; \
+	echo "==> making $(VENV) with $$python ($$("$$python" --version))"; \
+	"$$python" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(STAMP): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo '==> installing torch (a large download the first time)'
+	@$(BIN)/python -m pip install -q -c constraints.txt torch
+	@echo '==> installing diloco and its development tools'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@echo '==> diloco local configs/runs/demo.toml'
+	@$(BIN)/diloco local configs/runs/demo.toml
+
+test: $(STAMP)
+	@echo '==> pytest'
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

@@ -1,0 +1,115 @@
+"""What a codec is, and what all codecs refuse alike.
+
+A codec turns a flat float32 vector into bytes of a size that only the number of values decides,
+and back. It keeps no state between calls and no reference to what it is given. All numbers on the
+wire are little-endian, which every supported host is.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from diloco.errors import CodecError
+from transport.contracts import Buffer
+
+
+class Codec(Protocol):
+    """Encode and decode flat float32 vectors; the same bytes on every device.
+
+    Attributes:
+        name: What the configuration and message headers call it.
+        publishes_values: Whether a syncer publishes parameters themselves with it (float32 only)
+            or the difference to what was published before.
+    """
+
+    name: str
+    publishes_values: bool
+
+    def wire_bytes(self, numel: int) -> int:
+        """Return the size in bytes of `numel` >= 0 encoded values, everything included."""
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Encode `values`.
+
+        Args:
+            values: Shape [numel], float32, any device; unchanged, and never aliased.
+
+        Returns:
+            Tensor of shape [wire_bytes(numel)], uint8, same device, freshly allocated.
+
+        Raises:
+            CodecError: If a value is NaN or infinite, or the tensor is not flat float32.
+        """
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """Decode what `encode` gave, or refuse what it cannot have given.
+
+        Args:
+            payload: Shape [wire_bytes(numel)], uint8, any device; unchanged, and never aliased.
+            numel: Number of values to return.
+
+        Returns:
+            Tensor of shape [numel], float32, finite, same device, freshly allocated.
+
+        Raises:
+            CodecError: If the payload has another size, or cannot be decoded to finite values.
+        """
+
+
+def to_bytes(payload: Tensor) -> memoryview:
+    """View a flat, contiguous uint8 CPU tensor as bytes, without copying."""
+    return payload.numpy().data
+
+
+def from_bytes(buffer: Buffer) -> Tensor:
+    """View bytes as a flat uint8 CPU tensor, without copying.
+
+    The tensor keeps the buffer alive. It must not be written to, since the buffer may be of
+    immutable bytes (hence DLPack: `torch.frombuffer` warns of these).
+    """
+    return from_dlpack(np.frombuffer(buffer, dtype=np.uint8))
+
+
+def check_flat(name: str, values: Tensor) -> None:
+    """Refuse to encode what is not a flat float32 vector.
+
+    Raises:
+        CodecError: Naming the codec, the dtype and the shape.
+    """
+    if values.dtype != torch.float32 or values.dim() != 1:
+        raise CodecError(
+            f"{name} encodes flat float32 vectors, not {values.dtype} {tuple(values.shape)}"
+        )
+
+
+def check_payload(name: str, payload: Tensor, wire_bytes: int, numel: int) -> None:
+    """Refuse to decode a payload of another size than `numel` values have.
+
+    Raises:
+        CodecError: Naming the codec and both sizes.
+    """
+    if payload.dtype != torch.uint8 or payload.shape != (wire_bytes,):
+        raise CodecError(
+            f"{name} payload of {numel} values must be {wire_bytes} bytes, got {payload.dtype} "
+            f"{tuple(payload.shape)}"
+        )
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Refuse a flat vector that holds NaN or infinity.
+
+    Raises:
+        CodecError: Naming the codec, and the first such value with its index.
+    """
+    # NaN passes through amax; this takes a fifth of the time of values.isfinite().all().
+    if values.numel() and not values.abs().amax().isfinite():
+        index = int(values.isfinite().logical_not().nonzero()[0])
+        raise CodecError(
+            f"{name} met {values[index].item()} at element {index} of {values.numel()}: "
+            "only finite values can be sent"
+        )

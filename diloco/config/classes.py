@@ -1,0 +1,179 @@
+"""Configuration classes: what must agree, what the coordinator decides, what is a site's own.
+
+Every field of the schema is marked `Identity[...]`, `Policy[...]` or `Local[...]`; this module owns
+the marks, the walks over marked models and what travels between sites. It knows no field of the
+schema by name.
+
+Source: protocol.md section 10.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
+
+import annotated_types
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+T = TypeVar("T")
+
+
+class ConfigClass(StrEnum):
+    """How a field behaves when two sites' files differ."""
+
+    IDENTITY = "identity"  # a mismatch refuses the join, by name and with both values
+    POLICY = "policy"  # the coordinator's copy wins
+    LOCAL = "local"  # a site's own affair
+
+
+Identity: TypeAlias = Annotated[T, ConfigClass.IDENTITY]
+Policy: TypeAlias = Annotated[T, ConfigClass.POLICY]
+Local: TypeAlias = Annotated[T, ConfigClass.LOCAL]
+
+
+class Section(BaseModel):
+    """A component's configuration: immutable, no unknown keys, no silent conversion, no NaN."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRow:
+    """One field of the schema, for people; every member is ready to print."""
+
+    path: str
+    config_class: str
+    default: str
+    allowed: str
+    description: str
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """Give the section that a field holds, be it one table or a table of named ones; else None."""
+    held: object = get_args(field.annotation)[1] if is_named(field) else field.annotation
+    return held if isinstance(held, type) and issubclass(held, Section) else None
+
+
+def is_named(field: FieldInfo) -> bool:
+    """Say whether the field is a table whose keys are names that the user chooses."""
+    return get_origin(field.annotation) is dict
+
+
+def class_of(field: FieldInfo) -> ConfigClass | None:
+    """Give the field's mark; None for a section, whose own fields are marked."""
+    return next((mark for mark in field.metadata if isinstance(mark, ConfigClass)), None)
+
+
+def field_at(section: type[Section], path: tuple[str, ...]) -> FieldInfo | None:
+    """Find the field that a path of keys leads to, names of tables included; None if none does."""
+    field = section.model_fields.get(path[0]) if path else None
+    if field is None or len(path) == 1:
+        return field
+    inner = section_of(field)
+    if inner is None:
+        return None
+    rest = path[2:] if is_named(field) else path[1:]
+    return field_at(inner, rest) if rest else field
+
+
+def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, ConfigClass, Any]]:
+    """Walk all values of a configuration as (dotted path, class, value).
+
+    A table of named sections yields its sorted names first, under the class it is marked with.
+    Values are of any TOML type, hence `Any`.
+    """
+    for name, field in type(section).model_fields.items():
+        value, mark, path = getattr(section, name), class_of(field), f"{prefix}{name}"
+        if mark is not None:
+            yield path, mark, sorted(value) if is_named(field) else value
+        if is_named(field):
+            for key in sorted(value):
+                yield from leaves(value[key], f"{path}.{key}.")
+        elif isinstance(value, Section):
+            yield from leaves(value, f"{path}.")
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """Describe the range or the choices of a field; empty where its type says all."""
+    if get_origin(field.annotation) is Literal:
+        return " or ".join(f'"{choice}"' for choice in get_args(field.annotation))
+    signs = {
+        annotated_types.Ge: (">=", "ge"),
+        annotated_types.Gt: (">", "gt"),
+        annotated_types.Le: ("<=", "le"),
+        annotated_types.Lt: ("<", "lt"),
+    }
+    bounds = [
+        f"{signs[type(mark)][0]} {getattr(mark, signs[type(mark)][1])}"
+        for mark in field.metadata
+        if type(mark) in signs
+    ]
+    return " and ".join(bounds)
+
+
+def explain(section: type[Section], prefix: str = "") -> list[FieldRow]:
+    """List every field below `section`: path, class, default, range and description.
+
+    A key that the user chooses appears as NAME. A default of "-" means that the field must be
+    given, unless a preset gives it.
+    """
+    rows: list[FieldRow] = []
+    for name, field in section.model_fields.items():
+        inner, mark, path = section_of(field), class_of(field), f"{prefix}{name}"
+        if mark is not None:
+            default = "-" if field.is_required() else json.dumps(field.get_default())
+            description = field.description or ""
+            rows.append(FieldRow(path, mark, default, allowed_values(field), description))
+        if inner is not None:
+            rows += explain(inner, f"{path}.NAME." if is_named(field) else f"{path}.")
+    return rows
+
+
+def identity_json(config: Section) -> str:
+    """Write what must be equal everywhere: canonical JSON of dotted key to value."""
+    return _class_json(config, ConfigClass.IDENTITY)
+
+
+def policy_json(config: Section) -> str:
+    """Write what the coordinator decides: canonical JSON of dotted key to value."""
+    return _class_json(config, ConfigClass.POLICY)
+
+
+def _class_json(config: Section, wanted: ConfigClass) -> str:
+    values = {path: value for path, mark, value in leaves(config) if mark is wanted}
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def fingerprint(config: Section) -> str:
+    """Give the blake3 of `identity_json`, in hex: equal for two sites that may train together."""
+    return blake3(identity_json(config).encode()).hexdigest()
+
+
+def identity_difference(a_json: str, b_json: str) -> list[str]:
+    """Name every dotted key whose value differs, with both values; empty when none does.
+
+    Args:
+        a_json: Result of `identity_json` on one side; its values are written first.
+        b_json: The same of the other side.
+
+    Returns:
+        Lines such as ``outer.overlap_steps: 2 here, 3 there``, `a_json` being "here"; a key that
+        one side lacks is "absent" (another version of the program).
+    """
+    here, there = json.loads(a_json), json.loads(b_json)
+
+    def shown(values: dict[str, object], key: str) -> str:
+        return json.dumps(values[key]) if key in values else "absent"
+
+    return [
+        f"{key}: {shown(here, key)} here, {shown(there, key)} there"
+        for key in sorted(here.keys() | there.keys())
+        if shown(here, key) != shown(there, key)
+    ]

@@ -1,0 +1,72 @@
+"""Types of fields that several sections of the run file share, and how a section lays its preset.
+
+Owns what a text with a unit, a deferred choice, an array and a name are; knows no section. Whatever
+comes before validation is `Any`: a raw value of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from transport.units import parse_bytes, parse_duration
+
+#: A path below the validated field, the value found there, and what is wrong with it.
+Problem: TypeAlias = tuple[str, object, str]
+
+
+def several_problems(problems: Sequence[Problem]) -> PydanticCustomError:
+    """Carry the problems of one validator out of it; `load` writes each on a line of its own."""
+    return PydanticCustomError("several_problems", "several problems", {"problems": problems})
+
+
+def with_preset(data: Any, presets: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Lay the explicit keys of a raw table over its preset's, one table deep.
+
+    Whatever is malformed passes through: the field's own validation names it.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    defaults = presets.get(str(data.get("preset")), {})
+    merged = {**defaults, **data}
+    for key, value in defaults.items():
+        if isinstance(value, Mapping) and isinstance(merged[key], Mapping):
+            merged[key] = {**value, **merged[key]}
+    return merged
+
+
+def later(*values: object) -> BeforeValidator:
+    """Refuse by name what is designed but not built; a type stands for all its values."""
+
+    def check(value: Any) -> Any:
+        if value in values or type(value) in values:
+            raise ValueError("comes later")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _with_unit(parse: Callable[[object], float], example: str) -> BeforeValidator:
+    """Accept a text that `parse` reads as more than zero; the text itself is kept."""
+
+    def check(value: Any) -> Any:
+        if not parse(value) > 0:
+            raise ValueError(f'must be more than zero, such as "{example}"')
+        return value
+
+    return BeforeValidator(check)
+
+
+def tuples(value: Any) -> Any:
+    """Turn TOML's arrays, nested ones too, into tuples."""
+    return tuple(tuples(item) for item in value) if isinstance(value, list) else value
+
+
+Duration: TypeAlias = Annotated[str, _with_unit(parse_duration, "60s")]
+Size: TypeAlias = Annotated[str, _with_unit(parse_bytes, "1MiB")]
+#: Used in file names and addresses, so without blanks, slashes and dots at the start.
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+IslandName: TypeAlias = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]

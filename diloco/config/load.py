@@ -1,0 +1,231 @@
+"""Reading and writing run files: TOML, `--set a.b=c`, and every problem named at once.
+
+A refusal has one line a problem: dotted path, value, what is wrong, what is allowed, what the field
+is. The environment is not read here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from diloco.config import classes
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+
+_SHOWN_CHARACTERS = 60
+_MESSAGES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be a table",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "greater_than": "is out of range",
+    "greater_than_equal": "is out of range",
+    "int_type": "must be an integer",
+    "less_than": "is out of range",
+    "less_than_equal": "is out of range",
+    "literal_error": "is not one of the choices",
+    "model_type": "must be a table",
+    "string_too_short": "must not be empty",
+    "string_type": "must be a string, in quotes",
+    "too_short": "must not be empty",
+    "tuple_type": "must be an array",
+}
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), island: str | None = None
+) -> Config:
+    """Read a run file, lay overrides over it and check everything.
+
+    Args:
+        path: TOML file.
+        overrides: Texts ``a.b=value``, later ones win; the value is read as TOML and, where it is
+            none, taken as a string.
+        island: Name of the island that this process belongs to; None or empty: the file's own
+            `island_id`, which is none unless the file is a `resolved.toml`.
+
+    Returns:
+        The validated configuration.
+
+    Raises:
+        ConfigError: If the file cannot be read, is no TOML, or has problems: one a line.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for text in overrides:
+        _override(raw, text)
+    if island:
+        raw["island_id"] = island
+    return _validated(raw, f"cannot load {path}")
+
+
+def with_policy(config: Config, policy_json: str) -> Config:
+    """Give `config` with the coordinator's copy of every policy field.
+
+    Args:
+        config: This site's configuration; its identity and local fields stay.
+        policy_json: Result of `policy_json` on the coordinator's configuration.
+
+    Raises:
+        ConfigError: If the text is not the policy of this version's schema, or does not fit this
+            site's other fields.
+    """
+    theirs = json.loads(policy_json)
+    ours = json.loads(classes.policy_json(config))
+    if theirs.keys() != ours.keys():
+        odd = ", ".join(sorted(theirs.keys() ^ ours.keys()))
+        raise ConfigError(
+            f"the coordinator's policy has other fields than this version's: {odd}; "
+            "install the same version of diloco everywhere"
+        )
+    raw = config.model_dump()
+    for path, value in theirs.items():
+        *tables, key = path.split(".")
+        table = raw
+        for name in tables:
+            table = table[name]
+        table[key] = value
+    return _validated(raw, "cannot take over the coordinator's policy")
+
+
+def resolved_toml(config: Config) -> str:
+    """Write every value of a configuration, presets applied; loads back to an equal one."""
+    return "\n".join(_table(config.model_dump())) + "\n"
+
+
+def _table(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the lines of one table, its own values before the tables below it."""
+    own = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+    if path and own:
+        yield f"\n[{path}]"
+    for key, value in own.items():
+        yield f"{key} = {_toml(value)}"
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _table(value, f"{path}.{key}" if path else key)
+
+
+def _toml(value: Any) -> str:
+    """Write one value of any TOML type; floats in full, strings escaped as basic strings."""
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for the one control character that JSON leaves alone.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_toml(item)}' for key, item in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    """Set one ``a.b=value`` in a raw configuration, in place."""
+    key, sign, value = text.partition("=")
+    path = tuple(key.strip().split("."))
+    if not sign or not all(path):
+        raise ConfigError(f"--set {text}: write KEY=VALUE, such as run.inner_steps=100")
+    if classes.field_at(Config, path) is None:
+        raise ConfigError(f"--set {text}: {_unknown_key(path)}")
+    islands = raw.get("islands")
+    is_inside = path[0] == "islands" and len(path) > 2
+    if is_inside and isinstance(islands, dict) and path[1] not in islands:
+        names = ", ".join(sorted(islands))
+        raise ConfigError(
+            f"--set {text}: {path[1]} is not an island of this file; islands: {names}"
+        )
+    table = raw
+    for name in path[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {text}: {name} is not a table in the file")
+    table[path[-1]] = _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    """Read a value as TOML; whatever is no boolean, number, array, table or string is a string."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed.pop("value")
+    is_configurable = isinstance(value, bool | int | float | str | list | dict)
+    return value if is_configurable and not parsed else text
+
+
+def _validated(raw: Mapping[str, Any], attempt: str) -> Config:
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [line for problem in error.errors() for line in _lines(problem)]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    raise ConfigError("\n  ".join([f"{attempt}: {count}", *lines]))
+
+
+def _lines(error: ErrorDetails) -> Iterator[str]:
+    """Turn one error of pydantic into lines for people; several problems give several."""
+    path = tuple(str(part) for part in error["loc"] if part != "[key]")
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "several_problems":
+        for below, value, message in context["problems"]:
+            yield _line((*path, *below.split(".")), f"{_shown(value)}: {message}")
+        return
+    if kind == "missing":
+        field = classes.field_at(Config, path)
+        is_section = field is not None and classes.section_of(field) is not None
+        yield _line(path, f"missing; add a section [{'.'.join(path)}]" if is_section else kind)
+        return
+    if kind == "extra_forbidden":
+        message = _unknown_key(path)
+    elif kind == "value_error":
+        message = str(context["error"])
+    elif kind == "string_pattern_mismatch":
+        message = f"must match {context['pattern']}"
+    else:
+        message = _MESSAGES.get(kind, error["msg"])
+    yield _line(path, f"{_shown(error['input'])}: {message}")
+
+
+def _line(path: tuple[str, ...], problem: str) -> str:
+    """Write ``path: problem; allowed: range (what the field is)``."""
+    line = f"{'.'.join(path)}: {problem}"
+    while path[-1:] and path[-1].isdecimal():  # an index into an array: the array's field tells
+        path = path[:-1]
+    field = classes.field_at(Config, path)
+    if field is None:
+        return line
+    if allowed := classes.allowed_values(field):
+        line += f"; allowed: {allowed}"
+    return f"{line} ({field.description})"
+
+
+def _shown(value: object) -> str:
+    text = _toml(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _unknown_key(path: tuple[str, ...]) -> str:
+    """Say what the last known table of `path` would have taken instead."""
+    section: type[classes.Section] = Config
+    unknown = path[0]
+    for n in range(1, len(path)):
+        field = classes.field_at(Config, path[:n])
+        inner = classes.section_of(field) if field else None
+        if inner is None:
+            break
+        section, unknown = inner, path[n]
+    keys = list(section.model_fields)
+    close = difflib.get_close_matches(unknown, keys, n=1)
+    hint = f'did you mean "{close[0]}"?' if close else f"known here: {', '.join(keys)}"
+    return f"unknown key; {hint}"

@@ -1,0 +1,531 @@
+"""The run file's schema: one frozen model a component, every field described and classified.
+
+Descriptions are what `diloco config --explain` prints and what a refused value is answered with.
+Cross-field rules sit in the smallest model that sees all fields, as validators of the later field,
+so that one wrong field hides no other. What only the parameters can tell (names, number of
+tensors) is checked when the plan is made. Raw tables before validation are `Any`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from diloco.config.classes import Identity, Local, Policy, Section
+from diloco.config.fields import (
+    Duration,
+    IslandName,
+    Name,
+    Problem,
+    Size,
+    later,
+    several_problems,
+    tuples,
+    with_preset,
+)
+from diloco.errors import ConfigError
+from transport.framing import check_chunk_bytes
+from transport.units import parse_bytes, parse_duration
+
+Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Names: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(tuples)]
+CodecName: TypeAlias = Literal["float32", "int4"]
+
+_MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "debug": {"dim": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 416},
+    "tiny": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96},
+}
+_OUTER_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "classic": {"num_fragments": 1},
+    "streaming": {
+        "overlap_steps": 1,
+        "uplink_codec": "int4",
+        "downlink_codec": "int4",
+        "optimizer": {"momentum_ramp_rounds": 5},
+    },
+}
+
+
+class RunConfig(Section):
+    """What the run is called, how it starts and how long it lasts."""
+
+    name: Identity[Name] = Field(description="Name of the run; an island of another run is refused")
+    seed: Identity[int] = Field(ge=0, lt=2**63, description="Seed of initial parameters and data")
+    inner_steps: Policy[int] = Field(
+        ge=1, description="Inner steps of every island; ends the schedule"
+    )
+
+
+class ModelConfig(Section):
+    """The decoder; `preset` gives dimensions, explicit keys win."""
+
+    family: Identity[Annotated[Literal["llama"], later("hf")]] = Field(
+        default="llama", description="Architecture: RoPE, grouped queries, SwiGLU, RMSNorm"
+    )
+    preset: Local[Literal["debug", "tiny", "custom"]] = Field(
+        default="custom",
+        description="Dimensions of debug (0.9M parameters), tiny (tests), custom (none)",
+    )
+    vocab_size: Identity[int] = Field(
+        default=256, ge=256, description="Tokens; the first 256 are byte values"
+    )
+    dim: Identity[int] = Field(ge=1, description="Width of the residual stream")
+    num_layers: Identity[int] = Field(ge=1, description="Decoder layers")
+    num_heads: Identity[int] = Field(ge=1, description="Query heads; dim / num_heads is even")
+    num_kv_heads: Identity[int] = Field(ge=1, description="Key and value heads; divides num_heads")
+    ffn_dim: Identity[int] = Field(ge=1, description="Hidden width of the SwiGLU")
+    max_sequence_length: Identity[int] = Field(
+        default=2048, ge=1, description="Longest sequence, tokens"
+    )
+    rope_theta: Identity[float] = Field(
+        default=10000.0, gt=0, description="Base of the rotary frequencies"
+    )
+    norm_eps: Identity[float] = Field(
+        default=1e-5, gt=0, description="Added to the mean square in RMSNorm"
+    )
+    tie_embeddings: Identity[bool] = Field(
+        default=False, description="Output projection is the embedding"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, data: Any) -> Any:
+        return with_preset(data, _MODEL_PRESETS)
+
+    @field_validator("num_heads")
+    @classmethod
+    def _check_heads(cls, value: int, info: ValidationInfo) -> int:
+        dim = info.data.get("dim")
+        if dim is not None and dim % (2 * value):
+            raise ValueError(f"2 x num_heads must divide dim = {dim}")
+        return value
+
+    @field_validator("num_kv_heads")
+    @classmethod
+    def _check_kv_heads(cls, value: int, info: ValidationInfo) -> int:
+        num_heads = info.data.get("num_heads")
+        if num_heads is not None and num_heads % value:
+            raise ValueError(f"must divide num_heads = {num_heads}")
+        return value
+
+
+class DataConfig(Section):
+    """Where text comes from."""
+
+    source: Identity[Literal["stdlib"]] = Field(
+        default="stdlib",
+        description="Corpus: the sources of Python's standard library, bytes as tokens",
+    )
+    sequence_length: Identity[int] = Field(ge=1, description="Tokens of one sequence")
+
+
+class InnerOptimizerConfig(Section):
+    """The optimizer of inner steps."""
+
+    name: Policy[Literal["adamw"]] = Field(default="adamw", description="Algorithm")
+    lr: Policy[float] = Field(gt=0, description="Largest learning rate")
+    schedule: Policy[Literal["cosine", "constant"]] = Field(
+        default="cosine", description="Learning rate after the warm-up, until inner_steps"
+    )
+    warmup_steps: Policy[int] = Field(
+        default=0, ge=0, description="Inner steps of linear warm-up from 0"
+    )
+    min_lr_ratio: Policy[float] = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Learning rate at the end of the cosine, as a share of lr",
+    )
+    betas: Policy[Annotated[tuple[Beta, Beta], BeforeValidator(tuples)]] = Field(
+        default=(0.9, 0.95), description="Decay of the first and second moment, each in [0, 1)"
+    )
+    weight_decay: Policy[float] = Field(default=0.1, ge=0, description="Decoupled weight decay")
+    eps: Policy[float] = Field(
+        default=1e-8, gt=0, description="Added to the root of the second moment"
+    )
+
+
+class InnerConfig(Section):
+    """Training inside an island."""
+
+    optimizer: InnerOptimizerConfig = Field(description="The optimizer of inner steps")
+    clip_norm: Policy[float] = Field(
+        default=1.0,
+        gt=0,
+        description="Largest gradient norm of an inner step, over the whole island",
+    )
+    micro_batches: Local[int] = Field(
+        default=1, ge=1, description="Parts in which a rank computes its batch of one inner step"
+    )
+
+
+class OuterOptimizerConfig(Section):
+    """The outer step: SGD on pseudo-gradients, with or without (Nesterov) momentum."""
+
+    name: Policy[Literal["nesterov", "momentum", "sgd"]] = Field(
+        default="nesterov", description="Algorithm of the outer step"
+    )
+    lr: Policy[float] = Field(default=0.7, gt=0, description="Outer learning rate")
+    momentum: Policy[float] = Field(
+        default=0.9, ge=0, lt=1, description="Outer momentum, once ramped up"
+    )
+    momentum_ramp_rounds: Policy[int] = Field(
+        default=0,
+        ge=0,
+        description="Rounds in which momentum grows from 0; 0: no ramp, streaming: 5",
+    )
+
+
+class OuterConfig(Section):
+    """Synchronisation between islands; `preset` gives defaults, explicit keys win."""
+
+    preset: Local[Annotated[Literal["classic", "streaming"], later("decoupled")]] = Field(
+        description="Defaults: classic (P=1, tau=0, float32) or streaming (P given, tau=1, int4)"
+    )
+    inner_steps_per_round: Identity[int] = Field(
+        ge=1, description="H: inner steps between sends of a fragment"
+    )
+    num_fragments: Identity[int] = Field(ge=1, description="P: fragments of the model; classic: 1")
+    fragment_pattern: Identity[Literal["balanced", "strided", "sequential", "explicit"]] = Field(
+        default="balanced", description="How parameters are dealt to fragments"
+    )
+    embedding_alone: Identity[bool] = Field(
+        default=False, description="Whether the embedding is a fragment of its own, counted in P"
+    )
+    explicit_fragments: Identity[Names] = Field(
+        default=(), description='Parameter names of each fragment, for fragment_pattern "explicit"'
+    )
+    phases: Identity[Annotated[tuple[int, ...], BeforeValidator(tuples)]] = Field(
+        default=(),
+        description="Inner step of each fragment's first send, 0 to H; empty: evenly spread",
+    )
+    overlap_steps: Identity[int] = Field(
+        default=0,
+        ge=0,
+        description="tau: inner steps from a send to its merge, 0 <= tau < H; streaming: 1",
+    )
+    local_mix: Identity[float] = Field(
+        default=0.0, ge=0, le=1, description="alpha: weight of the local parameters at a merge"
+    )
+    merge: Identity[Annotated[Literal["scheduled"], later("on_arrival")]] = Field(
+        default="scheduled",
+        description="When a result is merged: exactly tau inner steps after the send",
+    )
+    num_lanes: Identity[int] = Field(default=16, ge=1, description="Lanes of a fragment, at most")
+    optimizer: OuterOptimizerConfig = Field(
+        default=OuterOptimizerConfig(), description="The outer step"
+    )
+    uplink_codec: Policy[CodecName] = Field(
+        default="float32", description="Encoding of pseudo-gradients; streaming: int4"
+    )
+    downlink_codec: Policy[CodecName] = Field(
+        default="float32", description="Encoding of published versions; streaming: int4"
+    )
+    error_feedback: Policy[bool] = Field(
+        default=False, description="Whether a quantisation error joins the next pseudo-gradient"
+    )
+    weighting: Policy[Annotated[Literal["tokens"], later("tokens_times_rate")]] = Field(
+        default="tokens", description="Weight of a contribution"
+    )
+    min_contributions: Policy[Annotated[Literal["all"], later(int)]] = Field(
+        default="all", description="Quorum: contributions that close a round"
+    )
+    round_deadline: Policy[Duration] = Field(
+        default="60s",
+        description="Time after the first contribution at which a round without quorum ends",
+    )
+    on_member_lost: Policy[Annotated[Literal["stop"], later("wait", "shrink")]] = Field(
+        default="stop", description="What happens when an island stays away: all islands stop"
+    )
+    flush: Policy[bool] = Field(
+        default=True, description="Whether the end of the run averages what was not yet sent"
+    )
+    retained_versions: Policy[int] = Field(
+        default=4, ge=1, description="Versions whose records and contributions a syncer keeps"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, data: Any) -> Any:
+        return with_preset(data, _OUTER_PRESETS)
+
+    @property
+    def round_deadline_s(self) -> float:
+        """Seconds after which a round without quorum expires."""
+        return parse_duration(self.round_deadline)
+
+    @field_validator("phases")
+    @classmethod
+    def _check_phases(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        num_fragments = info.data.get("num_fragments")
+        if value and num_fragments is not None and len(value) != num_fragments:
+            raise ValueError(f"{len(value)} phases, but num_fragments = {num_fragments}")
+        steps = info.data.get("inner_steps_per_round")
+        if steps is not None and not all(0 <= phase <= steps for phase in value):
+            raise ValueError(f"each must be from 0 to inner_steps_per_round = {steps}")
+        return value
+
+    @field_validator("overlap_steps")
+    @classmethod
+    def _check_overlap(cls, value: int, info: ValidationInfo) -> int:
+        steps = info.data.get("inner_steps_per_round")
+        if steps is not None and value >= steps:
+            raise ValueError(f"must be smaller than inner_steps_per_round = {steps}")
+        return value
+
+
+class CoordinatorConfig(Section):
+    """Where coordinator and syncer listen, and what they keep."""
+
+    insecure: Local[bool] = Field(
+        default=False, description="Whether unencrypted traffic beyond this machine is accepted"
+    )
+    listen: Local[str] = Field(
+        default="127.0.0.1:0",
+        description="HOST:PORT of the coordinator; port 0: any free one, then kept",
+    )
+    syncer_listen: Local[str] = Field(
+        default="127.0.0.1:0", description="HOST:PORT of the syncer it starts; port 0: any free one"
+    )
+    address: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which islands reach the coordinator; empty: from state_dir",
+    )
+    state_dir: Local[str] = Field(
+        min_length=1, description="Directory of journal, records and logs; survives restarts"
+    )
+
+    @field_validator("listen", "syncer_listen", "address")
+    @classmethod
+    def _check_address(cls, value: str, info: ValidationInfo) -> str:
+        is_bind = info.field_name != "address"
+        if not is_bind and not value:
+            return value
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError('must be HOST:PORT, such as "127.0.0.1:0", port 0 to 65535')
+        if is_bind and info.data.get("insecure") is False and not _is_loopback(host):
+            raise ValueError(
+                "is not on this machine's loopback, and traffic is not encrypted yet; "
+                "set coordinator.insecure = true on a network that you trust"
+            )
+        return value
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class RetryConfig(Section):
+    """Waiting between attempts of one call; the budget is `transport.unreachable`."""
+
+    first_wait: Local[Duration] = Field(default="100ms", description="Wait after the first failure")
+    max_wait: Local[Duration] = Field(default="5s", description="Longest wait between two attempts")
+
+    @field_validator("max_wait")
+    @classmethod
+    def _check_max_wait(cls, value: str, info: ValidationInfo) -> str:
+        first = info.data.get("first_wait")
+        if first is not None and parse_duration(value) < parse_duration(first):
+            raise ValueError(f"must not be shorter than first_wait = {first}")
+        return value
+
+    @property
+    def first_wait_s(self) -> float:
+        """Wait after the first failure, in seconds."""
+        return parse_duration(self.first_wait)
+
+    @property
+    def max_wait_s(self) -> float:
+        """Longest wait between two attempts, in seconds."""
+        return parse_duration(self.max_wait)
+
+
+class TransportConfig(Section):
+    """How bytes travel."""
+
+    kind: Local[Annotated[Literal["grpc"], later("hivemind")]] = Field(
+        default="grpc", description="Wire between islands, coordinator and syncer"
+    )
+    link: Local[Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]] = Field(
+        default="",
+        description="Profile of configs/links that shapes the traffic; empty: the real link",
+    )
+    chunk: Local[Size] = Field(default="1MiB", description="Piece of a payload in one message")
+    rpc_timeout: Local[Duration] = Field(default="60s", description="Deadline of one call")
+    unreachable: Local[Duration] = Field(
+        default="600s",
+        description="Time without coordinator and syncer after which an island stops",
+    )
+    retry: RetryConfig = Field(
+        default=RetryConfig(), description="Waiting between attempts of one call"
+    )
+
+    @field_validator("chunk")
+    @classmethod
+    def _check_chunk(cls, value: str) -> str:
+        check_chunk_bytes(parse_bytes(value))
+        return value
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk in bytes."""
+        return parse_bytes(self.chunk)
+
+    @property
+    def rpc_timeout_s(self) -> float:
+        """Deadline of one call, in seconds."""
+        return parse_duration(self.rpc_timeout)
+
+    @property
+    def unreachable_s(self) -> float:
+        """Seconds without coordinator and syncer after which an island stops."""
+        return parse_duration(self.unreachable)
+
+
+class EvaluationConfig(Section):
+    """Held-out loss."""
+
+    every_inner_steps: Policy[int] = Field(
+        default=0, ge=0, description="Inner steps between evaluations; 0: only at the end"
+    )
+    num_sequences: Policy[int] = Field(
+        default=256, ge=1, description="Held-out sequences of an evaluation"
+    )
+
+
+class TelemetryConfig(Section):
+    """Where events go."""
+
+    dir: Local[str] = Field(
+        default="",
+        description="Directory of events and logs; empty: telemetry in coordinator.state_dir",
+    )
+
+
+class MeshConfig(Section):
+    """Parallelism inside an island; an axis of 1 is absent."""
+
+    dp_shard: Local[int] = Field(default=1, ge=1, description="Ranks that share parameters (FSDP2)")
+    tp: Local[int] = Field(
+        default=1, ge=1, description="Ranks that share matrices (tensor parallelism)"
+    )
+
+
+class IslandConfig(Section):
+    """One island; its neighbours need to know only its name."""
+
+    ranks: Local[int] = Field(ge=1, description="Processes of the island")
+    mesh: MeshConfig = Field(default=MeshConfig(), description="Axes whose product is ranks")
+    tokens_per_inner_step: Local[int] = Field(
+        ge=1, description="Batch of the island: a multiple of sequence_length x dp_shard"
+    )
+    threads: Local[int] = Field(
+        default=1, ge=1, description="Threads of each rank, fixed for the run"
+    )
+
+    @field_validator("mesh")
+    @classmethod
+    def _check_mesh(cls, value: MeshConfig, info: ValidationInfo) -> MeshConfig:
+        ranks = info.data.get("ranks")
+        if ranks is not None and value.dp_shard * value.tp != ranks:
+            raise ValueError(f"the product of its axes must equal ranks = {ranks}")
+        if value.dp_shard > 1 and value.tp > 1:
+            raise ValueError("dp_shard and tp above 1 in one island comes later")
+        return value
+
+
+class Config(Section):
+    """A whole run file, and the island that this process belongs to, if any."""
+
+    island_id: Local[str] = Field(
+        default="",
+        description="Island of this process; empty: none (coordinator, syncer, planning)",
+    )
+    run: RunConfig = Field(description="What the run is called and how long it lasts")
+    model: ModelConfig = Field(description="The decoder")
+    data: DataConfig = Field(description="Where text comes from")
+    inner: InnerConfig = Field(description="Training inside an island")
+    outer: OuterConfig = Field(description="Synchronisation between islands")
+    coordinator: CoordinatorConfig = Field(description="Where coordinator and syncer listen")
+    transport: TransportConfig = Field(default=TransportConfig(), description="How bytes travel")
+    evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Held-out loss")
+    telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Where events go")
+    islands: Identity[dict[IslandName, IslandConfig]] = Field(
+        min_length=1, description="Islands by name; the sorted names must agree everywhere"
+    )
+
+    @property
+    def island(self) -> IslandConfig:
+        """The selected island.
+
+        Raises:
+            ConfigError: If no island was selected.
+        """
+        if not self.island_id:
+            choices = " or ".join(sorted(self.islands))
+            raise ConfigError(f"no island is selected; choose --island {choices}")
+        return self.islands[self.island_id]
+
+    @property
+    def telemetry_dir(self) -> Path:
+        """Directory of events and logs."""
+        chosen = self.telemetry.dir
+        return Path(chosen) if chosen else Path(self.coordinator.state_dir) / "telemetry"
+
+    @field_validator("data")
+    @classmethod
+    def _check_sequence_length(cls, value: DataConfig, info: ValidationInfo) -> DataConfig:
+        model = info.data.get("model")
+        if model is not None and value.sequence_length > model.max_sequence_length:
+            message = f"must be at most model.max_sequence_length = {model.max_sequence_length}"
+            raise several_problems([("sequence_length", value.sequence_length, message)])
+        return value
+
+    @field_validator("islands")
+    @classmethod
+    def _check_islands(
+        cls, value: dict[str, IslandConfig], info: ValidationInfo
+    ) -> dict[str, IslandConfig]:
+        problems = [
+            (f"{name}.{path}", shown, message)
+            for name, island in value.items()
+            for path, shown, message in _island_problems(island, info.data)
+        ]
+        if problems:
+            raise several_problems(problems)
+        return value
+
+    @model_validator(mode="after")
+    def _check_island_id(self) -> Config:
+        if self.island_id and self.island_id not in self.islands:
+            message = f"is not an island of this file; islands: {', '.join(sorted(self.islands))}"
+            raise several_problems([("island_id", self.island_id, message)])
+        return self
+
+
+def _island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check what an island's batch and mesh owe to the sections that were valid."""
+    tokens, mesh = island.tokens_per_inner_step, island.mesh
+    if "data" in data:
+        length = data["data"].sequence_length
+        unit = length * mesh.dp_shard * (data["inner"].micro_batches if "inner" in data else 1)
+        if tokens % unit:
+            yield (
+                "tokens_per_inner_step",
+                tokens,
+                f"must be a multiple of sequence_length x dp_shard x micro_batches = {unit}",
+            )
+        if length % mesh.tp:
+            yield "mesh.tp", mesh.tp, f"must divide data.sequence_length = {length}"
+    if "model" in data:
+        for name in ("num_heads", "num_kv_heads", "ffn_dim"):
+            if (size := getattr(data["model"], name)) % mesh.tp:
+                yield "mesh.tp", mesh.tp, f"must divide model.{name} = {size}"

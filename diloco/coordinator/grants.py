@@ -1,0 +1,84 @@
+"""Grants: the coordinator's signed word that one start of one process may take part in a run.
+
+    mac = HMAC-SHA256(secret, canonical JSON of run, timeline, island, incarnation, roles, expiry)
+
+The secret is random, one a run, mode 0600, shared by the coordinator and its syncers only.
+
+Source: protocol.md section 8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from pathlib import Path
+
+from protos.control_pb2 import Grant
+
+SECRET_BYTES = 32
+
+
+def sign(grant: Grant, secret: bytes) -> Grant:
+    """Return a copy of `grant` that carries its mac."""
+    signed = Grant()
+    signed.CopyFrom(grant)
+    signed.mac = _mac(grant, secret)
+    return signed
+
+
+def is_valid(grant: Grant, secret: bytes, *, run: str, role: int, now_unix_s: float) -> bool:
+    """Whether `grant` was signed with `secret` for `run` and `role`, and has not expired."""
+    return (
+        hmac.compare_digest(grant.mac, _mac(grant, secret))
+        and grant.run == run
+        and role in grant.roles
+        and (grant.expiry_unix_s == 0 or now_unix_s < grant.expiry_unix_s)
+    )
+
+
+def load_or_create_secret(path: Path) -> bytes:
+    """Read the run secret, or make one readable by its owner only.
+
+    Raises:
+        ValueError: If the file exists and does not hold a secret.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return load_secret(path)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(SECRET_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    return load_secret(path)
+
+
+def load_secret(path: Path) -> bytes:
+    """Read the run secret.
+
+    Raises:
+        ValueError: If the file does not hold a secret.
+    """
+    try:
+        secret = bytes.fromhex(path.read_text().strip())
+    except ValueError as error:
+        raise ValueError(f"{path} does not hold a run secret in hexadecimal") from error
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"{path} holds {len(secret)} bytes, a run secret has {SECRET_BYTES}")
+    return secret
+
+
+def _mac(grant: Grant, secret: bytes) -> bytes:
+    fields = [
+        grant.run,
+        grant.timeline,
+        grant.island,
+        grant.incarnation,
+        sorted(grant.roles),
+        grant.expiry_unix_s,
+    ]
+    message = json.dumps(fields, separators=(",", ":")).encode()
+    return hmac.new(secret, message, hashlib.sha256).digest()

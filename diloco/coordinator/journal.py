@@ -1,0 +1,76 @@
+"""The coordinator's durable memory: one SQLite file.
+
+`entries` hold what membership must never forget, `rounds` an idempotent index of the syncers'
+records (the tape: their headers in the order they were reported). Written before it is answered.
+
+Source: protocol.md sections 4 and 8.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS rounds (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+    timeline INTEGER NOT NULL,
+    fragment_id INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    header TEXT NOT NULL,
+    UNIQUE (timeline, fragment_id, version)
+);
+"""
+
+
+class Journal:
+    """One run's journal; used from one thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Assign only; `open` acquires the file."""
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+
+    def open(self) -> None:
+        """Open or create the file; every commit reaches the disk before it returns."""
+        connection = sqlite3.connect(self._path, isolation_level=None)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.executescript(_SCHEMA)
+        self._connection = connection
+
+    def close(self) -> None:
+        """Release the file. Closing twice is harmless."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def write(self, entries: Iterable[tuple[str, str]]) -> None:
+        """Store key-value pairs in one transaction; later values replace earlier ones."""
+        connection = self._require()
+        connection.execute("BEGIN IMMEDIATE")
+        connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
+        connection.execute("COMMIT")
+
+    def entries(self) -> dict[str, str]:
+        """Return all key-value pairs."""
+        return dict(self._require().execute("SELECT key, value FROM entries"))
+
+    def index_round(self, timeline: int, fragment_id: int, version: int, header: str) -> None:
+        """Index a durable record; repeating it changes nothing."""
+        self._require().execute(
+            "INSERT OR IGNORE INTO rounds (timeline, fragment_id, version, header) "
+            "VALUES (?, ?, ?, ?)",
+            (timeline, fragment_id, version, header),
+        )
+
+    def tape(self) -> list[str]:
+        """Return the headers of all indexed records, in the order of their reports."""
+        rows = self._require().execute("SELECT header FROM rounds ORDER BY sequence")
+        return [header for (header,) in rows]
+
+    def _require(self) -> sqlite3.Connection:
+        assert self._connection is not None, "journal used before open()"
+        return self._connection

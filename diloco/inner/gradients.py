@@ -1,0 +1,114 @@
+"""Owns what distributed gradients need between backward and the optimizer: settling and clipping.
+
+Knows DTensors and meshes, neither model nor optimizer. `torch.nn.utils.clip_grad_norm_` refuses
+plain tensors beside DTensors, and DTensors of several meshes; this does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+def settle_gradients_(parameters: Iterable[Tensor]) -> None:
+    """Give every gradient the placements of its parameter; collective.
+
+    Under sequence parallelism a norm's gradient covers one rank's positions only (placement
+    Partial), and an optimizer that met it would either move the replicas apart or reduce it in one
+    collective a tensor. All such gradients of a mesh are summed in one all-reduce here.
+
+    Args:
+        parameters: After backward; those without a gradient and plain tensors are left alone.
+    """
+    partial: dict[DeviceMesh, list[DTensor]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+            continue
+        if grad.device_mesh.ndim == 1 and grad.placements == (Partial(),):
+            if parameter.placements == (Replicate(),):
+                partial.setdefault(grad.device_mesh, []).append(parameter)
+                continue
+        if grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+    for mesh, replicated in partial.items():
+        _sum_replicated_(mesh, replicated)
+
+
+def _sum_replicated_(mesh: DeviceMesh, parameters: Sequence[DTensor]) -> None:
+    parts = [_local(parameter.grad) for parameter in parameters]
+    total = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(total, group=mesh.get_group())
+    pieces = total.split([part.numel() for part in parts])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        grad = DTensor.from_local(piece.view(parameter.shape), mesh, [Replicate()], run_check=False)
+        parameter.grad = grad
+
+
+def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scale all gradients so that their global norm is at most `max_norm`; collective.
+
+    norm = sqrt(sum of squares of every element of the unsharded gradients), each element counted
+    once: of the copies along a Replicate axis, the first coordinate's. Squares are added in float64
+    over parameters and ranks. factor = min(1, max_norm / (norm + 1e-6)), as PyTorch's.
+
+    Args:
+        parameters: After `settle_gradients_`; plain tensors are this rank's whole parameters.
+        max_norm: Above 0; infinity measures and does not scale.
+
+    Returns:
+        The norm before scaling, equal to the bit on all ranks of each mesh; NaN or infinite if a
+        gradient is, and then the gradients are useless too.
+    """
+    local: list[Tensor] = []
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        local.append(_local(grad))
+        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+        owned = groups.setdefault(mesh, [])
+        if not isinstance(grad, DTensor) or _is_first_copy(grad):
+            owned.append(local[-1])
+    square = sum(_sum_of_squares(mesh, owned) for mesh, owned in groups.items())
+    norm = math.sqrt(square)
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1 or math.isnan(factor):
+        torch._foreach_mul_(local, factor)
+    return norm
+
+
+def _sum_of_squares(mesh: DeviceMesh | None, owned: Sequence[Tensor]) -> float:
+    """Add the squares of this rank's owned parts, then over all axes of the mesh."""
+    device = owned[0].device if owned else torch.device(mesh.device_type if mesh else "cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if owned:
+        total = torch.stack(torch._foreach_norm(owned)).double().square().sum()
+    if mesh is not None:
+        for axis in range(mesh.ndim):
+            dist.all_reduce(total, group=mesh.get_group(axis))
+    return total.item()
+
+
+def _is_first_copy(grad: DTensor) -> bool:
+    """Whether this rank has coordinate 0 on every axis along which the gradient is replicated."""
+    coordinate = grad.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside the mesh holds no gradient"
+    assert not any(placement.is_partial() for placement in grad.placements), "settle first"
+    return all(
+        index == 0
+        for index, placement in zip(coordinate, grad.placements, strict=True)
+        if placement.is_replicate()
+    )
+
+
+def _local(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.to_local() if isinstance(grad, DTensor) else grad

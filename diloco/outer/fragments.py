@@ -1,0 +1,411 @@
+"""Fragments: which parameters are synchronised together, and where they lie in one flat vector.
+
+Owns the canonical layout of a run: names -> fragments -> lanes, the same for every island however
+it distributes its parameters. A fragment's vector holds its parameters in sorted-name order,
+unsharded and row-major; each starts at a block border, zeros fill the rest. It is cut at block
+borders into lanes. Knows nothing of ranks, meshes or values, and imports no torch.
+
+Source: Streaming DiLoCo (arXiv 2501.18512), strided and sequential fragments.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import blake3
+
+from diloco.errors import ConfigError, PlanMismatch
+
+BLOCK_NUMEL = 128
+DEFAULT_NUM_LANES = 16
+#: A lane carries at least this many bytes of float32, or the fragment has one lane only.
+MIN_LANE_BYTES = 65536
+
+FragmentPattern: TypeAlias = Literal["strided", "sequential", "balanced", "explicit"]
+#: Elements [start, end) of the flattened tensor called name.
+_Range: TypeAlias = tuple[str, int, int]
+
+_FORMAT = 1
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One trainable float32 parameter: its canonical (untied) name and its unsharded shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Place of a parameter in a fragment's vector.
+
+    Elements [start, end) of the flattened row-major tensor lie at [offset, offset + end - start);
+    offset is a multiple of the plan's `block_numel`.
+    """
+
+    name: str
+    start: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Block-aligned range [start, end) of a fragment's vector, in elements."""
+
+    lane_id: int
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, padding included."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Parameters synchronised together, as one flat vector of `padded_numel` float32 values."""
+
+    fragment_id: int
+    entries: tuple[Entry, ...]
+    padded_numel: int
+    lanes: tuple[Lane, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of parameter elements, padding not counted."""
+        return sum(entry.end - entry.start for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The canonical layout that all islands and the syncer of a run share."""
+
+    tensors: tuple[TensorSpec, ...]
+    fragments: tuple[Fragment, ...]
+    block_numel: int
+    num_lanes: int
+
+    def to_json(self) -> str:
+        """Write the manifest: sorted keys, no spaces, so that equal plans are equal bytes."""
+        content = {
+            "format": _FORMAT,
+            "block_numel": self.block_numel,
+            "num_lanes": self.num_lanes,
+            "tensors": [{"name": spec.name, "shape": spec.shape} for spec in self.tensors],
+            "fragments": [
+                {
+                    "fragment_id": fragment.fragment_id,
+                    "entries": [[e.name, e.start, e.end, e.offset] for e in fragment.entries],
+                    "padded_numel": fragment.padded_numel,
+                    "lanes": [[lane.start, lane.end] for lane in fragment.lanes],
+                }
+                for fragment in self.fragments
+            ],
+        }
+        return _canonical(content)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a manifest and check it whole: nothing of it is believed.
+
+        Raises:
+            PlanMismatch: If it is malformed, if an element is missing or covered twice, or if
+                offsets, padding or lanes are not those of the canonical layout.
+        """
+        try:
+            content = json.loads(text)
+            plan = _read_plan(content)
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as e:
+            raise PlanMismatch(f"plan manifest is malformed: {type(e).__name__}: {e}") from e
+        _check_coverage(plan)
+        expected = json.loads(plan.to_json())
+        for fragment, wanted in zip(content["fragments"], expected["fragments"], strict=True):
+            if _canonical(fragment) != _canonical(wanted):
+                raise PlanMismatch(
+                    f"plan manifest: fragment {_canonical(fragment)} is not laid out as "
+                    f"{_canonical(wanted)}"
+                )
+        if _canonical(content) != plan.to_json():
+            raise PlanMismatch(
+                f"plan manifest has the keys {sorted(content)} and format "
+                f"{content.get('format')!r}, this version reads {sorted(expected)} and {_FORMAT}: "
+                "run the same version of diloco everywhere"
+            )
+        return plan
+
+    def fingerprint(self) -> str:
+        """Return the blake3 digest of the manifest, in hex."""
+        return blake3.blake3(self.to_json().encode()).hexdigest()
+
+
+def make_plan(
+    tensors: Iterable[TensorSpec],
+    *,
+    num_fragments: int,
+    pattern: FragmentPattern = "balanced",
+    embedding_alone: bool = False,
+    explicit: Sequence[Sequence[str]] = (),
+    num_lanes: int = DEFAULT_NUM_LANES,
+    block_numel: int = BLOCK_NUMEL,
+) -> Plan:
+    """Cut a model into fragments and lanes.
+
+    A fragment of B blocks and n padded values has max(1, min(num_lanes, B, floor(4 n / 65536)))
+    lanes; lane l holds the blocks [floor(l B / L), floor((l + 1) B / L)).
+
+    Args:
+        tensors: Every trainable parameter once, in any order.
+        num_fragments: P, from 1 to the number of tensors.
+        pattern: How tensors are shared out. The layers of strided and sequential are those that
+            `layers.N.` in the names tells, in ascending order; tensors outside of them count as
+            one more layer before the first (names with "embed") and one after the last (others:
+            norm, head).
+            strided: layer i goes to fragment i mod P (the layer of the embedding is i = -1).
+            sequential: layers are cut into P runs of equal length, give or take one.
+            balanced: tensors by descending size (then name), each to the lightest fragment.
+            explicit: as listed in `explicit`.
+        embedding_alone: The tensors outside the layers with "embed" in their name are the last
+            fragment, counted in P; the pattern fills the other P - 1.
+        explicit: Names by fragment; each tensor exactly once. Only with pattern "explicit".
+        num_lanes: Largest number of lanes of a fragment.
+        block_numel: Values that share one quantisation scale.
+
+    Raises:
+        ConfigError: If the tensors or the options cannot give a plan without empty fragments.
+    """
+    specs = tuple(sorted(tensors, key=lambda spec: spec.name))
+    _check_arguments(specs, num_fragments, num_lanes, block_numel)
+    if pattern == "explicit":
+        if embedding_alone:
+            raise ConfigError(
+                "outer.embedding_alone = true has no meaning with explicit fragments: "
+                "give the embedding a list of its own instead"
+            )
+        groups = _explicit(specs, num_fragments, explicit)
+    elif explicit:
+        raise ConfigError(
+            f"outer.explicit lists {len(explicit)} fragments, but outer.pattern = {pattern!r} "
+            "ignores them: set outer.pattern = 'explicit' or remove the lists"
+        )
+    else:
+        groups = _by_pattern(specs, num_fragments, pattern, embedding_alone)
+    numels = {spec.name: spec.numel for spec in specs}
+    fragments = tuple(
+        _lay_out(p, [(name, 0, numels[name]) for name in sorted(group)], block_numel, num_lanes)
+        for p, group in enumerate(groups)
+    )
+    return Plan(specs, fragments, block_numel, num_lanes)
+
+
+def _check_arguments(
+    specs: Sequence[TensorSpec], num_fragments: int, num_lanes: int, block_numel: int
+) -> None:
+    duplicates = [name for name, count in Counter(s.name for s in specs).items() if count > 1]
+    if duplicates:
+        raise ConfigError(f"model has several parameters called {duplicates}: names must differ")
+    for spec in specs:
+        if min(spec.shape, default=1) < 1:
+            raise ConfigError(
+                f"parameter {spec.name!r} of shape {spec.shape} has no elements: "
+                "remove it or freeze it (requires_grad=False)"
+            )
+    if not 1 <= num_fragments <= len(specs):
+        raise ConfigError(
+            f"outer.num_fragments = {num_fragments} is outside [1, {len(specs)}], the number of "
+            "trainable tensors: a tensor is never cut in two"
+        )
+    for path, value in (("outer.num_lanes", num_lanes), ("outer.block_numel", block_numel)):
+        if value < 1:
+            raise ConfigError(f"{path} = {value} must be at least 1")
+
+
+def _by_pattern(
+    specs: Sequence[TensorSpec], num_fragments: int, pattern: str, embedding_alone: bool
+) -> list[list[str]]:
+    """Share the tensors out; with `embedding_alone` the embedding is the last group."""
+    alone = [s.name for s in specs if embedding_alone and _is_embedding(s.name)]
+    rest = [s for s in specs if s.name not in alone]
+    if embedding_alone and not alone:
+        raise ConfigError(
+            "outer.embedding_alone = true, but no parameter outside the layers has 'embed' in its "
+            "name: use outer.pattern = 'explicit'"
+        )
+    num_rest = num_fragments - bool(alone)
+    if not (1 <= num_rest <= len(rest) or num_rest == len(rest) == 0):
+        raise ConfigError(
+            f"outer.num_fragments = {num_fragments} with outer.embedding_alone = true: the "
+            f"embedding is one fragment, and {len(rest)} other tensors cannot fill the remaining "
+            f"{num_rest}; allowed: 2 to {len(rest) + 1}"
+        )
+    if not rest:
+        return [alone]
+    if pattern == "balanced":
+        groups = _balanced(rest, num_rest)
+    elif pattern in ("strided", "sequential"):
+        groups = _by_layer(rest, num_rest, pattern)
+    else:
+        raise ConfigError(
+            f"outer.pattern = {pattern!r} is unknown: "
+            "choose strided, sequential, balanced or explicit"
+        )
+    return [*groups, alone] if alone else groups
+
+
+def _is_embedding(name: str) -> bool:
+    return _LAYER.search(name) is None and "embed" in name
+
+
+def _balanced(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[str]]:
+    """Give each tensor, largest first, to the lightest group (the first of equals).
+
+    Source: Graham 1969, longest processing time first: at most 4/3 - 1/(3P) of the optimum.
+    """
+    groups: list[list[str]] = [[] for _ in range(num_fragments)]
+    loads = [0] * num_fragments
+    for spec in sorted(specs, key=lambda spec: (-spec.numel, spec.name)):
+        lightest = loads.index(min(loads))
+        groups[lightest].append(spec.name)
+        loads[lightest] += spec.numel
+    return groups
+
+
+def _by_layer(specs: Sequence[TensorSpec], num_fragments: int, pattern: str) -> list[list[str]]:
+    layers: dict[float, list[str]] = {}
+    for spec in specs:
+        match = _LAYER.search(spec.name)
+        outside = -1 if _is_embedding(spec.name) else math.inf
+        layers.setdefault(int(match[1]) if match else outside, []).append(spec.name)
+    if num_fragments > len(layers):
+        raise ConfigError(
+            f"outer.num_fragments = {num_fragments} with outer.pattern = {pattern!r} would leave "
+            f"fragments empty: there are {len(layers)} layers (embedding and head count as one "
+            "each); use fewer fragments or outer.pattern = 'balanced'"
+        )
+    first = -1 if -1 in layers else 0
+    groups: list[list[str]] = [[] for _ in range(num_fragments)]
+    for position, index in enumerate(sorted(layers)):
+        if pattern == "strided":
+            group = (position + first) % num_fragments
+        else:
+            # The run p is [floor(p U / P), floor((p + 1) U / P)) of U layers.
+            group = ((position + 1) * num_fragments - 1) // len(layers)
+        groups[group] += layers[index]
+    return groups
+
+
+def _explicit(
+    specs: Sequence[TensorSpec], num_fragments: int, explicit: Sequence[Sequence[str]]
+) -> list[list[str]]:
+    if len(explicit) != num_fragments:
+        raise ConfigError(
+            f"outer.num_fragments = {num_fragments}, but outer.explicit lists {len(explicit)} "
+            "fragments: the two must agree"
+        )
+    empty = [p for p, names in enumerate(explicit) if not names]
+    if empty:
+        raise ConfigError(f"outer.explicit: the fragments {empty} are empty: remove them")
+    listed = Counter(name for names in explicit for name in names)
+    known = {spec.name for spec in specs}
+    for problem, names in (
+        ("names no trainable parameters of the model", sorted(set(listed) - known)),
+        ("misses the parameters", sorted(known - set(listed))),
+        ("lists more than once", sorted(name for name, count in listed.items() if count > 1)),
+    ):
+        if names:
+            raise ConfigError(
+                f"outer.explicit {problem}: {names}; every trainable parameter must be listed "
+                "exactly once"
+            )
+    return [list(names) for names in explicit]
+
+
+def _lay_out(
+    fragment_id: int, ranges: Iterable[_Range], block_numel: int, num_lanes: int
+) -> Fragment:
+    """Place `ranges`, each from a block border on, and cut the vector into lanes."""
+    entries = []
+    offset = 0
+    for name, start, end in ranges:
+        entries.append(Entry(name, start, end, offset))
+        offset += -(-(end - start) // block_numel) * block_numel
+    num_blocks = offset // block_numel
+    count = max(1, min(num_lanes, num_blocks, 4 * offset // MIN_LANE_BYTES))
+    borders = [lane * num_blocks // count * block_numel for lane in range(count + 1)]
+    lanes = tuple(Lane(i, borders[i], borders[i + 1]) for i in range(count))
+    return Fragment(fragment_id, tuple(entries), offset, lanes)
+
+
+def _canonical(content: Any) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def _read_plan(content: Any) -> Plan:
+    """Rebuild the plan that parsed JSON of unknown shape (hence Any) lists the ranges of."""
+    block_numel, num_lanes = _integers((content["block_numel"], content["num_lanes"]), 1)
+    specs = tuple(
+        TensorSpec(_string(item["name"]), _integers(item["shape"], 1))
+        for item in content["tensors"]
+    )
+    names = [spec.name for spec in specs]
+    if names != sorted(set(names)):
+        raise ValueError("the names of its tensors are not sorted and distinct")
+    fragments = []
+    for fragment_id, item in enumerate(content["fragments"]):
+        ranges: list[_Range] = []
+        for name, first, last, _ in item["entries"]:
+            start, end = _integers((first, last), 0)
+            ranges.append((_string(name), start, end))
+        if not ranges or ranges != sorted(ranges):
+            raise ValueError(f"the entries of fragment {fragment_id} are empty or not sorted")
+        # One lane more than listed is enough to see a difference; a hostile count builds no list.
+        limit = min(num_lanes, len(item["lanes"]) + 1)
+        fragments.append(_lay_out(fragment_id, ranges, block_numel, limit))
+    return Plan(specs, tuple(fragments), block_numel, num_lanes)
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a name")
+    return value
+
+
+def _integers(values: Sequence[Any], least: int) -> tuple[int, ...]:
+    if any(type(value) is not int or value < least for value in values):
+        raise ValueError(f"{list(values)} must be integers of at least {least}")
+    return tuple(values)
+
+
+def _check_coverage(plan: Plan) -> None:
+    """Refuse unless the entries of each tensor, in order, run from 0 to its last element."""
+    covered = {spec.name: 0 for spec in plan.tensors}
+    entries = [entry for fragment in plan.fragments for entry in fragment.entries]
+    for entry in sorted(entries, key=lambda entry: (entry.name, entry.start)):
+        if entry.name not in covered:
+            raise PlanMismatch(f"plan manifest: an entry names the unknown tensor {entry.name!r}")
+        if entry.start != covered[entry.name] or entry.end <= entry.start:
+            raise PlanMismatch(
+                f"plan manifest: [{entry.start}, {entry.end}) of {entry.name!r} does not follow "
+                f"element {covered[entry.name]}: elements are missing or covered twice"
+            )
+        covered[entry.name] = entry.end
+    for spec in plan.tensors:
+        if covered[spec.name] != spec.numel:
+            raise PlanMismatch(
+                f"plan manifest: the fragments hold {covered[spec.name]} elements of "
+                f"{spec.name!r}, which has {spec.numel}"
+            )

@@ -1,0 +1,116 @@
+"""Schedule: after which inner step a fragment is sent, and after which its result is merged.
+
+Integers only: the same configuration gives the same steps on every island, so nothing has to be
+agreed at run time. Reads no clock and knows no round.
+
+Source: Streaming DiLoCo (arXiv 2501.18512), staggered fragments with overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Due and merge steps of every fragment of a scheduled run.
+
+    Fragment p is due after inner step s iff s >= 1 and (s - phase_p) mod H == 0; what is sent
+    then is merged after inner step s + tau.
+
+    Attributes:
+        inner_steps_per_round: H, inner steps between two sends of the same fragment, >= 1.
+        num_fragments: P, >= 1.
+        overlap_steps: tau, inner steps between sending a fragment and merging its result, in
+            [0, H); 0 merges at once.
+        inner_steps: Inner steps of the whole run, >= 1.
+        flush: Whether what is still local at the end is carried by flush contributions.
+        phases: First due step of each fragment, in [0, H], in any order; 0 means H.
+    """
+
+    inner_steps_per_round: int
+    num_fragments: int
+    overlap_steps: int
+    inner_steps: int
+    flush: bool
+    phases: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse impossible schedules.
+
+        Raises:
+            ConfigError: Naming the field, its value and the allowed range.
+        """
+        period = self.inner_steps_per_round
+        for path, value in (
+            ("outer.inner_steps_per_round", period),
+            ("outer.num_fragments", self.num_fragments),
+            ("run.inner_steps", self.inner_steps),
+        ):
+            if value < 1:
+                raise ConfigError(f"{path} = {value} must be at least 1")
+        if not 0 <= self.overlap_steps < period:
+            raise ConfigError(
+                f"outer.overlap_steps = {self.overlap_steps} is outside [0, {period}): a result "
+                "must be merged before its fragment is due again; lower it or raise "
+                "outer.inner_steps_per_round"
+            )
+        if len(self.phases) != self.num_fragments:
+            raise ConfigError(
+                f"outer.phases has {len(self.phases)} values for {self.num_fragments} fragments: "
+                "give one a fragment, or none for an even spread"
+            )
+        outside = [phase for phase in self.phases if not 0 <= phase <= period]
+        if outside:
+            raise ConfigError(
+                f"outer.phases has {outside}, outside [0, {period}]: "
+                "a phase is an inner step of the first round"
+            )
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        inner_steps_per_round: int,
+        num_fragments: int,
+        overlap_steps: int,
+        inner_steps: int,
+        flush: bool,
+        phases: Sequence[int] = (),
+    ) -> Schedule:
+        """Build a schedule; empty `phases` spread evenly: phase_p = floor(H (p + 1) / P).
+
+        Raises:
+            ConfigError: Naming the field, its value and the allowed range.
+        """
+        spread = [inner_steps_per_round * p // num_fragments for p in range(1, num_fragments + 1)]
+        return cls(
+            inner_steps_per_round=inner_steps_per_round,
+            num_fragments=num_fragments,
+            overlap_steps=overlap_steps,
+            inner_steps=inner_steps,
+            flush=flush,
+            phases=tuple(phases or spread),
+        )
+
+    def due(self, inner_step: int) -> tuple[int, ...]:
+        """Return the fragments to send after `inner_step` completed inner steps, ascending.
+
+        With `flush`, a send that would merge at or after the last inner step is not made: the
+        flush carries it. Without, a send that would merge after the last one is not made.
+        """
+        merged = self.merge_step(inner_step)
+        if inner_step < 1 or merged > self.inner_steps - self.flush:
+            return ()
+        return tuple(
+            fragment_id
+            for fragment_id, phase in enumerate(self.phases)
+            if (inner_step - phase) % self.inner_steps_per_round == 0
+        )
+
+    def merge_step(self, due_step: int) -> int:
+        """Return the inner step after which what was sent at `due_step` is merged."""
+        return due_step + self.overlap_steps

@@ -1,0 +1,531 @@
+"""Rounds of one fragment: a pure machine, fed with events and `now`, answering with instructions.
+
+It decides who is counted, when a round closes and when it expires; it moves no byte, reads no
+clock and knows no tensor. The syncer performs its instructions in the order given and tells it
+when a durable write has happened; a simulator and the tests drive the same object.
+
+    UNFOUNDED -> WAITING -> OPEN -> GRACE -> CLOSING -> (published: v+1) WAITING
+                              |       `-----------^
+                              `-> EXPIRING -> (attempt+1) WAITING
+
+Source: protocol.md sections 4, 5 and 8; grace window of Decoupled DiLoCo (arXiv 2604.21428, Eq. 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RoundKey:
+    """Names one attempt at publishing `version` + 1 of a fragment."""
+
+    timeline: int
+    fragment_id: int
+    version: int
+    attempt: int
+
+    def __str__(self) -> str:
+        """Short form for messages: timeline/fragment/version/attempt."""
+        return f"t{self.timeline}/f{self.fragment_id}/v{self.version}/a{self.attempt}"
+
+
+class Phase(StrEnum):
+    """Where a fragment's current round stands."""
+
+    UNFOUNDED = "unfounded"
+    WAITING = "waiting"
+    OPEN = "open"
+    GRACE = "grace"
+    CLOSING = "closing"
+    EXPIRING = "expiring"
+    LOST = "lost"
+
+
+class OutcomeKind(StrEnum):
+    """How a contribution ended (protocol.md section 5)."""
+
+    INCLUDED = "included"
+    NOT_INCLUDED = "not_included"
+    EXPIRED = "expired"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The one end of a contribution."""
+
+    key: RoundKey
+    kind: OutcomeKind
+    reason: str = ""
+
+
+class Admission(StrEnum):
+    """Answer to one lane of a contribution."""
+
+    ACCEPTED = "accepted"
+    REPEAT = "repeat"
+    OVER = "over"
+    CONFLICT = "conflict"
+    FENCED = "fenced"
+    NOT_OPEN = "not_open"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRules:
+    """What a fragment's rounds obey.
+
+    Args:
+        members: Islands of every round, sorted.
+        min_contributions: Quorum; None means all members that have not left the attempt.
+        grace_s: Extra seconds after a quorum that is not everybody.
+        deadline_s: Seconds from the first complete contribution to expiry.
+        num_lanes: Lanes of the fragment; a contribution is complete when all have arrived.
+        opening_floor_s: Seconds after a publication before the next attempt opens.
+        max_expired_in_a_row: Expiries in a row after which the quorum is lost.
+    """
+
+    members: tuple[str, ...]
+    num_lanes: int
+    deadline_s: float
+    min_contributions: int | None = None
+    grace_s: float = 0.0
+    opening_floor_s: float = 0.0
+    max_expired_in_a_row: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LaneArrival:
+    """One lane of one contribution, as its header declares it."""
+
+    key: RoundKey
+    island: str
+    incarnation: int
+    lane_id: int
+    digest: bytes
+    weight_tokens: int
+    weight_steps: int
+    sent_at_inner_step: int
+    is_flush: bool
+
+
+@dataclass(slots=True)
+class Contribution:
+    """What has arrived of one island in the current attempt."""
+
+    island: str
+    incarnation: int
+    weight_tokens: int
+    weight_steps: int
+    sent_at_inner_step: int
+    is_flush: bool
+    lanes: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Contributor:
+    """An island that a closing round counts, with its weight in tokens."""
+
+    island: str
+    incarnation: int
+    weight_tokens: int
+    weight_steps: int
+    sent_at_inner_step: int
+    lane_digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Announce that contributions to `key` are accepted from `members`."""
+
+    key: RoundKey
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Merge exactly these contributors, in this order, and commit; then call `committed`."""
+
+    key: RoundKey
+    contributors: tuple[Contributor, ...]
+    is_flush: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecordExpiry:
+    """Write the expiry of `key` durably, then call `expiry_recorded`."""
+
+    key: RoundKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Announce version `key.version` + 1."""
+
+    key: RoundKey
+
+
+@dataclass(frozen=True, slots=True)
+class DropLanes:
+    """Forget the spooled lanes of one island's start in this attempt."""
+
+    key: RoundKey
+    island: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """End the run: the quorum is lost (`missing` says who) or the numerics broke."""
+
+    key: RoundKey
+    missing: tuple[str, ...]
+    reason: str
+    is_numeric: bool
+
+
+Instruction = Opened | Close | RecordExpiry | Published | DropLanes | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class PastRound:
+    """What is remembered of a published round, to answer late questions."""
+
+    attempt: int
+    contributors: frozenset[tuple[str, int]]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+class FragmentRounds:
+    """All rounds of one fragment on one timeline.
+
+    Methods named after events return the instructions that follow; the caller performs them in
+    order. `next_wake` says when `tick` is due.
+    """
+
+    def __init__(self, fragment_id: int, timeline: int, rules: RoundRules) -> None:
+        """Start unfounded: nothing opens before `founded`."""
+        if not rules.members or list(rules.members) != sorted(set(rules.members)):
+            raise ValueError(f"members must be sorted and distinct, got {rules.members}")
+        self.fragment_id = fragment_id
+        self.timeline = timeline
+        self.rules = rules
+        self.version = 0
+        self.attempt = 0
+        self.phase = Phase.UNFOUNDED
+        self.members: tuple[str, ...] = ()
+        self.contributions: dict[str, Contribution] = {}
+        self.left: dict[str, str] = {}
+        self.incarnations: dict[str, int] = {}
+        self.past: dict[int, PastRound] = {}
+        self.story: deque[str] = deque(maxlen=40)
+        self._open_after = -math.inf
+        self._deadline = math.inf
+        self._grace_end = math.inf
+        self._expired_in_a_row = 0
+        self._broken_in_a_row = 0
+        self._missing: tuple[str, ...] = ()
+        self._expiry_is_numeric = False
+
+    @property
+    def key(self) -> RoundKey:
+        """Key of the current attempt."""
+        return RoundKey(self.timeline, self.fragment_id, self.version, self.attempt)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether contributions to `key` are accepted."""
+        return self.phase in (Phase.OPEN, Phase.GRACE)
+
+    @property
+    def next_wake(self) -> float:
+        """Time at which `tick` must be called, infinity when nothing is awaited."""
+        if self.phase is Phase.WAITING:
+            return self._open_after if self._all_granted() else math.inf
+        return min(self._deadline, self._grace_end) if self.is_open else math.inf
+
+    def founded(
+        self, version: int, attempt: int, past: Mapping[int, PastRound], now: float
+    ) -> list[Instruction]:
+        """Take the durable state: version 0 was committed, or a restart found its records."""
+        self._require(Phase.UNFOUNDED, "founded")
+        self.version, self.attempt, self.past = version, attempt, dict(past)
+        self.phase = Phase.WAITING
+        self._tell(now, f"founded at version {version}, attempt {attempt}")
+        return self._open_if_due(now)
+
+    def granted(self, island: str, incarnation: int, now: float) -> list[Instruction]:
+        """Take note that `island` presented a valid grant; fences its earlier starts."""
+        if incarnation <= self.incarnations.get(island, 0):
+            return []
+        self.incarnations[island] = incarnation
+        instructions: list[Instruction] = []
+        earlier = self.contributions.get(island)
+        if earlier is not None and self.phase in (Phase.OPEN, Phase.GRACE):
+            del self.contributions[island]
+            instructions.append(DropLanes(self.key, island, earlier.incarnation))
+        if self.phase in (Phase.OPEN, Phase.GRACE):
+            self.left.pop(island, None)
+        self._tell(now, f"{island} holds grant {incarnation}")
+        return instructions + self._open_if_due(now)
+
+    def is_fenced(self, island: str, incarnation: int) -> bool:
+        """Whether a newer start of `island` is known."""
+        return incarnation < self.incarnations.get(island, 0)
+
+    def admit(self, lane: LaneArrival) -> Admission:
+        """Judge a lane by its header, before its payload is read; changes nothing."""
+        key = lane.key
+        if key.timeline != self.timeline or self.is_fenced(lane.island, lane.incarnation):
+            return Admission.FENCED
+        if key.fragment_id != self.fragment_id or not 0 <= lane.lane_id < self.rules.num_lanes:
+            return Admission.INVALID
+        if lane.weight_tokens < 0 or (lane.weight_tokens == 0 and not lane.is_flush):
+            return Admission.INVALID
+        if self.phase is Phase.UNFOUNDED:
+            return Admission.NOT_OPEN
+        if (key.version, key.attempt) > (self.version, self.attempt):
+            return Admission.INVALID
+        if self.outcome(key, lane.island, lane.incarnation) is not None:
+            return Admission.OVER
+        if self.phase is Phase.WAITING:
+            return Admission.NOT_OPEN
+        if lane.island not in self.members:
+            return Admission.NOT_OPEN
+        held = self.contributions.get(lane.island)
+        if held is not None:
+            if not _is_same_contribution(held, lane):
+                return Admission.CONFLICT
+            if lane.lane_id in held.lanes:
+                return Admission.REPEAT
+        return Admission.ACCEPTED if self.is_open else Admission.NOT_OPEN
+
+    def lane_received(self, lane: LaneArrival, now: float) -> tuple[Admission, list[Instruction]]:
+        """Count a lane whose payload was received and verified."""
+        admission = self.admit(lane)
+        if admission is Admission.CONFLICT and self.is_open:
+            return admission, self.refused(
+                lane.key, lane.island, lane.incarnation, f"conflict in lane {lane.lane_id}", now
+            )
+        if admission is not Admission.ACCEPTED:
+            return admission, []
+        held = self.contributions.setdefault(
+            lane.island,
+            Contribution(
+                lane.island,
+                lane.incarnation,
+                lane.weight_tokens,
+                lane.weight_steps,
+                lane.sent_at_inner_step,
+                lane.is_flush,
+            ),
+        )
+        held.lanes[lane.lane_id] = lane.digest
+        if len(held.lanes) < self.rules.num_lanes:
+            return admission, []
+        self._tell(now, f"{lane.island} complete, {held.weight_tokens} tokens")
+        if math.isinf(self._deadline):
+            self._deadline = now + self.rules.deadline_s
+        return admission, self._advance(now)
+
+    def refused(
+        self, key: RoundKey, island: str, incarnation: int, reason: str, now: float
+    ) -> list[Instruction]:
+        """Take an island out of this attempt: its contribution is malformed, or it declined."""
+        if (
+            key != self.key
+            or not self.is_open
+            or island not in self.members
+            or island in self.left
+            or self.is_fenced(island, incarnation)
+        ):
+            return []
+        instructions: list[Instruction] = []
+        held = self.contributions.pop(island, None)
+        if held is not None:
+            instructions.append(DropLanes(key, island, held.incarnation))
+        self.left[island] = reason
+        self._tell(now, f"{island} left the attempt: {reason}")
+        return instructions + self._advance(now)
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Let time pass: open what is due, end the grace window, expire what is overdue."""
+        if self.phase is Phase.WAITING:
+            return self._open_if_due(now)
+        if self.phase is Phase.GRACE and now >= self._grace_end:
+            return self._close(now)
+        if self.is_open and now >= self._deadline:
+            names = ", ".join(self._absent()) or "nobody (flush and ordinary ones are mixed)"
+            return self._expire(f"deadline of {self.rules.deadline_s:g} s; missing: {names}", now)
+        return []
+
+    def committed(self, key: RoundKey, now: float) -> list[Instruction]:
+        """Take note that version `key.version` + 1 is durable."""
+        self._require(Phase.CLOSING, "committed", key)
+        self.past[key.version] = PastRound(
+            key.attempt,
+            frozenset((c.island, c.incarnation) for c in self.contributions.values()),
+            dict(self.left),
+        )
+        self.version, self.attempt = key.version + 1, 0
+        self._expired_in_a_row = self._broken_in_a_row = 0
+        self._open_after = now + self.rules.opening_floor_s
+        self._leave_round(Phase.WAITING)
+        self._tell(now, f"published version {self.version}")
+        return [Published(key), *self._open_if_due(now)]
+
+    def result_broken(self, key: RoundKey, reason: str, now: float) -> list[Instruction]:
+        """Expire a closing attempt whose result is not finite; nothing moved."""
+        self._require(Phase.CLOSING, "result_broken", key)
+        self._broken_in_a_row += 1
+        self._expiry_is_numeric = True
+        return self._expire(f"result not usable: {reason}", now)
+
+    def expiry_recorded(self, key: RoundKey, now: float) -> list[Instruction]:
+        """Take note that the expiry of `key` is durable; the next attempt may open."""
+        self._require(Phase.EXPIRING, "expiry_recorded", key)
+        self.attempt += 1
+        self._expired_in_a_row += 1
+        is_numeric = self._expiry_is_numeric
+        self._expiry_is_numeric = False
+        self._leave_round(Phase.WAITING)
+        limit = self.rules.max_expired_in_a_row
+        if is_numeric and self._broken_in_a_row >= limit:
+            return self._lose(key, f"{limit} results in a row were not finite", is_numeric=True)
+        if self._expired_in_a_row >= limit:
+            return self._lose(
+                key, f"{limit} attempts in a row expired: {self.story[-1]}", is_numeric=False
+            )
+        return self._open_if_due(now)
+
+    def outcome(self, key: RoundKey, island: str, incarnation: int) -> Outcome | None:
+        """Say how a contribution ended; None while its attempt is undecided."""
+        if key.version == self.version:
+            if key.attempt < self.attempt:
+                return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
+            if island in self.left:
+                return Outcome(key, OutcomeKind.REFUSED, self.left[island])
+            return None
+        if key.version > self.version:
+            return None
+        past = self.past.get(key.version)
+        if past is None:
+            return Outcome(key, OutcomeKind.NOT_INCLUDED, "published long ago")
+        if key.attempt < past.attempt:
+            return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
+        if (island, incarnation) in past.contributors:
+            return Outcome(key, OutcomeKind.INCLUDED)
+        if island in past.refused:
+            return Outcome(key, OutcomeKind.REFUSED, past.refused[island])
+        return Outcome(key, OutcomeKind.NOT_INCLUDED, f"version {key.version + 1} is published")
+
+    def forget_before(self, version: int) -> None:
+        """Drop the memory of rounds whose base is older than `version`."""
+        for old in [v for v in self.past if v < version]:
+            del self.past[old]
+
+    def _all_granted(self) -> bool:
+        return all(member in self.incarnations for member in self.rules.members)
+
+    def _open_if_due(self, now: float) -> list[Instruction]:
+        if self.phase is not Phase.WAITING or now < self._open_after or not self._all_granted():
+            return []
+        self.phase = Phase.OPEN
+        self.members = self.rules.members
+        self._tell(now, f"opened {self.key}")
+        return [Opened(self.key, self.members)]
+
+    def _is_complete(self, contribution: Contribution) -> bool:
+        return len(contribution.lanes) == self.rules.num_lanes
+
+    def _absent(self) -> tuple[str, ...]:
+        done = {c.island for c in self.contributions.values() if self._is_complete(c)}
+        return tuple(m for m in self.members if m not in done and m not in self.left)
+
+    def _advance(self, now: float) -> list[Instruction]:
+        """Close, start the grace window, or expire, after the attempt's membership changed."""
+        active = [m for m in self.members if m not in self.left]
+        if not active:
+            return self._expire("no member has anything valid to send", now)
+        complete = [c for c in self.contributions.values() if self._is_complete(c)]
+        if len(complete) == len(active) and len({c.is_flush for c in complete}) == 1:
+            return self._close(now)
+        # A flush closes only with everybody's flush; a mixed attempt waits for its deadline.
+        quorum = self.rules.min_contributions
+        if quorum is None or any(c.is_flush for c in complete) or len(complete) < quorum:
+            return []
+        if self.phase is Phase.OPEN:
+            self.phase = Phase.GRACE
+            self._grace_end = now + self.rules.grace_s
+        return self.tick(now)
+
+    def _close(self, now: float) -> list[Instruction]:
+        for island in [i for i, c in self.contributions.items() if not self._is_complete(c)]:
+            del self.contributions[island]
+        contributors = tuple(
+            Contributor(
+                c.island,
+                c.incarnation,
+                c.weight_tokens,
+                c.weight_steps,
+                c.sent_at_inner_step,
+                tuple(c.lanes[lane_id] for lane_id in sorted(c.lanes)),
+            )
+            for _, c in sorted(self.contributions.items())
+        )
+        self.phase = Phase.CLOSING
+        self._tell(now, f"closing with {', '.join(c.island for c in contributors)}")
+        is_flush = all(c.is_flush for c in self.contributions.values())
+        return [Close(self.key, contributors, is_flush)]
+
+    def _expire(self, reason: str, now: float) -> list[Instruction]:
+        self._missing = self._absent()
+        self.phase = Phase.EXPIRING
+        self._tell(now, f"expired {self.key}: {reason}")
+        return [RecordExpiry(self.key, reason)]
+
+    def _lose(self, key: RoundKey, reason: str, *, is_numeric: bool) -> list[Instruction]:
+        self.phase = Phase.LOST
+        return [Lost(key, self._missing, reason, is_numeric)]
+
+    def _leave_round(self, phase: Phase) -> None:
+        self.phase = phase
+        self.members = ()
+        self.contributions = {}
+        self.left = {}
+        self._deadline = self._grace_end = math.inf
+
+    def _require(self, phase: Phase, event: str, key: RoundKey | None = None) -> None:
+        if self.phase is not phase or (key is not None and key != self.key):
+            raise InvalidTransition(event, self.phase, key or self.key, self.key, self.story)
+
+    def _tell(self, now: float, what: str) -> None:
+        self.story.append(f"{now:.3f} {what}")
+
+
+class InvalidTransition(Exception):
+    """An event that cannot happen in this phase: an error of the caller, with the story so far."""
+
+    def __init__(
+        self, event: str, phase: Phase, key: RoundKey, current: RoundKey, story: Iterable[str]
+    ) -> None:
+        """Carry the event, where the machine stood, and what led there."""
+        lines = "\n  ".join(story)
+        super().__init__(f"{event}({key}) in phase {phase} of {current}; story:\n  {lines}")
+
+
+def _is_same_contribution(held: Contribution, lane: LaneArrival) -> bool:
+    return (
+        held.incarnation == lane.incarnation
+        and held.weight_tokens == lane.weight_tokens
+        and held.weight_steps == lane.weight_steps
+        and held.sent_at_inner_step == lane.sent_at_inner_step
+        and held.is_flush == lane.is_flush
+        and held.lanes.get(lane.lane_id, lane.digest) == lane.digest
+    )

@@ -1,0 +1,327 @@
+"""Durable truth of one fragment: one checksummed record a version, written before publication.
+
+`snapshot` policy: a record holds theta, published and momentum (12 bytes a parameter), the
+published payload, and the accepted encoded contributions, so that each retained version can be
+recomputed from the one before. A version exists if and only if its record is valid.
+
+    fragment-0003/v000000000012.record     magic | header length | header | sections
+    fragment-0003/attempt.json             next attempt, after an expiry
+
+Writes: temporary file, fsync, rename, fsync of the directory. Nothing here decides a round.
+
+Source: protocol.md section 4 (commit point).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import blake3
+import torch
+from torch import Tensor
+
+from diloco.compression.base import from_bytes, to_bytes
+from diloco.outer.fragments import Fragment
+from diloco.rounds.publication import LaneState, PublicationRules, publish_lane, version_digest
+from diloco.rounds.state import Contributor, PastRound, RoundKey
+from transport.contracts import Buffer
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"DILOREC1"
+_PREFIX = struct.Struct("<8sQ32s")
+_STATE_SECTIONS = ("theta", "published", "momentum")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    """All that a version is: who made it, its state, its payload, and what it was made from.
+
+    Args:
+        key: Round that published it; `key.version` + 1 is `version`. Version 0 has none.
+        lanes: State of each lane, in lane order.
+        payloads: Published payload of each lane; empty for version 0.
+        contributions: Island -> encoded lanes, as accepted; empty for version 0.
+    """
+
+    version: int
+    fragment_id: int
+    timeline: int
+    key: RoundKey | None
+    is_flush: bool
+    payload_codec: str
+    lane_digests: tuple[bytes, ...]
+    lanes: tuple[LaneState, ...]
+    payloads: tuple[bytes, ...] = ()
+    contributors: tuple[Contributor, ...] = ()
+    contributions: Mapping[str, Sequence[Buffer]] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the published version."""
+        return version_digest(self.lane_digests)
+
+    def header(self) -> dict[str, Any]:
+        """What the journal and the tape keep: plain JSON values."""
+        return {
+            "version": self.version,
+            "fragment_id": self.fragment_id,
+            "timeline": self.timeline,
+            "attempt": self.key.attempt if self.key else 0,
+            "is_flush": self.is_flush,
+            "payload_codec": self.payload_codec,
+            "digest": self.digest.hex(),
+            "lane_digests": [digest.hex() for digest in self.lane_digests],
+            "contributors": [
+                {
+                    "island": c.island,
+                    "incarnation": c.incarnation,
+                    "weight_tokens": c.weight_tokens,
+                    "weight_steps": c.weight_steps,
+                    "sent_at_inner_step": c.sent_at_inner_step,
+                    "lane_digests": [digest.hex() for digest in c.lane_digests],
+                }
+                for c in self.contributors
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a store held when it was opened: the newest valid version and the next attempt."""
+
+    record: VersionRecord
+    attempt: int
+    past: Mapping[int, PastRound]
+
+
+class FragmentStore:
+    """Records of one fragment in one directory; the caller holds the store's lock."""
+
+    def __init__(self, directory: Path, fragment: Fragment, retained_versions: int) -> None:
+        """Assign only; `retained_versions` predecessors of the newest record are kept."""
+        self._directory = directory / f"fragment-{fragment.fragment_id:04d}"
+        self._fragment = fragment
+        self._retained = retained_versions
+
+    def recover(self) -> Recovered | None:
+        """Find the newest valid record; None when there is none."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for leftover in self._directory.glob("*.tmp"):
+            leftover.unlink()
+        past: dict[int, PastRound] = {}
+        newest: VersionRecord | None = None
+        for version in sorted(self._versions(), reverse=True):
+            try:
+                record = self.load(version)
+            except RecordInvalid as error:
+                logger.warning("record skipped, %s", error)
+                continue
+            newest = newest or record
+            if record.key is not None:
+                past[record.key.version] = PastRound(
+                    record.key.attempt,
+                    frozenset((c.island, c.incarnation) for c in record.contributors),
+                )
+        if newest is None:
+            return None
+        return Recovered(newest, self._attempt_after(newest.version), past)
+
+    def commit(self, record: VersionRecord) -> None:
+        """Write a version durably, then forget what is no longer retained."""
+        _write_durably(self._path(record.version), _encode(record))
+        for version in self._versions():
+            if version < record.version - self._retained:
+                self._path(version).unlink()
+
+    def record_expiry(self, key: RoundKey) -> None:
+        """Write durably that `key` expired, so that a restart opens the attempt after it."""
+        text = json.dumps({"version": key.version, "attempt": key.attempt + 1})
+        body = text.encode()
+        _write_durably(
+            self._directory / "attempt.json",
+            [blake3.blake3(body).hexdigest().encode(), b"\n", body],
+        )
+
+    def load(self, version: int) -> VersionRecord:
+        """Read and verify one record.
+
+        Raises:
+            RecordInvalid: If it is missing, torn, damaged, or of another plan.
+        """
+        path = self._path(version)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError as error:
+            raise RecordInvalid(f"{path} does not exist") from error
+        return _decode(path, data, self._fragment)
+
+    def _attempt_after(self, version: int) -> int:
+        path = self._directory / "attempt.json"
+        try:
+            checksum, body = path.read_bytes().split(b"\n", 1)
+        except (FileNotFoundError, ValueError):
+            return 0
+        if blake3.blake3(body).hexdigest().encode() != checksum:
+            # The attempt that this file named was announced; a later one must be opened, and
+            # numbers may be skipped: contributors follow whatever attempt is announced.
+            logger.warning("expiry record damaged, path=%s", path)
+            return 1 << 16
+        noted = json.loads(body)
+        return int(noted["attempt"]) if noted["version"] == version else 0
+
+    def _versions(self) -> list[int]:
+        return [int(path.stem[1:]) for path in self._directory.glob("v*.record")]
+
+    def _path(self, version: int) -> Path:
+        return self._directory / f"v{version:012d}.record"
+
+
+class RecordInvalid(Exception):
+    """A record file is missing, torn, damaged or of another plan; the version does not exist."""
+
+
+def recompute(
+    previous: VersionRecord, record: VersionRecord, rules: PublicationRules
+) -> tuple[bytes, ...]:
+    """Recompute the lane digests of `record` from its predecessor and its contributions.
+
+    Returns:
+        The digests of the recomputed published lanes; equal to `record.lane_digests` if and
+        only if every step from the contributions on is reproduced to the bit.
+    """
+    if record.key is None or previous.version != record.key.version:
+        raise ValueError(
+            f"version {record.version} cannot be recomputed from version {previous.version}"
+        )
+    weights = [c.weight_tokens for c in record.contributors]
+    return tuple(
+        publish_lane(
+            state,
+            [record.contributions[c.island][lane_id] for c in record.contributors],
+            weights,
+            rules,
+            version=record.key.version,
+            is_flush=record.is_flush,
+        ).digest
+        for lane_id, state in enumerate(previous.lanes)
+    )
+
+
+def _sections(record: VersionRecord) -> Iterator[tuple[str, Buffer]]:
+    for name in _STATE_SECTIONS:
+        for lane_id, state in enumerate(record.lanes):
+            yield f"{name}/{lane_id}", to_bytes(getattr(state, name).view(torch.uint8))
+    for lane_id, payload in enumerate(record.payloads):
+        yield f"payload/{lane_id}", payload
+    for island, lanes in sorted(record.contributions.items()):
+        for lane_id, contribution in enumerate(lanes):
+            yield f"contribution/{island}/{lane_id}", contribution
+
+
+def _encode(record: VersionRecord) -> list[Buffer]:
+    sections = list(_sections(record))
+    table = [
+        {"name": name, "bytes": len(data), "digest": blake3.blake3(data).hexdigest()}
+        for name, data in sections
+    ]
+    header = json.dumps({**record.header(), "sections": table}, sort_keys=True).encode()
+    prefix = _PREFIX.pack(_MAGIC, len(header), blake3.blake3(header).digest())
+    return [prefix, header, *(data for _, data in sections)]
+
+
+def _decode(path: Path, data: bytes, fragment: Fragment) -> VersionRecord:
+    if len(data) < _PREFIX.size:
+        raise RecordInvalid(f"{path} is torn: {len(data)} bytes")
+    magic, header_bytes, digest = _PREFIX.unpack_from(data)
+    header_data = data[_PREFIX.size : _PREFIX.size + header_bytes]
+    if magic != _MAGIC or blake3.blake3(header_data).digest() != digest:
+        raise RecordInvalid(f"{path} has a damaged header")
+    header = json.loads(header_data)
+    sections: dict[str, bytearray] = {}
+    at = _PREFIX.size + header_bytes
+    for entry in header["sections"]:
+        body = bytearray(data[at : at + entry["bytes"]])
+        at += entry["bytes"]
+        if blake3.blake3(body).hexdigest() != entry["digest"]:
+            raise RecordInvalid(f"{path} is torn or damaged in section {entry['name']}")
+        sections[entry["name"]] = body
+    if at != len(data) or header["fragment_id"] != fragment.fragment_id:
+        raise RecordInvalid(f"{path} does not belong to fragment {fragment.fragment_id}")
+    return _from_header(path, header, sections, fragment)
+
+
+def _from_header(
+    path: Path, header: Mapping[str, Any], sections: Mapping[str, bytearray], fragment: Fragment
+) -> VersionRecord:
+    def vector(name: str, lane_id: int, numel: int) -> Tensor:
+        values = from_bytes(sections[f"{name}/{lane_id}"]).view(torch.float32)
+        if values.numel() != numel:
+            raise RecordInvalid(f"{path} holds {values.numel()} values in {name}, plan has {numel}")
+        return values
+
+    if len(header["lane_digests"]) != len(fragment.lanes):
+        raise RecordInvalid(f"{path} holds another number of lanes than the plan")
+    contributors = tuple(
+        Contributor(
+            c["island"],
+            c["incarnation"],
+            c["weight_tokens"],
+            c["weight_steps"],
+            c["sent_at_inner_step"],
+            tuple(bytes.fromhex(digest) for digest in c["lane_digests"]),
+        )
+        for c in header["contributors"]
+    )
+    lane_ids = range(len(fragment.lanes))
+    version = header["version"]
+    key = RoundKey(header["timeline"], header["fragment_id"], version - 1, header["attempt"])
+    return VersionRecord(
+        version=version,
+        fragment_id=header["fragment_id"],
+        timeline=header["timeline"],
+        key=key if version > 0 else None,
+        is_flush=header["is_flush"],
+        payload_codec=header["payload_codec"],
+        lane_digests=tuple(bytes.fromhex(digest) for digest in header["lane_digests"]),
+        lanes=tuple(
+            LaneState(*(vector(n, lane.lane_id, lane.numel) for n in _STATE_SECTIONS))
+            for lane in fragment.lanes
+        ),
+        payloads=tuple(bytes(sections[f"payload/{i}"]) for i in lane_ids) if version else (),
+        contributors=contributors,
+        contributions={
+            c.island: [sections[f"contribution/{c.island}/{i}"] for i in lane_ids]
+            for c in contributors
+        },
+    )
+
+
+def _write_durably(path: Path, pieces: Sequence[Buffer]) -> None:
+    """Replace `path` atomically: after a crash it holds the old bytes or all the new ones."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    with open(temporary, "wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    with _directory(path.parent) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _directory(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

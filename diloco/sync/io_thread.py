@@ -1,0 +1,54 @@
+"""The IO thread of a rank: one event loop beside the training thread.
+
+It moves bytes and runs codecs; it never issues a collective and never touches a parameter.
+
+Source: protocol.md section 6.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class IoThread:
+    """An event loop in a thread of its own. `start` and `stop` bracket its life."""
+
+    def __init__(self) -> None:
+        """Assign only."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="diloco-io", daemon=True)
+
+    def start(self) -> None:
+        """Begin to run the loop."""
+        self._thread.start()
+
+    def post(self, action: Callable[..., object], *arguments: object) -> None:
+        """Run `action(*arguments)` in the loop soon; actions run in the order posted."""
+        self._loop.call_soon_threadsafe(action, *arguments)
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run `work` in the loop, after what was posted, and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def stop(self) -> None:
+        """Stop the loop and end the thread; unfinished tasks are cancelled."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.close()

@@ -1,0 +1,96 @@
+"""What an island owes and is owed for one fragment: counters, outstanding contribution, outcome.
+
+Pure bookkeeping in integers, equal on every rank of the island. The table of protocol.md section
+5 is `settle`; tensors (anchor, residual, payload) follow its verdict elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from diloco.rounds.state import RoundKey
+
+
+class Verdict(StrEnum):
+    """How an outstanding contribution ended, as the island leader saw it."""
+
+    INCLUDED = "included"
+    NOT_INCLUDED = "not_included"
+    REFUSED = "refused"
+    DECLINED = "declined"
+    EXPIRED = "expired"
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """A contribution whose outcome is not known yet."""
+
+    key: RoundKey
+    sent_at_inner_step: int
+    weight_tokens: int
+    weight_steps: int
+    is_flush: bool
+
+
+@dataclass(slots=True)
+class FragmentLedger:
+    """Counters of one fragment of one island.
+
+    `tokens` and `steps` run since the counters last restarted; `version` is that of the anchor;
+    `attempt` the attempt last announced for it.
+    """
+
+    timeline: int
+    fragment_id: int
+    version: int = 0
+    attempt: int = 0
+    tokens: int = 0
+    steps: int = 0
+    declined_in_a_row: int = 0
+    outstanding: Outstanding | None = None
+
+    def count(self, num_tokens: int) -> None:
+        """Count one inner step of `num_tokens` tokens."""
+        self.tokens += num_tokens
+        self.steps += 1
+
+    def send(self, inner_step: int, *, is_flush: bool) -> Outstanding:
+        """Make a contribution outstanding; at most one a fragment."""
+        assert self.outstanding is None, f"fragment {self.fragment_id} has one outstanding"
+        key = RoundKey(self.timeline, self.fragment_id, self.version, self.attempt)
+        self.outstanding = Outstanding(key, inner_step, self.tokens, self.steps, is_flush)
+        return self.outstanding
+
+    def settle(self, verdict: Verdict, *, attempt: int, local_mix: float) -> int:
+        """Apply the outcome of what is outstanding.
+
+        | verdict              | version | counters                                             |
+        | INCLUDED             | + 1     | restart from the send                                |
+        | NOT_INCLUDED (drop)  | + 1     | restart from the merge; from the send if local_mix > 0 |
+        | REFUSED, DECLINED    | + 1     | keep                                                 |
+        | EXPIRED              | same    | keep                                                 |
+
+        Args:
+            verdict: The outcome.
+            attempt: After EXPIRED, the attempt last announced.
+            local_mix: alpha of the merge.
+
+        Returns:
+            Inner steps whose local effect an alpha = 0 merge replaced (0 when none).
+        """
+        sent = self.outstanding
+        assert sent is not None, f"fragment {self.fragment_id} has nothing outstanding"
+        self.outstanding = None
+        self.declined_in_a_row = self.declined_in_a_row + 1 if verdict is Verdict.DECLINED else 0
+        if verdict is Verdict.EXPIRED:
+            self.attempt = max(attempt, sent.key.attempt + 1)
+            return 0
+        self.version, self.attempt = sent.key.version + 1, 0
+        steps_since_send = self.steps - sent.weight_steps
+        if verdict is Verdict.INCLUDED or (verdict is Verdict.NOT_INCLUDED and local_mix > 0):
+            self.tokens -= sent.weight_tokens
+            self.steps = steps_since_send
+        elif verdict is Verdict.NOT_INCLUDED:
+            self.tokens = self.steps = 0
+        return steps_since_send if local_mix == 0 else 0

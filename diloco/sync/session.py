@@ -1,0 +1,290 @@
+"""An island's outer loop: `DiLoCo.step()` after every inner step sends and merges what is due.
+
+Belongs to the training thread: collectives and parameters are touched here only. What needs the
+network is posted to the `Exchange`; what needs all ranks goes through `Agreement`.
+
+`step`, `start` and `finish` are written as generators that yield whatever has to be waited for, so
+that one body serves a training thread (which blocks) and a virtual clock (which awaits).
+
+Source: protocol.md sections 3, 5, 6 and 7.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from diloco.errors import AggregationError, IslandFailed
+from diloco.outer.fragments import Plan
+from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.outer.schedule import Schedule
+from diloco.sync.agreement import Agreed, Agreement, Standing
+from diloco.sync.exchange import Exchange
+from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
+from diloco.sync.shards import LaneShards
+from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, RoundExpiredSeen
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_Waits = Generator[Coroutine[Any, Any, None], None, _T]
+
+#: Seconds after which a blocked rank looks at the others again.
+_LOOK_S = 1.0
+_MAX_DECLINED_IN_A_ROW = 3
+
+
+class Runner(Protocol):
+    """Where the exchange runs: the IO thread of a rank, or the current loop."""
+
+    def post(self, action: Callable[..., object], *arguments: object) -> None:
+        """Run `action(*arguments)` there, after what was posted before."""
+
+
+class DiLoCo:
+    """The outer loop of one rank of an island.
+
+    Every rank of the island makes the same calls in the same order. `inner_step` counts completed
+    inner steps.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        shards: LaneShards,
+        exchange: Exchange,
+        runner: Runner,
+        agreement: Agreement,
+        *,
+        timeline: int,
+        local_mix: float,
+        clock: Callable[[], float],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Assign only; `start` agrees on the first published version."""
+        self._plan = plan
+        self._schedule = schedule
+        self._shards = shards
+        self._exchange = exchange
+        self._runner = runner
+        self._agreement = agreement
+        self._local_mix = local_mix
+        self._clock = clock
+        self._on_event = on_event
+        self._ledgers = [FragmentLedger(timeline, f.fragment_id) for f in plan.fragments]
+        self._anchors: list[Mapping[int, Tensor]] = []
+        self.inner_step = 0
+        self.blocked_s = 0.0
+        self.overwritten_steps = 0
+
+    def __repr__(self) -> str:
+        """Say where the island stands: inner step, versions, what is in flight."""
+        versions = ", ".join(str(ledger.version) for ledger in self._ledgers)
+        return (
+            f"DiLoCo(inner_step={self.inner_step}, versions=[{versions}], "
+            f"in_flight={self.num_in_flight})"
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of fragments whose contribution has no outcome yet."""
+        return sum(ledger.outstanding is not None for ledger in self._ledgers)
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digest of the version of each fragment that the syncer last announced, in hex."""
+        return tuple(self._exchange.view(f.fragment_id).digest for f in self._plan.fragments)
+
+    def starting(self) -> _Waits[None]:
+        """Agree on version 0 of every fragment; anchors are the initial parameters."""
+        initial = {f.fragment_id: self._shards.collect(f.fragment_id) for f in self._plan.fragments}
+        self._runner.post(self._exchange.start)
+        yield self._exchange.found(initial)
+        self._anchors = [initial[f.fragment_id] for f in self._plan.fragments]
+
+    def stepping(self, num_tokens: int) -> _Waits[None]:
+        """Account for one inner step of `num_tokens` tokens of the whole island, then act.
+
+        Order: merges of earlier sends, then sends, then, for tau = 0, their merges.
+        """
+        self.inner_step += 1
+        for ledger in self._ledgers:
+            ledger.count(num_tokens)
+        agreed = self._agreement.read()
+        self._raise_failure(agreed)
+        for ledger in self._ledgers:
+            sent = ledger.outstanding
+            if sent is not None and self._merge_step(sent) <= self.inner_step:
+                yield from self._settle(ledger, agreed)
+        due = self._schedule.due(self.inner_step)
+        for fragment_id in due:
+            self._send(self._ledgers[fragment_id], is_flush=False)
+        if self._schedule.overlap_steps == 0:
+            for fragment_id in due:
+                yield from self._settle(self._ledgers[fragment_id], None)
+        if self.num_in_flight:
+            self._agreement.start(self._exit_code, self._standings())
+
+    def finishing(self) -> _Waits[None]:
+        """Merge what is outstanding, then flush: nobody's last steps are lost."""
+        self._raise_failure(self._agreement.read())
+        for ledger in self._ledgers:
+            if ledger.outstanding is not None:
+                yield from self._settle(ledger, None)
+        if not self._schedule.flush:
+            return
+        waiting = list(self._ledgers)
+        before = [ledger.version for ledger in self._ledgers]
+        while waiting:
+            for ledger in waiting:
+                self._send(ledger, is_flush=True)
+            for ledger in waiting:
+                yield from self._settle(ledger, None)
+            # An expired attempt is tried again; three in a row end the run by the syncer's word.
+            waiting = [ledger for ledger in waiting if ledger.version == before[ledger.fragment_id]]
+
+    @contextlib.contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Put the published values that this island last merged in place; restore afterwards."""
+        local = [self._shards.collect(f.fragment_id) for f in self._plan.fragments]
+        for fragment, anchor in zip(self._plan.fragments, self._anchors, strict=True):
+            self._shards.distribute(fragment.fragment_id, anchor, 0.0)
+        try:
+            yield
+        finally:
+            for fragment, lanes in zip(self._plan.fragments, local, strict=True):
+                self._shards.distribute(fragment.fragment_id, lanes, 0.0)
+
+    def _merge_step(self, sent: Outstanding) -> int:
+        return self._schedule.merge_step(sent.sent_at_inner_step)
+
+    def _send(self, ledger: FragmentLedger, *, is_flush: bool) -> None:
+        """Take the pseudo-gradient of a fragment and post it."""
+        p = ledger.fragment_id
+        local = self._shards.collect(p)
+        deltas = {
+            lane_id: pseudo_gradient(self._anchors[p][lane_id], values)
+            for lane_id, values in local.items()
+        }
+        norm = math.sqrt(sum(float(delta.double().square().sum()) for delta in deltas.values()))
+        sent = ledger.send(self.inner_step, is_flush=is_flush)
+        declined = ""
+        if not math.isfinite(norm):
+            declined = f"the pseudo-gradient of fragment {p} is not finite"
+        elif sent.weight_tokens == 0 and not is_flush:
+            declined = "no tokens were counted since the last merge"
+        if declined:
+            logger.warning("declining, key=%s: %s", sent.key, declined)
+            self._runner.post(self._exchange.decline, sent, declined)
+        else:
+            self._runner.post(self._exchange.send, sent, deltas)
+        self._on_event(
+            FragmentSent(
+                self.inner_step,
+                p,
+                sent.key.version,
+                sent.key.attempt,
+                sent.weight_tokens,
+                sent.weight_steps,
+                is_flush,
+                norm,
+                declined,
+            )
+        )
+
+    def _settle(self, ledger: FragmentLedger, agreed: Agreed | None) -> _Waits[None]:
+        """Wait until the island agrees on the outcome of what is outstanding, and apply it."""
+        sent = ledger.outstanding
+        assert sent is not None
+        began = self._clock()
+        while True:
+            if agreed is not None:
+                standing = agreed.standings[ledger.fragment_id]
+                if standing.verdict is Verdict.EXPIRED:
+                    break
+                if standing.verdict is not None and standing.staged_version > sent.key.version:
+                    break
+            yield self._exchange.wait_for_end(ledger.fragment_id, _LOOK_S)
+            agreed = self._agreement.now(self._exit_code, self._standings())
+            self._raise_failure(agreed)
+        blocked_s = self._clock() - began
+        self.blocked_s += blocked_s
+        self._apply(ledger, sent, standing, blocked_s)
+
+    def _apply(
+        self, ledger: FragmentLedger, sent: Outstanding, standing: Standing, blocked_s: float
+    ) -> None:
+        verdict = standing.verdict
+        assert verdict is not None
+        p = ledger.fragment_id
+        local_mix = 0.0 if sent.is_flush else self._local_mix
+        self.overwritten_steps += ledger.settle(
+            verdict, attempt=standing.attempt, local_mix=local_mix
+        )
+        is_merged = verdict is not Verdict.EXPIRED
+        if is_merged:
+            staged = self._exchange.staged(p)
+            self._shards.distribute(p, staged, local_mix)
+            self._anchors[p] = staged
+        self._runner.post(self._settled, p, is_merged, verdict is Verdict.INCLUDED)
+        if ledger.declined_in_a_row >= _MAX_DECLINED_IN_A_ROW:
+            raise AggregationError(
+                f"fragment {p}: {_MAX_DECLINED_IN_A_ROW} contributions in a row could not be "
+                f"sent; the last was at inner step {sent.sent_at_inner_step}. The training "
+                f"diverged: lower inner.optimizer.lr, or start again from an earlier state"
+            )
+        if not is_merged:
+            self._on_event(
+                RoundExpiredSeen(self.inner_step, p, sent.key.version, sent.key.attempt, blocked_s)
+            )
+            return
+        view = self._exchange.view(p)
+        self._on_event(
+            FragmentMerged(
+                self.inner_step,
+                p,
+                ledger.version,
+                verdict.value,
+                self.inner_step - sent.sent_at_inner_step,
+                blocked_s,
+                view.digest,
+                view.contributors,
+                sent.is_flush,
+            )
+        )
+
+    def _settled(self, fragment_id: int, is_merged: bool, is_included: bool) -> None:
+        self._exchange.settle(fragment_id, is_merged=is_merged, is_included=is_included)
+
+    @property
+    def _exit_code(self) -> int:
+        failure = self._exchange.failure
+        return 0 if failure is None else failure.exit_code
+
+    def _standings(self) -> list[Standing]:
+        standings = []
+        for ledger in self._ledgers:
+            view = self._exchange.view(ledger.fragment_id)
+            # What was posted to the exchange may not have been carried out yet.
+            is_current = ledger.outstanding is not None and view.key == ledger.outstanding.key
+            verdict = view.verdict if is_current else None
+            standings.append(Standing(view.staged_version, verdict, view.attempt))
+        return standings
+
+    def _raise_failure(self, agreed: Agreed | None) -> None:
+        """Stop on every rank when any rank failed; its own error where it happened."""
+        if agreed is None or agreed.exit_code == 0:
+            return
+        if self._exchange.failure is not None:
+            raise self._exchange.failure
+        error = IslandFailed(
+            f"another rank of this island failed with exit code {agreed.exit_code}: see its log"
+        )
+        error.exit_code = agreed.exit_code
+        raise error

@@ -1,0 +1,126 @@
+"""What happens in a run, as plain data: one frozen dataclass an event.
+
+Reports, tests and the live table read events, never log lines. Units are in the names; `kind` is
+the word under which an event is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+    kind: ClassVar[str] = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the event as JSON values, its kind among them."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class InnerStepDone(Event):
+    """One inner step of an island; the loss is the mean over its whole batch, in nats a token."""
+
+    kind: ClassVar[str] = "inner_step"
+    inner_step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentSent(Event):
+    """A contribution left, or was declined (`declined` says why); norm over the rank's lanes."""
+
+    kind: ClassVar[str] = "fragment_sent"
+    inner_step: int
+    fragment_id: int
+    version: int
+    attempt: int
+    weight_tokens: int
+    weight_steps: int
+    is_flush: bool
+    lanes_norm: float
+    declined: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentMerged(Event):
+    """A published version replaced the anchor; `blocked_s` is what training waited for it."""
+
+    kind: ClassVar[str] = "fragment_merged"
+    inner_step: int
+    fragment_id: int
+    version: int
+    outcome: str
+    staleness_steps: int
+    blocked_s: float
+    digest: str
+    contributors: tuple[str, ...]
+    is_flush: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RoundExpiredSeen(Event):
+    """An attempt expired: nobody merges; from here only the tape reproduces the run."""
+
+    kind: ClassVar[str] = "round_expired"
+    inner_step: int
+    fragment_id: int
+    version: int
+    attempt: int
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DigestMismatch(Event):
+    """A staged lane was not what the syncer published; it was fetched again, dense."""
+
+    kind: ClassVar[str] = "digest_mismatch"
+    fragment_id: int
+    version: int
+    lane_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncerRestarted(Event):
+    """The syncer answered with a new epoch; outstanding lanes are sent again."""
+
+    kind: ClassVar[str] = "syncer_restarted"
+    syncer_epoch: int
+    resent_lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated(Event):
+    """Held-out loss in nats a byte; `parameters` is "published" or "local"."""
+
+    kind: ClassVar[str] = "evaluated"
+    inner_step: int
+    parameters: str
+    nats_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class IslandEnded(Event):
+    """Sums over an island's life; digests are of the last merged version of each fragment."""
+
+    kind: ClassVar[str] = "island_ended"
+    inner_step: int
+    tokens: int
+    wall_s: float
+    inner_s: float
+    blocked_s: float
+    undisturbed_step_s: float
+    utilisation: float
+    goodput: float
+    overwritten_steps: int
+    bytes_up: int
+    bytes_down: int
+    digests: tuple[str, ...]

@@ -1,0 +1,429 @@
+"""Loading run files: every refusal says where, what, the range and the remedy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.config.load import load_config, resolved_toml
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+
+RUNS = Path(__file__).resolve().parents[2] / "configs" / "runs"
+DEMO = RUNS / "demo.toml"
+MINIMAL = """
+[run]
+name = "minimal"
+seed = 7
+inner_steps = 10
+[model]
+preset = "tiny"
+[data]
+sequence_length = 32
+[inner.optimizer]
+lr = 1e-3
+[outer]
+preset = "classic"
+inner_steps_per_round = 5
+[coordinator]
+state_dir = "runs/minimal"
+[islands.a]
+ranks = 1
+tokens_per_inner_step = 64
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def refusal(path: Path, *overrides: str, island: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, island)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(RUNS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_run_file_loads_and_its_resolved_copy_is_equal(
+    path: Path, tmp_path: Path
+) -> None:
+    config = load_config(path)
+
+    copy = write(tmp_path, resolved_toml(config))
+
+    assert load_config(copy) == config
+    assert resolved_toml(load_config(copy)) == resolved_toml(config)
+
+
+def test_demo_has_the_values_of_the_main_job() -> None:
+    config = load_config(DEMO, island="us-east")
+
+    assert (config.run.seed, config.run.inner_steps, config.data.sequence_length) == (
+        1234,
+        325,
+        128,
+    )
+    assert (config.outer.inner_steps_per_round, config.outer.num_fragments) == (24, 4)
+    assert (config.outer.overlap_steps, config.outer.local_mix) == (2, 0.0)
+    assert (config.outer.uplink_codec, config.outer.downlink_codec) == ("int4", "int4")
+    assert config.outer.round_deadline_s == 60.0
+    assert (config.transport.unreachable_s, config.transport.chunk_bytes) == (600.0, 1 << 20)
+    assert (config.island.mesh.dp_shard, config.island.mesh.tp) == (1, 2)
+    assert set(config.islands) == {"eu-west", "us-east"}
+
+
+def test_debug_preset_has_about_0_9m_parameters() -> None:
+    model = load_config(DEMO).model
+    head_dim = model.dim // model.num_heads
+    attention = 2 * model.dim * head_dim * (model.num_heads + model.num_kv_heads)
+    layer = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
+    total = model.num_layers * layer + 2 * model.vocab_size * model.dim + model.dim
+
+    assert 0.85e6 < total < 0.95e6
+
+
+def test_resolved_copy_keeps_awkward_strings_and_arrays(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, MINIMAL),
+        [
+            r'coordinator.state_dir="a \"quoted\" \\ tab\t del\u007f \U0001F600"',
+            "outer.num_fragments=2",
+            'outer.fragment_pattern="explicit"',
+            'outer.explicit_fragments=[["a.weight", "b"], ["c"]]',
+            "outer.phases=[3, 5]",
+            "inner.optimizer.eps=1e-20",
+        ],
+        island="a",
+    )
+
+    copy = load_config(write(tmp_path, resolved_toml(config)))
+
+    assert copy == config
+    assert copy.coordinator.state_dir == 'a "quoted" \\ tab\t del\x7f \U0001f600'
+    assert copy.outer.explicit_fragments == (("a.weight", "b"), ("c",))
+    assert copy.island_id == "a"
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("classic", (1, 0, "float32", "float32", 0)),
+        ("streaming", (3, 1, "int4", "int4", 5)),
+    ],
+)
+def test_outer_preset_gives_defaults(
+    preset: str, expected: tuple[object, ...], tmp_path: Path
+) -> None:
+    given = [f"outer.preset={preset}"] + ["outer.num_fragments=3"] * (preset == "streaming")
+
+    outer = load_config(write(tmp_path, MINIMAL), given).outer
+
+    codecs = (outer.uplink_codec, outer.downlink_codec)
+    ramp = outer.optimizer.momentum_ramp_rounds
+    assert (outer.num_fragments, outer.overlap_steps, *codecs, ramp) == expected
+
+
+def test_explicit_keys_win_over_the_preset(tmp_path: Path) -> None:
+    outer = load_config(
+        write(tmp_path, MINIMAL),
+        [
+            "outer.preset=streaming",
+            "outer.num_fragments=2",
+            "outer.overlap_steps=0",
+            "outer.downlink_codec=float32",
+            "outer.optimizer.lr=0.4",
+        ],
+    ).outer
+
+    assert (outer.overlap_steps, outer.uplink_codec, outer.downlink_codec) == (0, "int4", "float32")
+    assert (outer.optimizer.lr, outer.optimizer.momentum_ramp_rounds) == (0.4, 5)
+
+
+def test_explicit_dimension_wins_over_the_model_preset(tmp_path: Path) -> None:
+    model = load_config(write(tmp_path, MINIMAL), ["model.num_layers=3"]).model
+
+    assert (model.num_layers, model.dim) == (3, 32)
+
+
+def test_later_override_wins_over_earlier_and_file(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+
+    config = load_config(path, ["run.inner_steps=20", "run.inner_steps=30"])
+
+    assert (load_config(path).run.inner_steps, config.run.inner_steps) == (10, 30)
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "expected"),
+    [
+        ("run.name=other", lambda c: c.run.name, "other"),
+        ('run.name="2024"', lambda c: c.run.name, "2024"),
+        ("run.name=1979-05-27", lambda c: c.run.name, "1979-05-27"),
+        ("outer.round_deadline=5min", lambda c: c.outer.round_deadline_s, 300.0),
+        ("outer.flush=false", lambda c: c.outer.flush, False),
+        ("outer.optimizer.lr=1", lambda c: c.outer.optimizer.lr, 1.0),
+        ("inner.optimizer.betas=[0.8, 0.9]", lambda c: c.inner.optimizer.betas, (0.8, 0.9)),
+        ("coordinator.state_dir=a=b", lambda c: c.coordinator.state_dir, "a=b"),
+        ("islands.a.threads=2", lambda c: c.islands["a"].threads, 2),
+        ("islands.b={ranks=1, tokens_per_inner_step=32}", lambda c: sorted(c.islands), ["a", "b"]),
+        ("evaluation.num_sequences=4", lambda c: c.evaluation.num_sequences, 4),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_override_is_read_as_toml_and_else_as_text(
+    override: str, read: object, expected: object, tmp_path: Path
+) -> None:
+    config = load_config(write(tmp_path, MINIMAL), [override])
+
+    assert callable(read)
+    assert read(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("run.sed=1", ["run.sed=1", "unknown key", 'did you mean "seed"?']),
+        ("rnu.seed=1", ["unknown key", 'did you mean "run"?']),
+        ("zzz=1", ["unknown key; known here: island_id, run, model"]),
+        ("run.seed.deep=1", ["unknown key"]),
+        ("run.seed", ["write KEY=VALUE"]),
+        ("run..seed=1", ["write KEY=VALUE"]),
+        ("=1", ["write KEY=VALUE"]),
+        ("islands.b.ranks=1", ["b is not an island of this file", "islands: a"]),
+        ("islands.a.rank=1", ['did you mean "ranks"?']),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_override_of_an_unknown_path_is_refused(
+    override: str, parts: list[str], tmp_path: Path
+) -> None:
+    message = refusal(write(tmp_path, MINIMAL), override)
+
+    assert all(part in message for part in parts), message
+
+
+NO_UNIT = "with a unit"
+REFUSALS = [
+    # override of the minimal file, parts of the answer
+    ("run.seed=-1", ["run.seed: -1:", ">= 0"]),
+    ("run.seed=1.0", ["run.seed: 1.0: must be an integer"]),
+    ("run.seed=true", ["run.seed: true: must be an integer"]),
+    ("run.inner_steps=0", ["run.inner_steps: 0:", "allowed: >= 1"]),
+    ('run.inner_steps="ten"', ['run.inner_steps: "ten": must be an integer']),
+    ("run.name=5", ["run.name: 5: must be a string, in quotes"]),
+    ('run.name="a/b"', ['run.name: "a/b": must match']),
+    ("run={}", ["run.name: missing", "run.seed: missing", "run.inner_steps: missing"]),
+    ("run=5", ["run: 5: must be a table"]),
+    ("model.family=hf", ['model.family: "hf": comes later', 'allowed: "llama"']),
+    ("model.preset=debgu", ['model.preset: "debgu":', '"debug" or "tiny" or "custom"']),
+    ("model.preset=custom", ["model.dim: missing", "model.ffn_dim: missing"]),
+    ("model.vocab_size=255", ["model.vocab_size: 255:", ">= 256"]),
+    ("model.num_heads=3", ["model.num_heads: 3: 2 x num_heads must divide dim = 32"]),
+    ("model.num_kv_heads=3", ["model.num_kv_heads: 3: must divide num_heads = 4"]),
+    ("model.rope_theta=0", ["model.rope_theta: 0:", "> 0"]),
+    ("model.max_sequence_length=16", ["data.sequence_length: 32:", "max_sequence_length = 16"]),
+    ("data.source=web", ['data.source: "web":', 'allowed: "stdlib"']),
+    ("data.sequence_length=0", ["data.sequence_length: 0:", ">= 1"]),
+    (
+        "data.sequence_length=48",
+        ["islands.a.tokens_per_inner_step: 64: must be a multiple", "= 48"],
+    ),
+    ("inner.optimizer.lr=nan", ["inner.optimizer.lr: nan: must be a finite number", "> 0"]),
+    ("inner.optimizer.lr=inf", ["inner.optimizer.lr: inf: must be a finite number"]),
+    ("inner.optimizer.lr=0", ["inner.optimizer.lr: 0:", "> 0"]),
+    ("inner.optimizer.name=sgd", ['inner.optimizer.name: "sgd":', 'allowed: "adamw"']),
+    ("inner.optimizer.warmup_steps=-1", ["warmup_steps: -1:", ">= 0"]),
+    ("inner.optimizer.betas=[0.9]", ["inner.optimizer.betas.1: missing"]),
+    ("inner.optimizer.betas=[0.9, 1.0]", ["inner.optimizer.betas.1: 1.0:", "in [0, 1)"]),
+    ("inner.optimizer.betas=[nan, 0.9]", ["inner.optimizer.betas.0: nan:", "finite"]),
+    ("inner.clip_norm=0.0", ["inner.clip_norm: 0.0:", "> 0"]),
+    ("inner.micro_batches=3", ["islands.a.tokens_per_inner_step: 64:", "micro_batches = 96"]),
+    ("outer.preset=decoupled", ['outer.preset: "decoupled": comes later', '"streaming"']),
+    ("outer.preset=streaming", ["outer.num_fragments: missing", ">= 1"]),
+    ("outer.inner_steps_per_round=0", ["outer.inner_steps_per_round: 0:", ">= 1"]),
+    ("outer.overlap_steps=5", ["outer.overlap_steps: 5: must be smaller", "= 5", "0 <= tau < H"]),
+    ("outer.overlap_steps=-1", ["outer.overlap_steps: -1:", ">= 0"]),
+    ("outer.num_fragments=0", ["outer.num_fragments: 0:", ">= 1"]),
+    ("outer.num_fragments=-3", ["outer.num_fragments: -3:", ">= 1"]),
+    ("outer.num_lanes=0", ["outer.num_lanes: 0:", ">= 1"]),
+    ("outer.local_mix=1.01", ["outer.local_mix: 1.01:", ">= 0 and <= 1"]),
+    ("outer.local_mix=-0.5", ["outer.local_mix: -0.5:", ">= 0 and <= 1"]),
+    ("outer.local_mix=nan", ["outer.local_mix: nan: must be a finite number"]),
+    ("outer.local_mix=false", ["outer.local_mix: false: must be a number"]),
+    ("outer.phases=[1, 2]", ["outer.phases: [1, 2]: 2 phases, but num_fragments = 1"]),
+    ("outer.phases=[6]", ["outer.phases: [6]:", "0 to inner_steps_per_round = 5"]),
+    ("outer.phases=[-1]", ["outer.phases: [-1]:", "0 to inner_steps_per_round = 5"]),
+    ("outer.phases=[1.5]", ["outer.phases.0: 1.5: must be an integer"]),
+    ("outer.phases=3", ["outer.phases: 3: must be an array"]),
+    ("outer.explicit_fragments=[[1]]", ["outer.explicit_fragments.0.0: 1: must be a string"]),
+    ("outer.merge=on_arrival", ['outer.merge: "on_arrival": comes later', 'allowed: "scheduled"']),
+    ("outer.min_contributions=2", ["outer.min_contributions: 2: comes later", 'allowed: "all"']),
+    ("outer.on_member_lost=shrink", ['"shrink": comes later', 'allowed: "stop"']),
+    ("outer.on_member_lost=wait", ['"wait": comes later', 'allowed: "stop"']),
+    ("outer.weighting=equal", ['outer.weighting: "equal":', 'allowed: "tokens"']),
+    ("outer.uplink_codec=int2", ['outer.uplink_codec: "int2":', '"float32" or "int4"']),
+    ("outer.flush=1", ["outer.flush: 1: must be true or false"]),
+    ("outer.retained_versions=0", ["outer.retained_versions: 0:", ">= 1"]),
+    ("outer.round_deadline=60", ["outer.round_deadline: 60:", NO_UNIT]),
+    ('outer.round_deadline="60"', ['outer.round_deadline: "60":', NO_UNIT]),
+    ("outer.round_deadline=0s", ['outer.round_deadline: "0s": must be more than zero']),
+    ("outer.round_deadline=-1s", ['outer.round_deadline: "-1s":']),
+    ("outer.round_deadline=nans", ['outer.round_deadline: "nans":']),
+    ("outer.optimizer.lr=0", ["outer.optimizer.lr: 0:", "> 0"]),
+    ("outer.optimizer.momentum=1", ["outer.optimizer.momentum: 1:", ">= 0 and < 1"]),
+    ("outer.optimizer.name=adam", ['outer.optimizer.name: "adam":', '"nesterov"']),
+    ("outer.optimizer=0.7", ["outer.optimizer: 0.7: must be a table"]),
+    ("coordinator.listen=7000", ["coordinator.listen: 7000: must be a string"]),
+    ("coordinator.listen=localhost", ['coordinator.listen: "localhost": must be HOST:PORT']),
+    ("coordinator.listen=localhost:99999", ["must be HOST:PORT", "0 to 65535"]),
+    ("coordinator.listen=0.0.0.0:7000", ["coordinator.listen:", "coordinator.insecure = true"]),
+    ("coordinator.syncer_listen=far:1", ["coordinator.syncer_listen:", "insecure = true"]),
+    ("coordinator.address=far", ['coordinator.address: "far": must be HOST:PORT']),
+    ('coordinator.state_dir=""', ['coordinator.state_dir: "": must not be empty']),
+    ("transport.kind=hivemind", ['transport.kind: "hivemind": comes later', 'allowed: "grpc"']),
+    ("transport.link=../x", ['transport.link: "../x": must match']),
+    ("transport.chunk=50", ["transport.chunk: 50:", NO_UNIT]),
+    ("transport.chunk=1GiB", ['transport.chunk: "1GiB":', "1073741824"]),
+    ("transport.unreachable=600", ["transport.unreachable: 600:", NO_UNIT]),
+    ("transport.rpc_timeout=0ms", ['transport.rpc_timeout: "0ms": must be more than zero']),
+    ("transport.retry.max_wait=1ms", ["max_wait:", "must not be shorter than first_wait = 100ms"]),
+    ("evaluation.every_inner_steps=-1", ["evaluation.every_inner_steps: -1:", ">= 0"]),
+    ("islands={}", ["islands: {  }: must not be empty"]),
+    ("islands={A={}}", ['islands.A: "A": must match ^[a-z0-9-]+$']),
+    ("islands.a.ranks=2", ["islands.a.mesh:", "product of its axes must equal ranks = 2"]),
+    ("islands.a.mesh={pp=1}", ["islands.a.mesh.pp: 1: unknown key", "known here: dp_shard, tp"]),
+    ("islands.a.mesh={tp=0}", ["islands.a.mesh.tp: 0:", ">= 1"]),
+    ("islands.a={ranks=4, mesh={dp_shard=2, tp=2}, tokens_per_inner_step=64}", ["comes later"]),
+    ("islands.a={ranks=4, mesh={tp=4}, tokens_per_inner_step=64}", ["must divide", "kv_heads = 2"]),
+    ("islands.a={ranks=4, mesh={dp_shard=4}, tokens_per_inner_step=64}", ["dp_shard", "= 128"]),
+    ("islands.a.tokens_per_inner_step=65", ["tokens_per_inner_step: 65: must be a multiple"]),
+    ("islands.a.threads=0", ["islands.a.threads: 0:", ">= 1"]),
+    ("island_id=b", ['island_id: "b": is not an island of this file; islands: a']),
+]
+
+
+@pytest.mark.parametrize(("override", "parts"), REFUSALS, ids=[row[0] for row in REFUSALS])
+def test_wrong_value_is_refused_with_path_value_range_and_hint(
+    override: str, parts: list[str], tmp_path: Path
+) -> None:
+    message = refusal(write(tmp_path, MINIMAL), override)
+
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "section", ["run", "model", "data", "inner.optimizer", "outer", "coordinator"]
+)
+def test_missing_section_is_named(section: str, tmp_path: Path) -> None:
+    lines = MINIMAL.splitlines()
+    start = lines.index(f"[{section}]")
+    end = next(i for i in range(start + 1, len(lines)) if lines[i].startswith("["))
+
+    message = refusal(write(tmp_path, "\n".join(lines[:start] + lines[end:])))
+
+    name = section.split(".")[0]
+    assert f"{name}: missing; add a section [{name}]" in message
+
+
+def test_all_problems_of_a_file_are_listed_one_a_line(tmp_path: Path) -> None:
+    text = MINIMAL.replace("seed = 7", "sed = 7").replace("lr = 1e-3", "lr = nan")
+    text = text.replace("inner_steps_per_round = 5", "inner_steps_per_round = 5\noverlap_steps = 5")
+    text = text.replace("tokens_per_inner_step = 64", "tokens_per_inner_step = 65")
+
+    first, *lines = refusal(write(tmp_path, text + "\n[extra]\n")).splitlines()
+
+    assert first.endswith("run.toml: 6 problems")
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "run.seed",
+        "run.sed",
+        "inner.optimizer.lr",
+        "outer.overlap_steps",
+        "islands.a.tokens_per_inner_step",
+        "extra",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[run]\nname = demo\n", ["run.toml is not valid TOML", "line 2"]),
+        ("[run]\nname = 'a'\nname = 'b'\n", ["run.toml is not valid TOML"]),
+        ("[run]\n[run]\n", ["run.toml is not valid TOML", "line 2"]),
+    ],
+    ids=["bare word", "key twice", "section twice"],
+)
+def test_broken_toml_is_refused_with_file_and_line(
+    text: str, parts: list[str], tmp_path: Path
+) -> None:
+    message = refusal(write(tmp_path, text))
+
+    assert all(part in message for part in parts), message
+
+
+def test_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+
+    assert "absent.toml: No such file" in refusal(tmp_path / "absent.toml")
+    assert "bytes.toml is not valid TOML" in refusal(tmp_path / "bytes.toml")
+
+
+def test_unknown_island_is_refused_with_the_names_there_are() -> None:
+    message = refusal(DEMO, island="asia")
+
+    assert 'island_id: "asia": is not an island of this file; islands: eu-west, us-east' in message
+
+
+def test_local_part_without_a_selected_island_is_refused() -> None:
+    config = load_config(DEMO)
+
+    with pytest.raises(ConfigError, match="choose --island eu-west or us-east"):
+        _ = config.island
+
+
+def test_bind_beyond_loopback_is_accepted_when_declared_insecure(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, MINIMAL),
+        ["coordinator.insecure=true", "coordinator.listen=0.0.0.0:7000"],
+    )
+
+    assert config.coordinator.listen == "0.0.0.0:7000"
+
+
+@pytest.mark.parametrize("address", ["[::1]:0", "localhost:0", "127.8.8.8:65535"])
+def test_loopback_addresses_are_recognised(address: str, tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL), [f"coordinator.listen='{address}'"])
+
+    assert config.coordinator.listen == address
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [("", "runs/minimal/telemetry"), ("elsewhere", "elsewhere")]
+)
+def test_telemetry_goes_below_state_dir_unless_chosen(
+    chosen: str, expected: str, tmp_path: Path
+) -> None:
+    config = load_config(write(tmp_path, MINIMAL), [f'telemetry.dir="{chosen}"'])
+
+    assert config.telemetry_dir == Path(expected)
+
+
+def test_configuration_is_frozen() -> None:
+    config = load_config(DEMO)
+
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.seed = 1
+
+
+def test_configuration_imports_no_torch() -> None:
+    code = "import sys, diloco.config.load; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], timeout=50).returncode == 0
+
+
+def test_config_is_exported_with_the_sections_that_components_read() -> None:
+    assert {"run", "model", "data", "inner", "outer", "coordinator", "transport"} < set(
+        Config.model_fields
+    )

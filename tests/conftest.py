@@ -1,0 +1,12 @@
+"""Put the repository root on the path, so that tests (and the ranks they spawn) find each other.
+
+Spawned processes inherit ``sys.path``; with it ``from tests.distributed import run_ranks`` works
+from every test file, whichever way pytest was started.
+"""
+
+import sys
+from pathlib import Path
+
+_ROOT = str(Path(__file__).resolve().parent.parent)
+if _ROOT not in sys.path:
+    sys.path.insert(0, _ROOT)

@@ -1,0 +1,145 @@
+"""Run a function on several real ranks: spawned processes joined by gloo, one default group.
+
+    def add_ranks(island_rank: int, offset: int) -> float:
+        total = torch.tensor(float(island_rank + offset))
+        dist.all_reduce(total)
+        return total.item()
+
+    def test_sum() -> None:
+        assert run_ranks(add_ranks, 2, 10, timeout_s=50) == [21.0, 21.0]
+
+The function is sent by name, so it must stand at the top level of an importable module (a test file
+is one). Starting a rank costs about two seconds of importing torch: run many cases per call.
+"""
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+# How long a failure of another rank may trail the first one and still be shown below it.
+_DRAIN_S = 0.3
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish in time; the message has its traceback."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 50.0
+) -> list[Any]:
+    """Call ``fn(island_rank, *args)`` on ``world_size`` fresh ranks and wait for all of them.
+
+    Every rank is a spawned process with one thread and a default gloo process group over a store
+    and port of this call alone. No process outlives the call, whatever happens.
+
+    Args:
+        fn: Top-level function of an importable module; arguments and result must be picklable.
+        world_size: Number of ranks, 1 or more.
+        args: Further arguments, equal on all ranks.
+        timeout_s: Seconds for everything, starting the processes included; stay below the timeout
+            of the test, so that this message is the one seen. Ranks print their stacks just before.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        RankFailed: If a rank raised (the earliest one, with its traceback), died or hung.
+    """
+    deadline = time.monotonic() + timeout_s
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    try:
+        with mock.patch.dict(os.environ, _ENVIRONMENT):
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_run_rank,
+                    args=(sender, store.port, rank, world_size, timeout_s, fn, args),
+                    daemon=True,
+                )
+                process.start()
+                sender.close()  # so that the death of the rank ends the pipe
+                processes.append(process)
+                pipes.append(receiver)
+        return _gather(processes, pipes, deadline, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _gather(processes: list[Any], pipes: list[Any], deadline: float, timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[tuple[float, str]] = []
+    pending = dict(enumerate(pipes))
+    while pending:
+        ready = multiprocessing.connection.wait(
+            list(pending.values()), max(0.0, deadline - time.monotonic())
+        )
+        if not ready and not failures:
+            message = f"ranks {sorted(pending)} of {len(pipes)} did not finish in {timeout_s:g} s"
+            raise RankFailed(message)
+        if not ready:
+            break
+        for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
+            try:
+                is_ok, when, value = pending.pop(rank).recv()
+            except EOFError:
+                processes[rank].join()
+                is_ok, when = False, time.monotonic()
+                value = f"died without a word, exit code {processes[rank].exitcode}"
+            if is_ok:
+                results[rank] = value
+                continue
+            if not failures:
+                deadline = min(deadline, time.monotonic() + _DRAIN_S)
+            failures.append((when, f"rank {rank} of {len(pipes)}: {value}"))
+    if failures:
+        raise RankFailed("\n".join(text for _, text in sorted(failures)))
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _run_rank(
+    sender: Any,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    faulthandler.dump_traceback_later(0.9 * timeout_s)
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+        value = fn(rank, *args)
+        dist.barrier()  # nobody tears its connections down while another still needs them
+        message = (True, time.monotonic(), value)
+    except BaseException:
+        message = (False, time.monotonic(), traceback.format_exc())
+    sender.send(message)
+    sender.close()
+    if message[0]:
+        dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()

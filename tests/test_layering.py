@@ -1,0 +1,292 @@
+"""The strata of the code: who may import what, and what pure code may not touch.
+
+Every import counts, inside functions and under TYPE_CHECKING too, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: A package imports itself and what stands left of it, never what stands right of it.
+STRATA = ("protos", "transport", "diloco", "simulations")
+
+#: Clock, sockets, threads, processes, files' whereabouts, environment: what pure code is given.
+OUTSIDE_WORLD = (
+    "asyncio", "concurrent", "datetime", "grpc", "multiprocessing", "os", "queue", "sched",
+    "secrets", "selectors", "signal", "socket", "socketserver", "sqlite3", "ssl", "subprocess",
+    "tempfile", "threading", "time", "torch.distributed", "uuid",
+)  # fmt: skip
+#: Draws from a hidden global state; pure code hashes counters or is given a generator.
+HIDDEN_RANDOMNESS = (
+    "numpy.random", "random.choice", "random.gauss", "random.randint", "random.random",
+    "random.sample", "random.seed", "random.shuffle", "random.SystemRandom", "random.uniform",
+    "torch.bernoulli", "torch.manual_seed", "torch.normal", "torch.rand", "torch.randint",
+    "torch.randn", "torch.randperm", "torch.seed",
+)  # fmt: skip
+IMPURE = OUTSIDE_WORLD + HIDDEN_RANDOMNESS
+ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+
+#: (where, what it may not use, except where). A module stands for all below it.
+FORBIDDEN = [
+    pytest.param("transport", ("torch", "torchvision"), (), id="transport-has-no-torch"),
+    pytest.param("transport.link", IMPURE, (), id="transport.link-is-pure"),
+    pytest.param("diloco.outer", IMPURE, (), id="outer-is-pure"),
+    pytest.param("diloco.outer.fragments", ("torch",), (), id="fragments-has-no-torch"),
+    pytest.param("diloco.outer.schedule", ("torch",), (), id="schedule-has-no-torch"),
+    pytest.param("diloco.compression", IMPURE, (), id="compression-is-pure"),
+    pytest.param("diloco.rounds.state", (*IMPURE, "torch"), (), id="rounds.state-is-pure"),
+    pytest.param("diloco.coordinator.membership", (*IMPURE, "torch"), (), id="membership-is-pure"),
+    *(
+        pytest.param(
+            package,
+            ENVIRONMENT,
+            ("diloco.cli", "diloco.launch"),
+            id=f"{package}-reads-environment-only-in-cli-and-launch",
+        )
+        for package in STRATA
+    ),
+]
+
+#: Importing these must not load torch, whatever else they import.
+IMPORTED_WITHOUT_TORCH = (
+    "diloco.cli",
+    "diloco.config",
+    "diloco.coordinator",
+    "diloco.errors",
+    "diloco.outer.fragments",
+    "diloco.outer.schedule",
+    "diloco.rounds.state",
+)
+
+VAGUE_NAMES = {"common", "helpers", "misc", "util", "utils"}
+
+
+@dataclass(frozen=True)
+class Use:
+    """A dotted name that a file imports or mentions, with aliases resolved."""
+
+    name: str
+    line: int
+    is_import: bool
+    runs_at_import: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the repository and the module it is."""
+
+    path: Path
+    module: str
+
+    @property
+    def package(self) -> str:
+        is_package = self.path.name == "__init__.py"
+        return self.module if is_package else self.module.rpartition(".")[0]
+
+
+def is_within(name: str, tops: Iterable[str]) -> bool:
+    return any(name == top or name.startswith(top + ".") for top in tops)
+
+
+@cache
+def sources(*, with_tests: bool = False) -> tuple[Source, ...]:
+    found = []
+    for package in (*STRATA, "tests") if with_tests else STRATA:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found.append(Source(path, module))
+    return tuple(found)
+
+
+@cache
+def modules() -> frozenset[str]:
+    return frozenset(source.module for source in sources())
+
+
+@cache
+def uses_of(source: Source) -> tuple[Use, ...]:
+    return tuple(read_uses(source.path.read_text(encoding="utf-8"), source.package))
+
+
+def read_uses(text: str, package: str) -> Iterator[Use]:
+    """Yield each import (`from a import b` as a.b) and each dotted mention of an imported name."""
+    tree = ast.parse(text)
+    runs_at_import = set(executed_at_import(tree))
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                aliases[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                anchor = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*anchor, base] if base else anchor)
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            aliases |= {a.asname or a.name: f"{base}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func
+            called = function.attr if isinstance(function, ast.Attribute) else ""
+            called = function.id if isinstance(function, ast.Name) else called
+            if called in ("import_module", "__import__"):
+                names = [str(node.args[0].value)]
+        for name in names:
+            yield Use(name, node.lineno, True, node in runs_at_import)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, *rest = ast.unparse(node).split(".")
+            if first in aliases:
+                yield Use(".".join([aliases[first], *rest]), node.lineno, False, False)
+
+
+def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run when the module is imported: no function bodies, no type checks."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            continue
+        yield child
+        yield from executed_at_import(child)
+
+
+def report(rule: str, broken: list[tuple[Source, Use]]) -> str:
+    lines = {
+        f"  {source.path.relative_to(ROOT)}:{use.line}: {source.module} uses {use.name}"
+        for source, use in broken
+    }
+    return "\n".join([rule, *sorted(lines)])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import a.b", {"a.b"}),
+        ("def f():\n  from a import b", {"a.b"}),
+        ("if TYPE_CHECKING:\n  from a import b as c", {"a.b"}),
+        ("from . import x", {"pack.sub.x"}),
+        ("from ..y import x", {"pack.y.x"}),
+        ("import numpy as np\nnp.random.rand(3)", {"numpy", "numpy.random", "numpy.random.rand"}),
+        ("from os import environ as e\ne.get('A')", {"os.environ", "os.environ.get"}),
+        ("import_module('a.b')", {"a.b"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_reader_sees_every_kind_of_import(text: str, expected: set[str]) -> None:
+    assert {use.name for use in read_uses(text, "pack.sub")} == expected
+
+
+def test_strata_are_never_imported_backwards() -> None:
+    broken = []
+    for source in sources():
+        level = STRATA.index(source.module.partition(".")[0])
+        for use in uses_of(source):
+            if not is_within(use.name, (*STRATA[level + 1 :], "tests")) or not use.is_import:
+                continue
+            in_cli = is_within(source.module, ["diloco.cli"])
+            if in_cli and is_within(use.name, ["simulations"]) and not use.runs_at_import:
+                continue  # the one exception: inside command functions
+            broken.append((source, use))
+
+    assert not broken, report(f"imports go leftwards only: {' <- '.join(STRATA)}", broken)
+
+
+@pytest.mark.parametrize(("where", "forbidden", "exempt"), FORBIDDEN)
+def test_forbidden_names_are_not_used(
+    where: str, forbidden: tuple[str, ...], exempt: tuple[str, ...]
+) -> None:
+    broken = [
+        (source, use)
+        for source in sources()
+        if is_within(source.module, [where]) and not is_within(source.module, exempt)
+        for use in uses_of(source)
+        if is_within(use.name, forbidden)
+    ]
+
+    assert not broken, report(f"{where} must not use these:", broken)
+
+
+def test_rules_name_modules_that_exist() -> None:
+    named = {where for where, *_ in (rule.values for rule in FORBIDDEN)} | {*IMPORTED_WITHOUT_TORCH}
+    packages = {name for name in STRATA if (ROOT / name).is_dir()}
+
+    assert {name for name in named if name.partition(".")[0] in packages} <= modules()
+
+
+def test_light_modules_do_not_load_torch() -> None:
+    light = [name for name in sorted(modules()) if is_within(name, IMPORTED_WITHOUT_TORCH)]
+    light = ["diloco", *(name for name in light if not name.endswith(".__main__"))]
+    program = f"""
+import importlib, sys, traceback
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            traceback.print_stack()
+            sys.exit(f"importing {{importing}} loads torch")
+sys.meta_path.insert(0, Guard())
+for importing in {light!r}:
+    importlib.import_module(importing)
+assert "torch" not in sys.modules
+"""
+
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+    frames = [line for line in result.stderr.splitlines() if "importlib" not in line]
+    assert result.returncode == 0, "\n".join(frames)
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for source in sources():
+        for use in uses_of(source):
+            if use.is_import and use.runs_at_import:
+                target = use.name if use.name in modules() else use.name.rpartition(".")[0]
+                if target in modules() and target != source.module:
+                    graph.setdefault(source.module, set()).add(target)
+
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import cycle: {' <- '.join(error.args[1])}")
+
+
+def test_names_are_said_and_stars_are_not() -> None:
+    broken = []
+    for source in sources(with_tests=True):
+        if VAGUE_NAMES & set(source.module.split(".")):
+            broken.append(f"{source.module}: name the concept, not {sorted(VAGUE_NAMES)}")
+        broken += [
+            f"{source.module}:{use.line}: star import of {use.name}"
+            for use in uses_of(source)
+            if use.is_import and use.name.endswith(".*")
+        ]
+
+    assert not broken, "\n".join(broken)
+
+
+def test_every_package_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {".".join(source.path.relative_to(ROOT).parts[:-1]) for source in sources()}
+
+    assert folders == set(listed["tool"]["setuptools"]["packages"]), (
+        "[tool.setuptools] packages and the folders that hold modules differ"
+    )
+    assert folders <= modules(), "a folder that holds modules has no __init__.py"

@@ -1,0 +1,79 @@
+"""What the gRPC client and server must agree on: service name, channel options, status codes."""
+
+from __future__ import annotations
+
+from grpc import StatusCode
+
+from transport.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    FrameError,
+    HandlerFailed,
+    MessageTooLarge,
+    PeerReset,
+    TransportError,
+    VersionMismatch,
+)
+from transport.framing import MAX_MESSAGE_BYTES
+
+SERVICE = "diloco.wire.v1"
+
+#: Sent by a server as soon as it takes a call; a call that broke without it never arrived.
+ACCEPTED_METADATA = ("diloco-accepted", "1")
+
+KEEPALIVE_TIME_MS = 20_000
+KEEPALIVE_TIMEOUT_MS = 10_000
+CONNECT_TIMEOUT_MS = 5_000
+MAX_RECONNECT_WAIT_MS = 1_000
+
+_BOTH = (
+    # A payload has no limit; a message has, by the protocol, so none is received unbounded.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+CHANNEL_OPTIONS = (
+    *_BOTH,
+    # Retries are `retry`'s: gRPC's own would keep copies of what was sent.
+    ("grpc.enable_retries", 0),
+    # One transport is one connection, so that control never queues behind data.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Which way a call takes is configuration, never the environment's http_proxy.
+    ("grpc.enable_http_proxy", 0),
+    # A restarted server is found within about a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_WAIT_MS),
+    # Despite its name: how long one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
+)
+
+SERVER_OPTIONS = (
+    *_BOTH,
+    # Two servers on one port would split the calls between them in silence.
+    ("grpc.so_reuseport", 0),
+    # Clients ping every KEEPALIVE_TIME_MS: allow that with room, or they get too_many_pings.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 4),
+)
+
+#: The one table of status codes. UNAVAILABLE becomes ConnectError when the call never arrived.
+STATUS_ERRORS: dict[StatusCode, type[TransportError]] = {
+    StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    StatusCode.UNAVAILABLE: PeerReset,
+    StatusCode.CANCELLED: PeerReset,
+    StatusCode.INTERNAL: PeerReset,
+    StatusCode.INVALID_ARGUMENT: FrameError,
+    StatusCode.DATA_LOSS: ChecksumMismatch,
+    StatusCode.RESOURCE_EXHAUSTED: MessageTooLarge,
+    StatusCode.FAILED_PRECONDITION: VersionMismatch,
+    StatusCode.UNKNOWN: HandlerFailed,
+    StatusCode.UNIMPLEMENTED: HandlerFailed,
+}
+
+
+def status_of(error: TransportError) -> StatusCode:
+    """Return the code under which a server sends `error`: the first in the table."""
+    return next(code for code, kind in STATUS_ERRORS.items() if type(error) is kind)

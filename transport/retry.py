@@ -1,0 +1,90 @@
+"""Trying again: exponential waits with full jitter, within a budget of seconds.
+
+Each wait is uniform in [0, cap], the cap doubling from one failure to the next, so that islands
+that lost the same peer do not come back together.
+
+Source: "Exponential Backoff And Jitter" (M. Brooker, AWS Architecture Blog, 2015), full jitter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from transport.errors import TransportError
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How long to keep trying.
+
+    Attributes:
+        first_wait_s: Cap of the first wait, in seconds; > 0.
+        max_wait_s: Largest cap, in seconds; at least `first_wait_s`.
+        budget_s: Seconds after the start from which no attempt is begun; 0 allows one attempt.
+    """
+
+    first_wait_s: float = 0.1
+    max_wait_s: float = 5.0
+    budget_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be waited.
+
+        Raises:
+            ValueError: If not 0 < first_wait_s <= max_wait_s, or the budget is not finite and
+                0 or more.
+        """
+        if not 0 < self.first_wait_s <= self.max_wait_s < float("inf"):
+            raise ValueError(
+                f"first_wait_s = {self.first_wait_s}, max_wait_s = {self.max_wait_s}: "
+                "must be 0 < first_wait_s <= max_wait_s"
+            )
+        if not 0 <= self.budget_s < float("inf"):
+            raise ValueError(f"budget_s = {self.budget_s}: must be finite and 0 or more seconds")
+
+
+async def retry(
+    attempt: Callable[[], Awaitable[_T]], policy: RetryPolicy, rng: random.Random
+) -> _T:
+    """Await `attempt()` until it succeeds, fails for good, or the budget is spent.
+
+    Args:
+        attempt: Makes one attempt, with a deadline of its own.
+        policy: Waits and budget, on the running loop's clock.
+        rng: Draws the waits.
+
+    Raises:
+        TransportError: At once if it is not retryable; otherwise the last one, its message
+            naming the number of attempts and the seconds spent.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    cap_s = policy.first_wait_s
+    num_attempts = 0
+    while True:
+        num_attempts += 1
+        try:
+            return await attempt()
+        except TransportError as error:
+            if not error.is_retryable:
+                raise
+            wait_s = rng.uniform(0.0, cap_s)
+            elapsed_s = loop.time() - started
+            if elapsed_s + wait_s >= policy.budget_s:
+                final = type(error)(
+                    f"gave up after {num_attempts} attempts in {elapsed_s:.1f} s "
+                    f"(budget {policy.budget_s:g} s), the last: {error}"
+                )
+                final.peer, final.method = error.peer, error.method
+                raise final from error
+            _log.debug("attempt failed attempt=%d wait_s=%.3f: %s", num_attempts, wait_s, error)
+        cap_s = min(cap_s * 2, policy.max_wait_s)
+        await asyncio.sleep(wait_s)

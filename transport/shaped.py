@@ -1,0 +1,111 @@
+"""A link's bandwidth and delay put around any transport, call by call.
+
+The request crosses the up link, then the inner call is made, then its reply crosses the down
+link. Time is the running loop's, so it is exact under the virtual clock and close under the real
+one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from transport.contracts import Buffer, Reply, Transport
+from transport.errors import DeadlineExceeded, TransportClosed
+from transport.framing import check_call
+from transport.link import LinkState
+
+#: Calls that share a link take turns at this size.
+TURN_BYTES = 64 << 10
+
+
+class ShapedTransport:
+    """A transport as it would be at the far end of a link.
+
+    Give the same `LinkState` to every transport that shares the path: lanes, control and data.
+    """
+
+    def __init__(self, inner: Transport, up: LinkState, down: LinkState) -> None:
+        """Wrap `inner`; requests go over `up`, replies over `down`."""
+        self._inner = inner
+        self._up = up
+        self._down = down
+        self._scopes: set[asyncio.Timeout] = set()
+        self._is_closed = False
+
+    @property
+    def peer(self) -> str:
+        """Address of the peer."""
+        return self._inner.peer
+
+    async def call(
+        self,
+        method: str,
+        header: bytes,
+        payload: Buffer = b"",
+        *,
+        deadline_s: float,
+        max_reply_bytes: int = 0,
+    ) -> Reply:
+        """Call `method` across the link; see `contracts.Transport`.
+
+        The deadline covers both crossings. Headers count; what fails inside fails without the
+        way back.
+        """
+        check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
+        self._check_open(method)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_s
+        scope = asyncio.timeout_at(deadline)
+        self._scopes.add(scope)
+        try:
+            async with scope:
+                await _cross(self._up, len(header) + memoryview(payload).nbytes)
+                reply = await self._inner.call(
+                    method,
+                    header,
+                    payload,
+                    deadline_s=max(deadline - loop.time(), 1e-9),
+                    max_reply_bytes=max_reply_bytes,
+                )
+                await _cross(self._down, len(reply.header) + memoryview(reply.payload).nbytes)
+                return reply
+        except TimeoutError:
+            self._check_open(method)
+            message = f"no answer within {deadline_s:g} s"
+            raise DeadlineExceeded(message, peer=self.peer, method=method) from None
+        finally:
+            self._scopes.discard(scope)
+
+    async def close(self) -> None:
+        """Close the inner transport; calls in flight raise `TransportClosed`."""
+        self._is_closed = True
+        for scope in self._scopes:
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+        await self._inner.close()
+
+    def _check_open(self, method: str) -> None:
+        if self._is_closed:
+            raise TransportClosed("this transport was closed", peer=self.peer, method=method)
+
+
+async def _cross(link: LinkState, num_bytes: int) -> None:
+    """Reserve the link turn by turn and wait until the last byte has arrived.
+
+    All bytes are there from the start, so a turn is ready when the one before has left, however
+    late this task wakes up.
+    """
+    ready = asyncio.get_running_loop().time()
+    while True:
+        ready, delivery = link.reserve(ready, min(num_bytes, TURN_BYTES))
+        num_bytes -= TURN_BYTES
+        if num_bytes <= 0:
+            break
+        await _sleep_until(ready)
+    await _sleep_until(delivery)
+
+
+async def _sleep_until(when: float) -> None:
+    wait_s = when - asyncio.get_running_loop().time()
+    if wait_s > 0:
+        await asyncio.sleep(wait_s)
