@@ -70,14 +70,3 @@ class HandlerFailed(TransportError):
 
 class TransportClosed(TransportError):
     """This end was closed by its owner, before the call or during it."""
-
-
-def as_peer_error(error: Exception) -> TransportError:
-    """Turn what a handler raised into what its caller is told.
-
-    What is wrong with the caller's own bytes keeps its class; all else, a failed call that the
-    handler made to somebody else included, is `HandlerFailed`.
-    """
-    if isinstance(error, FrameError | ChecksumMismatch | MessageTooLarge | VersionMismatch):
-        return type(error)(str(error))
-    return HandlerFailed(f"{type(error).__name__}: {error}")

@@ -1,8 +1,10 @@
 """How a call's header and payload become messages, and back.
 
-    first message  checksum (8) | magic (4) | version (2) | header bytes (4) | chunk bytes (4)
-                   | payload bytes (8) | header
+    first message  checksum (8) | magic (4) | version (2) | failure (2) | header bytes (4)
+                   | chunk bytes (4) | payload bytes (8) | header
     every other    checksum (8) | data: `chunk_bytes` of the payload, the last one less
+
+A reply may be a failure instead: then its number is not 0 and the header is a message for people.
 
 Integers are little-endian; a checksum is the xxh3_64 (canonical, big-endian) of everything after
 it in its message. Both directions of a call use the same form. Pure; content is never parsed.
@@ -16,7 +18,14 @@ from collections.abc import Iterator
 import xxhash
 
 from transport.contracts import PROTOCOL_VERSION, Buffer
-from transport.errors import ChecksumMismatch, FrameError, MessageTooLarge, VersionMismatch
+from transport.errors import (
+    ChecksumMismatch,
+    FrameError,
+    HandlerFailed,
+    MessageTooLarge,
+    TransportError,
+    VersionMismatch,
+)
 
 #: Largest header, in bytes. Headers are small messages; what is large is a payload.
 MAX_HEADER_BYTES = 1 << 20
@@ -27,7 +36,16 @@ MAX_CHUNK_BYTES = 8 << 20
 
 _MAGIC = b"DLCO"
 _CHECKSUM_BYTES = 8
-_OPENING = struct.Struct("<4sHIIQ")
+_OPENING = struct.Struct("<4sHHIIQ")
+#: Failures by their number on the wire; numbers are never used again.
+_FAILURES: dict[int, type[TransportError]] = {
+    1: HandlerFailed,
+    2: FrameError,
+    3: ChecksumMismatch,
+    4: MessageTooLarge,
+    5: VersionMismatch,
+}
+_MAX_FAILURE_BYTES = 1 << 16
 #: Largest message of this protocol.
 MAX_MESSAGE_BYTES = _CHECKSUM_BYTES + _OPENING.size + max(MAX_HEADER_BYTES, MAX_CHUNK_BYTES)
 
@@ -43,7 +61,17 @@ def check_call(header: bytes, *, deadline_s: float, max_reply_bytes: int) -> Non
         raise ValueError(f"deadline_s = {deadline_s}: must be finite and over 0 seconds")
     if max_reply_bytes < 0:
         raise ValueError(f"max_reply_bytes = {max_reply_bytes}: must be 0 or more")
-    _check_header(len(header))
+    check_header(len(header))
+
+
+def check_header(header_bytes: int) -> None:
+    """Refuse a header over `MAX_HEADER_BYTES`.
+
+    Raises:
+        MessageTooLarge: If it is.
+    """
+    if header_bytes > MAX_HEADER_BYTES:
+        raise MessageTooLarge(f"header of {header_bytes} bytes; {MAX_HEADER_BYTES} are allowed")
 
 
 def check_chunk_bytes(chunk_bytes: int) -> None:
@@ -57,7 +85,7 @@ def check_chunk_bytes(chunk_bytes: int) -> None:
 
 
 def frame_messages(header: bytes, payload: Buffer, chunk_bytes: int) -> Iterator[bytes]:
-    """Yield the messages of one direction of a call; each chunk is copied once, when asked for.
+    """Return the messages of one direction of a call; a chunk is copied once, when asked for.
 
     Args:
         header: At most `MAX_HEADER_BYTES`.
@@ -68,11 +96,20 @@ def frame_messages(header: bytes, payload: Buffer, chunk_bytes: int) -> Iterator
         MessageTooLarge: If the header is too large.
         ValueError: If `chunk_bytes` is out of range.
     """
-    _check_header(len(header))
+    check_header(len(header))
     check_chunk_bytes(chunk_bytes)
-    view = memoryview(payload).cast("B")
-    opening = _OPENING.pack(_MAGIC, PROTOCOL_VERSION, len(header), chunk_bytes, len(view))
-    yield _seal(opening + header)
+    return _frame(0, header, memoryview(payload).cast("B"), chunk_bytes)
+
+
+def frame_failure(error: TransportError) -> bytes:
+    """Return the one message of a reply that is a failure; reading it raises `error` again."""
+    code = next(code for code, kind in _FAILURES.items() if type(error) is kind)
+    return next(_frame(code, str(error).encode()[:_MAX_FAILURE_BYTES], memoryview(b""), 1))
+
+
+def _frame(failure: int, header: bytes, view: memoryview, chunk_bytes: int) -> Iterator[bytes]:
+    opening = (_MAGIC, PROTOCOL_VERSION, failure, len(header), chunk_bytes, len(view))
+    yield _seal(_OPENING.pack(*opening) + header)
     for start in range(0, len(view), chunk_bytes):
         yield _seal(view[start : start + chunk_bytes])
 
@@ -92,11 +129,13 @@ class FrameReader:
             VersionMismatch: If the peer speaks another version.
             ChecksumMismatch: If it arrived damaged.
             MessageTooLarge: If it declares a header over `MAX_HEADER_BYTES`.
+            TransportError: The failure that the peer sent instead of a reply.
         """
         body = memoryview(first_message)[_CHECKSUM_BYTES:]
         if len(body) < _OPENING.size:
             raise FrameError(f"first message has {len(first_message)} bytes, too few for a frame")
-        magic, version, header_bytes, chunk_bytes, payload_bytes = _OPENING.unpack_from(body)
+        opening = _OPENING.unpack_from(body)
+        magic, version, failure, header_bytes, chunk_bytes, payload_bytes = opening
         if magic != _MAGIC:
             raise FrameError(f"first message starts with {magic!r}: the peer is not a diloco peer")
         if version != PROTOCOL_VERSION:
@@ -104,7 +143,7 @@ class FrameReader:
                 f"the peer speaks wire protocol {version}, this process {PROTOCOL_VERSION}: "
                 "run the same release at both ends"
             )
-        _check_header(header_bytes)
+        check_header(header_bytes)
         _verify(first_message, "the first message")
         if len(body) != _OPENING.size + header_bytes:
             raise FrameError(
@@ -114,6 +153,8 @@ class FrameReader:
         if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise FrameError(f"the peer declares chunks of {chunk_bytes} bytes")
         self.header = bytes(body[_OPENING.size :])
+        if failure:
+            raise _FAILURES.get(failure, HandlerFailed)(self.header.decode(errors="replace"))
         self.payload_bytes: int = payload_bytes
         self._chunk_bytes: int = chunk_bytes
         self._payload: bytearray | None = None
@@ -165,11 +206,6 @@ class FrameReader:
     def truncated(self) -> FrameError:
         """The error of a peer that ended before its declared size."""
         return FrameError(f"the peer sent {self._filled} bytes of {self.payload_bytes} and stopped")
-
-
-def _check_header(header_bytes: int) -> None:
-    if header_bytes > MAX_HEADER_BYTES:
-        raise MessageTooLarge(f"header of {header_bytes} bytes; {MAX_HEADER_BYTES} are allowed")
 
 
 def _seal(data: Buffer) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import grpc
@@ -12,8 +13,8 @@ import grpc.aio
 from transport.contracts import Buffer, Reply
 from transport.errors import (
     ConnectError,
+    DeadlineExceeded,
     FrameError,
-    HandlerFailed,
     PeerReset,
     TransportClosed,
     TransportError,
@@ -69,10 +70,15 @@ class GrpcTransport:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
         stream = self._channel.stream_stream(f"/{SERVICE}/{method}", None, None)
-        messages = frame_messages(header, payload, self._chunk_bytes)
-        call = stream(messages, timeout=deadline_s)
+        request = _Request(frame_messages(header, payload, self._chunk_bytes))
+        # This end keeps the deadline; the one that travels only lets the server give up too.
+        call = stream(request, timeout=deadline_s + 1.0)
         try:
-            return await self._read_reply(call, max_reply_bytes)
+            async with asyncio.timeout(deadline_s):
+                return await self._read_reply(call, request, max_reply_bytes)
+        except TimeoutError:
+            message = f"no answer within {deadline_s:g} s"
+            raise self._error(DeadlineExceeded, message, method) from None
         except grpc.aio.AioRpcError as error:
             raise await self._translate(error, call, method) from error
         except TransportError as error:
@@ -92,7 +98,7 @@ class GrpcTransport:
         if channel is not None:
             await channel.close(None)
 
-    async def _read_reply(self, call: _Call, max_reply_bytes: int) -> Reply:
+    async def _read_reply(self, call: _Call, request: _Request, max_reply_bytes: int) -> Reply:
         first = await call.read()
         if not isinstance(first, bytes):  # the end of the stream is another type
             raise FrameError("the reply ended before its first message")
@@ -103,10 +109,11 @@ class GrpcTransport:
             if not isinstance(message, bytes):
                 raise reader.truncated()
             reader.feed(message)
-        # The reply is whole; what is left is the status, which lets the call end without a reset.
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            if isinstance(await call.read(), bytes):
-                raise FrameError("the peer sent more than the reply that it declared")
+        # The reply is whole. A refused request need not be sent to its end; any other call ends
+        # in good order, without a reset, whatever its status.
+        if request.is_sent:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await call.read()
         return Reply(reader.header, reader.payload)
 
     async def _translate(
@@ -114,11 +121,9 @@ class GrpcTransport:
     ) -> TransportError:
         self._check_open(method)
         code = error.code()
-        kind = STATUS_ERRORS.get(code, HandlerFailed)
-        if code is grpc.StatusCode.UNAVAILABLE:
-            name, value = ACCEPTED_METADATA
-            accepted = (name, value) in tuple(await call.initial_metadata() or ())
-            kind = kind if accepted else ConnectError
+        kind = STATUS_ERRORS.get(code, PeerReset)
+        if kind is PeerReset and ACCEPTED_METADATA not in tuple(await call.initial_metadata()):
+            kind = ConnectError
         return self._error(kind, f"{error.details()} ({code.name})", method)
 
     def _check_open(self, method: str) -> None:
@@ -127,6 +132,21 @@ class GrpcTransport:
 
     def _error(self, kind: type[TransportError], message: str, method: str) -> TransportError:
         return kind(message, peer=self._address, method=method)
+
+
+class _Request(Iterator[bytes]):
+    """The messages of a request, and whether all of them have been taken."""
+
+    def __init__(self, messages: Iterator[bytes]) -> None:
+        self._messages = messages
+        self.is_sent = False
+
+    def __next__(self) -> bytes:
+        try:
+            return next(self._messages)
+        except StopIteration:
+            self.is_sent = True
+            raise
 
 
 def _is_own_task_cancelled() -> bool:

@@ -6,22 +6,26 @@ import errno
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import grpc
 import grpc.aio
 
-from transport.contracts import Buffer, Handler, Handlers
-from transport.errors import FrameError, as_peer_error
-from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes, frame_messages
-from transport.grpc_wire import ACCEPTED_METADATA, SERVER_OPTIONS, SERVICE, status_of
+from transport.contracts import Buffer, Handlers
+from transport.dispatch import as_peer_error, dispatch
+from transport.errors import FrameError, TransportError
+from transport.framing import (
+    DEFAULT_CHUNK_BYTES,
+    FrameReader,
+    check_chunk_bytes,
+    frame_failure,
+    frame_messages,
+)
+from transport.grpc_wire import ACCEPTED_METADATA, SERVER_OPTIONS, SERVICE
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 _log = logging.getLogger(__name__)
-
-#: gRPC carries a status message in a header of limited size.
-_MAX_MESSAGE_CHARS = 1000
 
 
 class GrpcServer:
@@ -75,11 +79,8 @@ class GrpcServer:
             OSError: If the address cannot be bound, another process using it included.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        methods = {
-            name: grpc.stream_stream_rpc_method_handler(self._serve(name, handler))
-            for name, handler in self._handlers.items()
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        router = cast("grpc.GenericRpcHandler[bytes, bytes]", _Router(self._serve))
+        server.add_generic_rpc_handlers((router,))
         try:
             port = server.add_insecure_port(self._bind)
         except RuntimeError as error:
@@ -98,30 +99,44 @@ class GrpcServer:
         if server is not None:
             await server.stop(drain_timeout_s)
 
-    def _serve(
-        self, method: str, handler: Handler
-    ) -> Callable[[object, _Context], Awaitable[None]]:
-        async def serve(_: object, context: _Context) -> None:
-            try:
-                await context.send_initial_metadata((ACCEPTED_METADATA,))
-                first = await context.read()
-                if not isinstance(first, bytes):  # the end of the stream is another type
-                    raise FrameError("the call ended before its first message")
-                call = _GrpcCall(method, FrameReader(first), context)
-                reply = await handler(call)
-                messages = frame_messages(reply.header, reply.payload, self._chunk_bytes)
-                for message in messages:
-                    await context.write(message)
-            except Exception as error:
-                _log.warning(
-                    "handler failed method=%s peer=%s", method, context.peer(), exc_info=error
-                )
-                told = as_peer_error(error)
-            else:
-                return
-            await context.abort(status_of(told), str(told)[:_MAX_MESSAGE_CHARS])
+    async def _serve(self, method: str, context: _Context) -> None:
+        await context.send_initial_metadata((ACCEPTED_METADATA,))
+        try:
+            first = await context.read()
+            if not isinstance(first, bytes):  # the end of the stream is another type
+                raise FrameError("the call ended before its first message")
+            reply = await dispatch(self._handlers, _GrpcCall(method, FrameReader(first), context))
+            messages = frame_messages(reply.header, reply.payload, self._chunk_bytes)
+        except TransportError as error:
+            messages = iter((frame_failure(as_peer_error(error)),))
+        for message in messages:
+            await context.write(message)
+        # Ending the call while the caller is still sending could cost it the reply. It stops as
+        # soon as it has the reply, so what is thrown away here is what was on its way.
+        while isinstance(await context.read(), bytes):
+            pass
 
-        return serve
+
+class _Router:
+    """Hands every method of the service to one coroutine, unknown ones included.
+
+    gRPC's own handler would end those calls with an early status.
+    """
+
+    def __init__(self, serve: Callable[[str, _Context], Awaitable[None]]) -> None:
+        self._serve = serve
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        service, _, method = handler_call_details.method.lstrip("/").partition("/")
+        if service != SERVICE:
+            return None
+
+        async def serve(_: object, context: _Context) -> None:
+            await self._serve(method, context)
+
+        return grpc.stream_stream_rpc_method_handler(serve)
 
 
 class _GrpcCall:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from grpc import StatusCode
 
 from transport.errors import (
-    ChecksumMismatch,
     DeadlineExceeded,
     FrameError,
-    HandlerFailed,
     MessageTooLarge,
     PeerReset,
     TransportError,
-    VersionMismatch,
 )
 from transport.framing import MAX_MESSAGE_BYTES
 
@@ -59,21 +56,14 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 4),
 )
 
-#: The one table of status codes. UNAVAILABLE becomes ConnectError when the call never arrived.
+#: What the gRPC runtime itself reports. Failures of handlers are frames, not status codes: an
+#: early status can be lost while its caller is still sending.
 STATUS_ERRORS: dict[StatusCode, type[TransportError]] = {
     StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    StatusCode.UNAVAILABLE: PeerReset,
+    StatusCode.UNAVAILABLE: PeerReset,  # ConnectError if the call was never accepted
     StatusCode.CANCELLED: PeerReset,
     StatusCode.INTERNAL: PeerReset,
-    StatusCode.INVALID_ARGUMENT: FrameError,
-    StatusCode.DATA_LOSS: ChecksumMismatch,
+    StatusCode.UNKNOWN: PeerReset,
     StatusCode.RESOURCE_EXHAUSTED: MessageTooLarge,
-    StatusCode.FAILED_PRECONDITION: VersionMismatch,
-    StatusCode.UNKNOWN: HandlerFailed,
-    StatusCode.UNIMPLEMENTED: HandlerFailed,
+    StatusCode.UNIMPLEMENTED: FrameError,  # a gRPC server, but not of this service
 }
-
-
-def status_of(error: TransportError) -> StatusCode:
-    """Return the code under which a server sends `error`: the first in the table."""
-    return next(code for code, kind in STATUS_ERRORS.items() if type(error) is kind)

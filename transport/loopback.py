@@ -8,25 +8,22 @@ servers in the running loop, virtual or real, with the errors a real network wou
 from __future__ import annotations
 
 import asyncio
-import logging
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar, TypeVarTuple
 
 from transport.contracts import Buffer, Handlers, Reply, Server, Transport
+from transport.dispatch import dispatch
 from transport.errors import (
     ConnectError,
     DeadlineExceeded,
-    HandlerFailed,
     MessageTooLarge,
     PeerReset,
     TransportClosed,
-    as_peer_error,
 )
 from transport.framing import check_call
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 
@@ -170,17 +167,8 @@ class _LoopbackServer:
             task.exception()  # its caller may be gone: nobody else looks at it then
 
     async def _serve(self, call: _LoopbackCall) -> Reply:
-        handler = self._handlers.get(call.method)
-        if handler is None:
-            raise HandlerFailed(
-                f"no method {call.method!r} here; there are {sorted(self._handlers)}"
-            )
-        try:
-            reply = await handler(call)
-            return Reply(bytes(reply.header), bytearray(reply.payload))
-        except Exception as error:
-            _log.warning("handler failed method=%s", call.method, exc_info=error)
-            raise as_peer_error(error) from error
+        reply = await dispatch(self._handlers, call)
+        return Reply(bytes(reply.header), bytearray(reply.payload))
 
 
 class _LoopbackCall:

@@ -31,11 +31,9 @@ def settle_gradients_(parameters: Iterable[Tensor]) -> None:
         grad = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
             continue
-        if grad.device_mesh.ndim == 1 and grad.placements == (Partial(),):
-            if parameter.placements == (Replicate(),):
-                partial.setdefault(grad.device_mesh, []).append(parameter)
-                continue
-        if grad.placements != parameter.placements:
+        if grad.placements == (Partial(),) and parameter.placements == (Replicate(),):
+            partial.setdefault(grad.device_mesh, []).append(parameter)
+        elif grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
     for mesh, replicated in partial.items():
         _sum_replicated_(mesh, replicated)
@@ -45,7 +43,7 @@ def _sum_replicated_(mesh: DeviceMesh, parameters: Sequence[DTensor]) -> None:
     parts = [_local(parameter.grad) for parameter in parameters]
     total = torch.cat([part.flatten() for part in parts])
     dist.all_reduce(total, group=mesh.get_group())
-    pieces = total.split([part.numel() for part in parts])
+    pieces = torch.split(total, [part.numel() for part in parts])
     for parameter, piece in zip(parameters, pieces, strict=True):
         grad = DTensor.from_local(piece.view(parameter.shape), mesh, [Replicate()], run_check=False)
         parameter.grad = grad
@@ -85,7 +83,7 @@ def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:
     return norm
 
 
-def _sum_of_squares(mesh: DeviceMesh | None, owned: Sequence[Tensor]) -> float:
+def _sum_of_squares(mesh: DeviceMesh | None, owned: list[Tensor]) -> float:
     """Add the squares of this rank's owned parts, then over all axes of the mesh."""
     device = owned[0].device if owned else torch.device(mesh.device_type if mesh else "cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -15,45 +15,21 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from diloco.errors import ConfigError
+from diloco.config.schema import ModelConfig
 
 #: Standard deviation of initial weights; projections into the residual stream have less.
 INIT_STD = 0.02
 
 
-class ModelFields(Protocol):
-    """What of a model configuration is read here."""
-
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def dim(self) -> int: ...  # noqa: D102
-    @property
-    def num_layers(self) -> int: ...  # noqa: D102
-    @property
-    def num_heads(self) -> int: ...  # noqa: D102
-    @property
-    def num_kv_heads(self) -> int: ...  # noqa: D102
-    @property
-    def ffn_dim(self) -> int: ...  # noqa: D102
-    @property
-    def rope_theta(self) -> float: ...  # noqa: D102
-    @property
-    def norm_eps(self) -> float: ...  # noqa: D102
-    @property
-    def tie_embeddings(self) -> bool: ...  # noqa: D102
-
-
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """Sizes of a decoder.
+    """Sizes of a decoder, as `ModelConfig` has checked them.
 
     Attributes:
         vocab_size: Number of token ids.
@@ -77,26 +53,8 @@ class LlamaShape:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
 
-    def __post_init__(self) -> None:
-        """Refuse sizes that do not fit together.
-
-        Raises:
-            ConfigError: If a head has an odd or fractional width, or key/value heads do not
-                divide the query heads.
-        """
-        if self.dim % (2 * self.num_heads):
-            raise ConfigError(
-                f"model.dim = {self.dim} with model.num_heads = {self.num_heads}: a head needs an "
-                f"even width; use a dim that is a multiple of {2 * self.num_heads}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads = "
-                f"{self.num_heads}; use a divisor"
-            )
-
     @classmethod
-    def from_config(cls, config: ModelFields) -> LlamaShape:
+    def from_config(cls, config: ModelConfig) -> LlamaShape:
         """Take the sizes from a model configuration."""
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 

@@ -64,7 +64,9 @@ class IslandMesh:
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
         """Group of the ranks that take different sequences; None if this rank takes them all."""
-        return None if self.device_mesh is None or self.dp_size == 1 else self.device_mesh.get_group()
+        return (
+            None if self.device_mesh is None or self.dp_size == 1 else self.device_mesh.get_group()
+        )
 
     def _size(self, axis: str) -> int:
         if self.device_mesh is None or self.device_mesh.mesh_dim_names != (axis,):
@@ -96,9 +98,7 @@ def make_mesh(device: torch.device, *, dp_shard: int = 1, tp: int = 1) -> Island
     if num_ranks == 1:
         return IslandMesh(device, None)
     axis = "tp" if tp > 1 else "dp_shard"
-    return IslandMesh(
-        device, init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(axis,))
-    )
+    return IslandMesh(device, init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(axis,)))
 
 
 def parallelize(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None:

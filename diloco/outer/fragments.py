@@ -199,8 +199,8 @@ def make_plan(
         groups = _explicit(specs, num_fragments, explicit)
     elif explicit:
         raise ConfigError(
-            f"outer.explicit lists {len(explicit)} fragments, but outer.pattern = {pattern!r} "
-            "ignores them: set outer.pattern = 'explicit' or remove the lists"
+            f"outer.explicit_fragments lists {len(explicit)} fragments, but outer.fragment_pattern = {pattern!r} "
+            "ignores them: set outer.fragment_pattern = 'explicit' or remove the lists"
         )
     else:
         groups = _by_pattern(specs, num_fragments, pattern, embedding_alone)
@@ -229,7 +229,7 @@ def _check_arguments(
             f"outer.num_fragments = {num_fragments} is outside [1, {len(specs)}], the number of "
             "trainable tensors: a tensor is never cut in two"
         )
-    for path, value in (("outer.num_lanes", num_lanes), ("outer.block_numel", block_numel)):
+    for path, value in (("outer.num_lanes", num_lanes), ("block_numel", block_numel)):
         if value < 1:
             raise ConfigError(f"{path} = {value} must be at least 1")
 
@@ -243,7 +243,7 @@ def _by_pattern(
     if embedding_alone and not alone:
         raise ConfigError(
             "outer.embedding_alone = true, but no parameter outside the layers has 'embed' in its "
-            "name: use outer.pattern = 'explicit'"
+            "name: use outer.fragment_pattern = 'explicit'"
         )
     num_rest = num_fragments - bool(alone)
     if not (1 <= num_rest <= len(rest) or num_rest == len(rest) == 0):
@@ -260,7 +260,7 @@ def _by_pattern(
         groups = _by_layer(rest, num_rest, pattern)
     else:
         raise ConfigError(
-            f"outer.pattern = {pattern!r} is unknown: "
+            f"outer.fragment_pattern = {pattern!r} is unknown: "
             "choose strided, sequential, balanced or explicit"
         )
     return [*groups, alone] if alone else groups
@@ -292,9 +292,9 @@ def _by_layer(specs: Sequence[TensorSpec], num_fragments: int, pattern: str) -> 
         layers.setdefault(int(match[1]) if match else outside, []).append(spec.name)
     if num_fragments > len(layers):
         raise ConfigError(
-            f"outer.num_fragments = {num_fragments} with outer.pattern = {pattern!r} would leave "
+            f"outer.num_fragments = {num_fragments} with outer.fragment_pattern = {pattern!r} would leave "
             f"fragments empty: there are {len(layers)} layers (embedding and head count as one "
-            "each); use fewer fragments or outer.pattern = 'balanced'"
+            "each); use fewer fragments or outer.fragment_pattern = 'balanced'"
         )
     first = -1 if -1 in layers else 0
     groups: list[list[str]] = [[] for _ in range(num_fragments)]
@@ -313,12 +313,12 @@ def _explicit(
 ) -> list[list[str]]:
     if len(explicit) != num_fragments:
         raise ConfigError(
-            f"outer.num_fragments = {num_fragments}, but outer.explicit lists {len(explicit)} "
+            f"outer.num_fragments = {num_fragments}, but outer.explicit_fragments lists {len(explicit)} "
             "fragments: the two must agree"
         )
     empty = [p for p, names in enumerate(explicit) if not names]
     if empty:
-        raise ConfigError(f"outer.explicit: the fragments {empty} are empty: remove them")
+        raise ConfigError(f"outer.explicit_fragments: the fragments {empty} are empty: remove them")
     listed = Counter(name for names in explicit for name in names)
     known = {spec.name for spec in specs}
     for problem, names in (
@@ -328,7 +328,7 @@ def _explicit(
     ):
         if names:
             raise ConfigError(
-                f"outer.explicit {problem}: {names}; every trainable parameter must be listed "
+                f"outer.explicit_fragments {problem}: {names}; every trainable parameter must be listed "
                 "exactly once"
             )
     return [list(names) for names in explicit]

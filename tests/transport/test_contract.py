@@ -251,7 +251,7 @@ def test_a_handlers_own_failed_call_is_not_taken_for_this_one(kind: Kind) -> Non
 
 def test_an_unknown_method_is_handler_failed(kind: Kind) -> None:
     async def claim(transport: Transport) -> None:
-        with pytest.raises(HandlerFailed, match="'nothing'.*'echo'"):
+        with pytest.raises(HandlerFailed, match=r"'nothing'.*'echo'"):
             await transport.call("nothing", b"", bytes(3 << 20), deadline_s=DEADLINE_S)
 
     check(kind, {"echo": echo}, claim)

@@ -77,7 +77,7 @@ def test_header_over_the_limit_is_refused_at_both_ends() -> None:
     with pytest.raises(MessageTooLarge, match="header"):
         next(frame_messages(bytes(MAX_HEADER_BYTES + 1), b"", 1))
     first = bytearray(next(frame_messages(b"", b"", 1)))
-    struct.pack_into("<I", first, 8 + 6, MAX_HEADER_BYTES + 1)
+    struct.pack_into("<I", first, 8 + 8, MAX_HEADER_BYTES + 1)
     with pytest.raises(MessageTooLarge, match="header"):
         FrameReader(bytes(first))
 

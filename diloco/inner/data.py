@@ -1,0 +1,217 @@
+"""Owns the text: the built-in corpus and which of its bytes an island sees at which inner step.
+
+The built-in corpus is the Python standard library's sources, found offline, bytes as tokens. A
+batch is a pure function of (seed, island slot, inner step, batch size), so there is no cursor to
+store and no state a rank could get wrong. Nothing is cached on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigError
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Counters: TypeAlias = npt.NDArray[np.uint64]
+
+#: Token ids of a byte corpus are 0 to 255.
+BYTE_VOCAB_SIZE = 256
+#: Least share of the corpus, in whole documents from its end, that training never sees.
+HELD_OUT_FRACTION = 0.03
+
+#: Directories that hold tests, what the user installed, or no sources.
+_EXCLUDED_DIRECTORIES = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+#: Files that the distributor or the machine writes: two sites with the same Python differ in them.
+_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+
+
+@dataclass(frozen=True, slots=True)
+class TextCorpus:
+    """Documents, split into what is trained on and what is held out.
+
+    Attributes:
+        train: Concatenated bytes of the training documents, shape [n], uint8.
+        held_out: Concatenated bytes of the last documents, at least 3 % of all, shape [m], uint8.
+        num_documents: Documents in both.
+        sha256: Hex digest over every document's length and bytes, in order; islands whose digests
+            differ train on different text.
+    """
+
+    train: Bytes
+    held_out: Bytes
+    num_documents: int
+    sha256: str
+
+    @classmethod
+    def from_documents(cls, documents: Iterable[bytes]) -> TextCorpus:
+        """Split documents, in the order given; empty ones do not count.
+
+        Raises:
+            ConfigError: If fewer than two documents have bytes: one to train on, one to hold out.
+        """
+        texts = [text for text in documents if text]
+        if len(texts) < 2:
+            raise ConfigError(
+                f"the corpus has {len(texts)} documents that are not empty; at least 2 are needed, "
+                "one to train on and one to hold out for evaluation"
+            )
+        digest = hashlib.sha256()
+        for text in texts:
+            digest.update(len(text).to_bytes(8, "little"))
+            digest.update(text)
+        first_held_out, held_out_bytes = len(texts), 0
+        wanted = HELD_OUT_FRACTION * sum(map(len, texts))
+        while held_out_bytes < wanted and first_held_out > 1:
+            first_held_out -= 1
+            held_out_bytes += len(texts[first_held_out])
+        return cls(
+            train=np.frombuffer(b"".join(texts[:first_held_out]), dtype=np.uint8),
+            held_out=np.frombuffer(b"".join(texts[first_held_out:]), dtype=np.uint8),
+            num_documents=len(texts),
+            sha256=digest.hexdigest(),
+        )
+
+    @classmethod
+    def from_stdlib(cls) -> TextCorpus:
+        """Read the sources of this Python's standard library, without tests, sorted by path.
+
+        The text changes with the Python version, patch releases included; so does the digest, and
+        losses are comparable under one digest only.
+
+        Raises:
+            ConfigError: If this Python came without its sources.
+        """
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = sorted(_source_paths(root), key=lambda path: path.relative_to(root).as_posix())
+        if not paths:
+            raise ConfigError(
+                f'data.source = "stdlib": no *.py files below {root}; '
+                "install Python with the sources of its standard library"
+            )
+        return cls.from_documents(path.read_bytes() for path in paths)
+
+
+def _source_paths(root: Path) -> Iterator[Path]:
+    """Walk below `root` past what is excluded; site-packages alone can be a minute's walk."""
+    for directory, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in _EXCLUDED_DIRECTORIES]
+        for name in files:
+            if name.endswith(".py") and not name.startswith(_EXCLUDED_PREFIXES):
+                yield Path(directory, name)
+
+
+class TextData:
+    """Sequences of one corpus, for training by counter and for evaluation at fixed places."""
+
+    #: Token ids are below this.
+    vocab_size = BYTE_VOCAB_SIZE
+
+    def __init__(self, corpus: TextCorpus, *, sequence_length: int, seed: int) -> None:
+        """Keep the corpus and the key of the sampling.
+
+        Args:
+            corpus: Text; not copied.
+            sequence_length: Predicted tokens of a sequence; it has one more, the first input.
+            seed: Seed of the run, at least 0.
+
+        Raises:
+            ConfigError: If the corpus is shorter than one sequence in either part.
+        """
+        for part, text in (("training", corpus.train), ("held-out", corpus.held_out)):
+            if len(text) <= sequence_length:
+                raise ConfigError(
+                    f"data.sequence_length = {sequence_length} needs {sequence_length + 1} bytes, "
+                    f"the {part} text has {len(text)}; use more text or shorter sequences"
+                )
+        self.corpus = corpus
+        self.sequence_length = sequence_length
+        self._seed = seed
+
+    def batch(
+        self,
+        island_slot: int,
+        inner_step: int,
+        batch_size: int,
+        *,
+        dp_coordinate: int = 0,
+        dp_size: int = 1,
+    ) -> Tensor:
+        """Draw an island's sequences of one inner step, or one coordinate's slice of them.
+
+        Sample i of the batch starts at hash(seed, island slot, inner step, i) modulo the number of
+        places. So islands share no sample, whatever their batch sizes; a larger batch begins with
+        the smaller one; and several islands' batches in slot order are the data-parallel batch.
+
+        Args:
+            island_slot: Index of the island, from 0.
+            inner_step: Completed inner steps, from 0.
+            batch_size: Sequences of the whole island, a multiple of `dp_size`.
+            dp_coordinate: Which contiguous slice of the batch to return.
+            dp_size: Number of slices; ranks of one coordinate (tensor parallelism) share it.
+
+        Returns:
+            Token ids of shape [batch_size / dp_size, sequence_length + 1], int64, CPU.
+
+        Raises:
+            ConfigError: If `dp_size` does not divide `batch_size`.
+        """
+        if batch_size % dp_size:
+            raise ConfigError(
+                f"a batch of {batch_size} sequences cannot be divided among {dp_size} coordinates; "
+                "use a multiple as tokens_per_inner_step / sequence_length"
+            )
+        size = batch_size // dp_size
+        samples = np.arange(dp_coordinate * size, (dp_coordinate + 1) * size, dtype=np.uint64)
+        places = len(self.corpus.train) - self.sequence_length
+        starts = _counter_hash(self._seed, island_slot, inner_step, samples) % np.uint64(places)
+        return self._sequences(self.corpus.train, starts.astype(np.int64))
+
+    def evaluation(self, num_sequences: int) -> Tensor:
+        """Return fixed, evenly spaced sequences of the held-out text.
+
+        Returns:
+            Token ids of shape [num_sequences, sequence_length + 1], int64, CPU.
+
+        Raises:
+            ConfigError: If the held-out text has fewer sequences that do not overlap.
+        """
+        available = (len(self.corpus.held_out) - 1) // self.sequence_length
+        if not 1 <= num_sequences <= available:
+            raise ConfigError(
+                f"evaluation.num_sequences = {num_sequences}: the held-out text has {available} "
+                f"sequences of {self.sequence_length} tokens; use 1 to {available}"
+            )
+        last = len(self.corpus.held_out) - self.sequence_length - 1
+        starts = np.arange(num_sequences, dtype=np.int64) * last // max(1, num_sequences - 1)
+        return self._sequences(self.corpus.held_out, starts)
+
+    def _sequences(self, text: Bytes, starts: npt.NDArray[np.int64]) -> Tensor:
+        window = np.arange(self.sequence_length + 1, dtype=np.int64)
+        return torch.from_numpy(text[starts[:, None] + window].astype(np.int64))
+
+
+def _counter_hash(seed: int, island_slot: int, inner_step: int, samples: Counters) -> Counters:
+    """Hash four counters to 64 bits, by one round of splitmix64 for each.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
+    """
+    state = np.zeros_like(samples)
+    for word in (np.uint64(seed), np.uint64(island_slot), np.uint64(inner_step), samples):
+        state = (state ^ word) + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    return state

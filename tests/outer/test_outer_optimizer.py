@@ -1,0 +1,141 @@
+import numpy as np
+import pytest
+import torch
+
+from diloco.errors import ConfigError
+from diloco.outer.optimizer import OuterOptimizer, flush_step_
+
+
+def make(**changes: object) -> OuterOptimizer:
+    options: dict = {"name": "nesterov", "lr": 0.5, "momentum": 0.5, "momentum_ramp_rounds": 0}
+    return OuterOptimizer(**(options | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "thetas"),
+    [
+        # buffer: 8, then 0.5 * 8 - 4 = 0. Exact in float32.
+        pytest.param("nesterov", [100 - 0.5 * (8 + 4), 94 - 0.5 * (-4 + 0)], id="nesterov"),
+        pytest.param("momentum", [100 - 0.5 * 8, 96 - 0.5 * 0], id="momentum"),
+        pytest.param("sgd", [100 - 0.5 * 8, 96 - 0.5 * -4], id="sgd"),
+    ],
+)
+def test_two_outer_steps_by_hand(name: str, thetas: list[float]) -> None:
+    optimizer = make(name=name)
+    theta, buffer = torch.tensor([100.0]), torch.tensor([0.0])
+    seen = []
+
+    for version, delta in enumerate([8.0, -4.0]):
+        optimizer.step_(theta, buffer, torch.tensor([delta]), version=version)
+        seen.append(theta.item())
+
+    assert seen == thetas
+    assert buffer.item() == 0.0
+
+
+def test_outer_sgd_with_lr_1_takes_the_islands_mean() -> None:
+    theta, buffer = torch.tensor([5.0]), torch.tensor([0.0])
+
+    make(name="sgd", lr=1.0).step_(theta, buffer, torch.tensor([2.0]), version=0)
+
+    assert theta.item() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("ramp", "expected"),
+    [
+        pytest.param(0, [0.8, 0.8, 0.8], id="no ramp"),
+        pytest.param(1, [0.0, 0.8, 0.8], id="one round"),
+        pytest.param(4, [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 0.8], id="four rounds"),
+    ],
+)
+def test_momentum_grows_with_the_version(ramp: int, expected: list[float]) -> None:
+    optimizer = make(momentum=0.8, momentum_ramp_rounds=ramp)
+
+    assert [optimizer.momentum_at(v) for v in range(len(expected))] == expected
+
+
+def test_the_buffer_takes_in_the_pseudo_gradient_even_without_momentum() -> None:
+    optimizer = make(momentum_ramp_rounds=2)
+    theta, buffer = torch.tensor([1.0]), torch.tensor([6.0])
+
+    optimizer.step_(theta, buffer, torch.tensor([4.0]), version=0)
+
+    assert buffer.item() == 4.0
+    assert theta.item() == 1.0 - 0.5 * 4.0
+
+
+@pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd"])
+def test_it_equals_torch_sgd(name: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    theta = torch.randn(1000, generator=generator)
+    reference = theta.clone().requires_grad_()
+    sgd = torch.optim.SGD(
+        [reference],
+        lr=0.7,
+        momentum=0.0 if name == "sgd" else 0.9,
+        nesterov=name == "nesterov",
+    )
+    optimizer = make(name=name, lr=0.7, momentum=0.9)
+    buffer = torch.zeros_like(theta)
+    largest = 0.0
+
+    for version in range(8):
+        delta = torch.randn(1000, generator=generator)
+        reference.grad = delta.clone()
+        sgd.step()
+        optimizer.step_(theta, buffer, delta, version=version)
+        largest = max(largest, *(t.abs().max().item() for t in (theta, buffer)))
+
+    # Both round at most five times a step (two products and sums, one product), each time by at
+    # most 2^-24 of a number below 4 * largest; an error of the buffer lasts 1 / (1 - 0.9) steps.
+    tolerance = 2 * 8 * 5 * 10 * 2.0**-24 * 4 * largest
+    assert (theta - reference.detach()).abs().max().item() <= tolerance < 1e-2
+
+
+def test_every_product_is_rounded_before_it_is_added() -> None:
+    generator = torch.Generator().manual_seed(9)
+    theta, buffer, delta = torch.randn(3, 10_000, generator=generator)
+    lr, mu = np.float32(0.7), np.float32(0.9 * (3 / 5))
+    t, b, d = (x.numpy().copy() for x in (theta, buffer, delta))
+    b = mu * b + d
+    t = t - lr * (d + mu * b)
+
+    make(lr=0.7, momentum=0.9, momentum_ramp_rounds=5).step_(theta, buffer, delta, version=3)
+
+    assert np.array_equal(buffer.numpy(), b)
+    assert np.array_equal(theta.numpy(), t)
+    assert np.array_equal(delta.numpy(), d)
+
+
+def test_the_flush_subtracts_the_mean() -> None:
+    theta = torch.tensor([1.0, 2.0])
+
+    flush_step_(theta, torch.tensor([0.25, -1.0]))
+
+    assert theta.tolist() == [0.75, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"name": "adam"}, r"outer\.optimizer\.name = 'adam'", id="name"),
+        pytest.param({"lr": 0.0}, r"outer\.optimizer\.lr = 0\.0", id="zero lr"),
+        pytest.param({"lr": float("nan")}, r"outer\.optimizer\.lr = nan", id="NaN lr"),
+        pytest.param({"lr": float("inf")}, r"outer\.optimizer\.lr = inf", id="infinite lr"),
+        pytest.param({"momentum": 1.0}, r"momentum = 1\.0 must be in \[0, 1\)", id="momentum 1"),
+        pytest.param({"momentum": -0.1}, r"momentum = -0\.1", id="negative momentum"),
+        pytest.param({"momentum": float("nan")}, r"momentum = nan", id="NaN momentum"),
+        pytest.param({"momentum_ramp_rounds": -1}, r"momentum_ramp_rounds = -1", id="ramp"),
+    ],
+)
+def test_impossible_constants_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**changes)
+
+
+def test_other_shapes_and_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match="all must be float32 of one shape"):
+        make().step_(torch.zeros(2), torch.zeros(2), torch.zeros(1), version=0)
+    with pytest.raises(ValueError, match="all must be float32 of one shape"):
+        flush_step_(torch.zeros(2).double(), torch.zeros(2).double())

@@ -1,0 +1,28 @@
+import pytest
+import torch
+
+from diloco.outer.pseudo_gradient import pseudo_gradient
+
+
+def test_it_points_from_local_to_anchor() -> None:
+    anchor = torch.tensor([1.0, 2.0, -3.0])
+    local = torch.tensor([0.5, 4.0, -3.0], requires_grad=True)
+
+    delta = pseudo_gradient(anchor, local)
+
+    assert delta.tolist() == [0.5, -2.0, 0.0]
+    assert not delta.requires_grad
+    assert anchor.tolist() == [1.0, 2.0, -3.0]
+
+
+@pytest.mark.parametrize(
+    ("anchor", "local"),
+    [
+        pytest.param(torch.zeros(2), torch.zeros(1), id="broadcast"),
+        pytest.param(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), id="dtype"),
+        pytest.param(torch.zeros(2).double(), torch.zeros(2).double(), id="both float64"),
+    ],
+)
+def test_other_shapes_and_dtypes_are_refused(anchor: torch.Tensor, local: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="both must be float32 of one shape"):
+        pseudo_gradient(anchor, local)

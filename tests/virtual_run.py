@@ -1,0 +1,232 @@
+"""A whole run in one process: real syncer, exchanges and sessions over a loopback network.
+
+Islands have one rank, parameters are small vectors, and an inner step is whatever function a test
+gives, so that histories can be computed by hand. The clock is virtual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.outer.fragments import Plan, TensorSpec, make_plan
+from diloco.outer.optimizer import OuterOptimizer
+from diloco.outer.schedule import Schedule
+from diloco.rounds.publication import PublicationRules
+from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.syncer import Syncer, SyncerRules
+from diloco.sync.agreement import Agreement
+from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.session import DiLoCo
+from diloco.sync.shards import LaneShards
+from diloco.telemetry.events import Event
+from protos.control_pb2 import ROLE_ISLAND, Grant
+from transport.contracts import Transport
+from transport.loopback import LoopbackNetwork
+
+RUN = "virtual"
+InnerStep = Callable[[str, int, dict[str, Tensor]], None]
+
+
+class InlineWorker:
+    """Runs the syncer's work where it stands: it takes no virtual time."""
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+class MemoryIncarnations:
+    """Incarnations that outlive a syncer of the same test."""
+
+    def __init__(self) -> None:
+        self.saved: dict[str, int] = {}
+
+    def load(self) -> dict[str, int]:
+        return dict(self.saved)
+
+    def store(self, incarnations: dict[str, int]) -> None:
+        self.saved = dict(incarnations)
+
+
+class InlineRunner:
+    """The exchange lives in the loop of the caller."""
+
+    def post(self, action: Callable[..., object], *arguments: object) -> None:
+        action(*arguments)
+
+
+def grant(island: str, incarnation: int = 1, timeline: int = 0) -> Grant:
+    return Grant(
+        run=RUN, timeline=timeline, island=island, incarnation=incarnation, roles=[ROLE_ISLAND]
+    )
+
+
+@dataclass
+class Setting:
+    """What a virtual run trains and how; the defaults are textbook DiLoCo."""
+
+    initial: Mapping[str, Sequence[float]]
+    inner_step: InnerStep
+    directory: Path
+    inner_steps: int
+    islands: tuple[str, ...] = ("a", "b")
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    inner_steps_per_round: int = 4
+    num_fragments: int = 1
+    overlap_steps: int = 0
+    local_mix: float = 0.0
+    phases: tuple[int, ...] = ()
+    flush: bool = False
+    optimizer: OuterOptimizer = field(default_factory=lambda: OuterOptimizer("sgd", 1.0, 0.0, 0))
+    uplink_codec: str = "float32"
+    downlink_codec: str = "float32"
+    error_feedback: bool = False
+    round_deadline_s: float = 60.0
+    step_s: float = 1.0
+
+    def plan(self) -> Plan:
+        specs = [TensorSpec(name, (len(values),)) for name, values in self.initial.items()]
+        return make_plan(specs, num_fragments=self.num_fragments)
+
+    def schedule(self) -> Schedule:
+        return Schedule.make(
+            inner_steps_per_round=self.inner_steps_per_round,
+            num_fragments=self.num_fragments,
+            overlap_steps=self.overlap_steps,
+            inner_steps=self.inner_steps,
+            flush=self.flush,
+            phases=self.phases,
+        )
+
+    def publication(self) -> PublicationRules:
+        return PublicationRules(self.uplink_codec, self.downlink_codec, self.optimizer)
+
+
+class VirtualIsland:
+    """One island: parameters, session, and the history of local and published values."""
+
+    def __init__(self, name: str, setting: Setting, control: Transport, data: Transport) -> None:
+        self.name = name
+        self.setting = setting
+        self.events: list[Event] = []
+        self.local: list[dict[str, list[float]]] = []
+        self.published: list[dict[str, list[float]]] = []
+        self.parameters = {
+            key: torch.nn.Parameter(torch.tensor(values, dtype=torch.float32))
+            for key, values in setting.initial.items()
+        }
+        plan = setting.plan()
+        shards = LaneShards(plan, self.parameters, group=None)
+        self.exchange = Exchange(
+            plan,
+            {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
+            control=control,
+            data=data,
+            grant=grant(name),
+            rules=ExchangeRules(setting.uplink_codec, setting.error_feedback, 60.0, 600.0),
+            rng=random.Random(0),
+            on_event=self.events.append,
+        )
+        self.session = DiLoCo(
+            plan,
+            setting.schedule(),
+            shards,
+            self.exchange,
+            InlineRunner(),
+            Agreement(None),
+            timeline=0,
+            local_mix=setting.local_mix,
+            clock=asyncio.get_running_loop().time,
+            on_event=self.events.append,
+        )
+
+    def values(self) -> dict[str, list[float]]:
+        return {name: parameter.tolist() for name, parameter in self.parameters.items()}
+
+    async def start(self) -> None:
+        for wait in self.session.starting():
+            await wait
+
+    async def train(self, inner_steps: int) -> None:
+        num_tokens = self.setting.tokens.get(self.name, 1)
+        for _ in range(inner_steps):
+            await asyncio.sleep(self.setting.step_s)
+            with torch.no_grad():
+                self.setting.inner_step(self.name, self.session.inner_step + 1, self.parameters)
+            for wait in self.session.stepping(num_tokens):
+                await wait
+            self.local.append(self.values())
+            with self.session.global_parameters():
+                self.published.append(self.values())
+
+    async def finish(self) -> None:
+        for wait in self.session.finishing():
+            await wait
+
+    async def run(self) -> None:
+        await self.start()
+        await self.train(self.setting.inner_steps)
+        await self.finish()
+
+    def kinds(self, kind: str) -> list[dict[str, Any]]:
+        return [event.as_dict() for event in self.events if event.kind == kind]
+
+
+class VirtualRun:
+    """The network, the syncer and its durable state; `syncer` can be killed and started again."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.network = LoopbackNetwork()
+        self.incarnations = MemoryIncarnations()
+        self.records: list[VersionRecord] = []
+        self.epoch = 0
+
+    async def start_syncer(self) -> Syncer:
+        self.epoch += 1
+        setting = self.setting
+        plan = setting.plan()
+        self.syncer = Syncer(
+            plan,
+            SyncerRules(
+                0, tuple(sorted(setting.islands)), setting.publication(), setting.round_deadline_s
+            ),
+            [FragmentStore(setting.directory, fragment, 4) for fragment in plan.fragments],
+            syncer_epoch=self.epoch,
+            incarnations=self.incarnations,
+            is_granted=lambda held: held.run == RUN,
+            worker=InlineWorker(),
+            on_record=self.records.append,
+            on_change=lambda: None,
+        )
+        await self.syncer.start()
+        self.server = self.network.server("syncer", self.syncer.handlers)
+        await self.server.start()
+        return self.syncer
+
+    async def kill_syncer(self) -> None:
+        """Drop the syncer with all that was not durable."""
+        await self.server.stop(0)
+        await self.syncer.stop()
+
+    def island(self, name: str) -> VirtualIsland:
+        return VirtualIsland(
+            name, self.setting, self.network.connect("syncer"), self.network.connect("syncer")
+        )
+
+    async def run(self) -> dict[str, VirtualIsland]:
+        """Run every island to its end; returns them by name."""
+        await self.start_syncer()
+        islands = {name: self.island(name) for name in self.setting.islands}
+        await asyncio.gather(*(island.run() for island in islands.values()))
+        for island in islands.values():
+            await island.exchange.stop()
+        await self.kill_syncer()
+        return islands
