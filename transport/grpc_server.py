@@ -159,6 +159,8 @@ class _GrpcCall:
             if not isinstance(message, bytes):
                 raise reader.truncated()
             reader.feed(message)
+        if isinstance(await self._context.read(), bytes):
+            raise FrameError(f"the caller sent more than the {reader.payload_bytes} bytes declared")
         return reader.payload
 
 

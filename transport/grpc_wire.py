@@ -19,7 +19,8 @@ SERVICE = "diloco.wire.v1"
 ACCEPTED_METADATA = ("diloco-accepted", "1")
 
 KEEPALIVE_TIME_MS = 20_000
-KEEPALIVE_TIMEOUT_MS = 10_000
+# A ping waits behind the data before it: a full socket buffer takes seconds on a thin link.
+KEEPALIVE_TIMEOUT_MS = 30_000
 CONNECT_TIMEOUT_MS = 5_000
 MAX_RECONNECT_WAIT_MS = 1_000
 
@@ -29,6 +30,7 @@ _BOTH = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )

@@ -60,6 +60,7 @@ class ShapedTransport:
         try:
             async with scope:
                 await _cross(self._up, len(header) + memoryview(payload).nbytes)
+                # At the very deadline nothing is left, but the scope has the last word.
                 reply = await self._inner.call(
                     method,
                     header,

@@ -37,6 +37,7 @@ def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
     """
     shares = _shares(weights)
     mean: Tensor | None = None
+    scratch: Tensor | None = None
     count = 0
     # Neither zip nor enumerate: both keep the last delta alive while the next one is made.
     for delta in deltas:
@@ -48,10 +49,13 @@ def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
                 f"contribution {count} is {delta.dtype} {tuple(delta.shape)}, expected "
                 f"{torch.float32} {tuple(shape)}"
             )
-        term = delta * shares[count]
-        mean = term if mean is None else mean.add_(term)
+        if mean is None:
+            mean = delta * shares[count]
+        else:
+            scratch = torch.mul(delta, shares[count], out=scratch)
+            mean.add_(scratch)
         count += 1
-        del delta, term
+        del delta
     if mean is None or count < len(shares):
         raise AggregationError(f"{count} contributions for {len(shares)} weights, at least one")
     # NaN passes through amax; this takes a fifth of the time of mean.isfinite().all().

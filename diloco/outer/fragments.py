@@ -199,8 +199,9 @@ def make_plan(
         groups = _explicit(specs, num_fragments, explicit)
     elif explicit:
         raise ConfigError(
-            f"outer.explicit_fragments lists {len(explicit)} fragments, but outer.fragment_pattern = {pattern!r} "
-            "ignores them: set outer.fragment_pattern = 'explicit' or remove the lists"
+            f"outer.explicit_fragments lists {len(explicit)} fragments, but "
+            f"outer.fragment_pattern = {pattern!r} ignores them: "
+            "set outer.fragment_pattern = 'explicit' or remove the lists"
         )
     else:
         groups = _by_pattern(specs, num_fragments, pattern, embedding_alone)
@@ -292,9 +293,9 @@ def _by_layer(specs: Sequence[TensorSpec], num_fragments: int, pattern: str) -> 
         layers.setdefault(int(match[1]) if match else outside, []).append(spec.name)
     if num_fragments > len(layers):
         raise ConfigError(
-            f"outer.num_fragments = {num_fragments} with outer.fragment_pattern = {pattern!r} would leave "
-            f"fragments empty: there are {len(layers)} layers (embedding and head count as one "
-            "each); use fewer fragments or outer.fragment_pattern = 'balanced'"
+            f"outer.num_fragments = {num_fragments} with outer.fragment_pattern = {pattern!r} "
+            f"would leave fragments empty: there are {len(layers)} layers (embedding and head "
+            "count as one each); use fewer fragments or outer.fragment_pattern = 'balanced'"
         )
     first = -1 if -1 in layers else 0
     groups: list[list[str]] = [[] for _ in range(num_fragments)]
@@ -313,8 +314,8 @@ def _explicit(
 ) -> list[list[str]]:
     if len(explicit) != num_fragments:
         raise ConfigError(
-            f"outer.num_fragments = {num_fragments}, but outer.explicit_fragments lists {len(explicit)} "
-            "fragments: the two must agree"
+            f"outer.num_fragments = {num_fragments}, but outer.explicit_fragments lists "
+            f"{len(explicit)} fragments: the two must agree"
         )
     empty = [p for p, names in enumerate(explicit) if not names]
     if empty:
@@ -328,8 +329,8 @@ def _explicit(
     ):
         if names:
             raise ConfigError(
-                f"outer.explicit_fragments {problem}: {names}; every trainable parameter must be listed "
-                "exactly once"
+                f"outer.explicit_fragments {problem}: {names}; every trainable parameter must be "
+                "listed exactly once"
             )
     return [list(names) for names in explicit]
 

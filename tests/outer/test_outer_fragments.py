@@ -213,13 +213,11 @@ AB = specs(a=(1,), b=(1,))
         pytest.param(AB + AB[:1], {"num_fragments": 1}, r"\['a'\]", id="duplicate name"),
         pytest.param(specs(a=(2, 0)), {"num_fragments": 1}, r"'a' of shape \(2, 0\)", id="empty"),
         pytest.param(AB, {"num_fragments": 1, "num_lanes": 0}, r"outer\.num_lanes = 0", id="lanes"),
-        pytest.param(
-            AB, {"num_fragments": 1, "block_numel": 0}, r"outer\.block_numel = 0", id="blocks"
-        ),
+        pytest.param(AB, {"num_fragments": 1, "block_numel": 0}, "block_numel = 0", id="blocks"),
         pytest.param(
             AB,
             {"num_fragments": 1, "pattern": "random"},
-            r"outer\.pattern = 'random'",
+            r"outer\.fragment_pattern = 'random'",
             id="pattern",
         ),
         pytest.param(
