@@ -61,6 +61,7 @@ class IncomingCall(Protocol):
         """
 
 
+#: Answers one call; cancelled when its caller goes away or the call's deadline passes.
 Handler: TypeAlias = Callable[[IncomingCall], Awaitable[Reply]]
 Handlers: TypeAlias = Mapping[str, Handler]
 
@@ -95,7 +96,8 @@ class Transport(Protocol):
             max_reply_bytes: Largest reply payload the caller is ready to hold; 0 allows none.
 
         Raises:
-            TransportError: One of the leaves in `errors`; nothing else.
+            TransportError: One of the leaves in `errors`; `TransportClosed` after `close`.
+            ValueError: If `deadline_s`, `max_reply_bytes` or the header's size is impossible.
         """
 
     async def close(self) -> None:

@@ -35,7 +35,9 @@ class GrpcTransport:
     """A way to one peer over one long-lived connection of its own.
 
     The connection is opened by the first call and reopened by itself; calls fail at once while
-    the peer cannot be reached, so that `retry` decides what to do.
+    the peer cannot be reached, so that `retry` decides what to do. It belongs to the event loop
+    of its first call. Loops in several threads work side by side, but gRPC logs an error when
+    one of them is closed while another handles its last events.
     """
 
     def __init__(self, address: str, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
