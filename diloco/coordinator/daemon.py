@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
@@ -80,7 +80,7 @@ class Coordinator:
         policy_json: str,
         unix_clock: Callable[[], float],
     ) -> None:
-        """Assign only; the journal must be open and `membership` restored from it."""
+        """Assign only; the journal must be open and its entries applied to `membership`."""
         self._membership = membership
         self._journal = journal
         self._secret = secret
@@ -105,14 +105,10 @@ class Coordinator:
             "control.round_report": self._round_report,
         }
 
-    def syncer_grant(self) -> Grant:
-        """Sign the grant with which a syncer of this run reports."""
-        grant = Grant(run=self._membership.run, timeline=self._timeline, roles=[ROLE_SYNCER])
-        return sign(grant, self._secret)
-
     def fail(self, reason: str, exit_code: int) -> None:
         """End the run: every island is told at its next report."""
-        logger.error("run failed, reason=%s", reason)
+        if not self._membership.fatal_reason:
+            logger.error("run failed, exit_code=%d: %s", exit_code, reason)
         self._membership.failed(reason, exit_code)
         self.ended.set()
 
@@ -135,7 +131,7 @@ class Coordinator:
             logger.warning("join refused, island=%s verdict=%s", request.island, joined.verdict)
             return _reply(JoinReply(status=_STATUS[joined.verdict], message=joined.message))
         if joined.entries:
-            self._journal.write(joined.entries)
+            self._keep(joined.entries)
             logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
         grant = Grant(
             run=self._membership.run,
@@ -177,10 +173,10 @@ class Coordinator:
         request = LeaveRequest.FromString(call.header)
         if self._is_granted(request.grant, ROLE_ISLAND):
             grant = request.grant
-            logger.info("left, island=%s exit_code=%d", grant.island, request.exit_code)
-            self._membership.left(
-                grant.island, grant.incarnation, request.exit_code, request.reason
+            logger.info(
+                "left, island=%s exit_code=%d: %s", grant.island, request.exit_code, request.reason
             )
+            self._keep(self._membership.left(grant.island, grant.incarnation, request.exit_code))
             if self._membership.is_finished:
                 self.ended.set()
         return _reply(LeaveReply())
@@ -244,6 +240,11 @@ class Coordinator:
             fragment.age_s += now - seen.at
             reply.fragments.append(fragment)
         return reply
+
+    def _keep(self, entries: Sequence[tuple[str, str]]) -> None:
+        """Make what membership decided durable, then true."""
+        self._journal.write(entries)
+        self._membership.apply(entries)
 
     def _state(self) -> str:
         if self._membership.fatal_reason:

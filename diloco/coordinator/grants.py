@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import secrets
 from pathlib import Path
 
+from diloco.durable import write_durably
 from protos.control_pb2 import Grant
 
 SECRET_BYTES = 32
@@ -40,19 +40,13 @@ def is_valid(grant: Grant, secret: bytes, *, run: str, role: int, now_unix_s: fl
 
 
 def load_or_create_secret(path: Path) -> bytes:
-    """Read the run secret, or make one readable by its owner only.
+    """Read the run secret, or make one readable by its owner only; one caller at a time.
 
     Raises:
         ValueError: If the file exists and does not hold a secret.
     """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return load_secret(path)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(SECRET_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
+    if not path.exists():
+        write_durably(path, [secrets.token_hex(SECRET_BYTES).encode()], mode=0o600)
     return load_secret(path)
 
 

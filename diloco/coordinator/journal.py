@@ -34,7 +34,11 @@ class Journal:
         self._connection: sqlite3.Connection | None = None
 
     def open(self) -> None:
-        """Open or create the file; every commit reaches the disk before it returns."""
+        """Open or create the file; every commit reaches the disk before it returns.
+
+        Raises:
+            sqlite3.DatabaseError: If the file is not a journal.
+        """
         connection = sqlite3.connect(self._path, isolation_level=None)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
@@ -49,10 +53,9 @@ class Journal:
 
     def write(self, entries: Iterable[tuple[str, str]]) -> None:
         """Store key-value pairs in one transaction; later values replace earlier ones."""
-        connection = self._require()
-        connection.execute("BEGIN IMMEDIATE")
-        connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
-        connection.execute("COMMIT")
+        with self._require() as connection:  # commits, or rolls back and raises
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
 
     def entries(self) -> dict[str, str]:
         """Return all key-value pairs."""

@@ -1,8 +1,8 @@
-"""Who takes part in a run: a pure machine over joins and reports.
+"""Who takes part in a run: a pure machine over joins and departures.
 
-It accepts or refuses joins, grants incarnations, fixes the plan with the first join, and keeps
-what islands and syncers last reported. Whatever it must never forget comes back as `entries`:
-key-value pairs that the caller writes durably before it answers.
+It accepts or refuses joins, grants incarnations, fixes the plan with the first join and knows who
+has left. Whatever it must never forget comes back as `entries`: key-value pairs that the caller
+writes durably, then applies, then answers; a write that fails has changed nothing.
 
 Source: protocol.md sections 4 (version 0), 8 and 10.
 """
@@ -10,9 +10,12 @@ Source: protocol.md sections 4 (version 0), 8 and 10.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from diloco.errors import PlanMismatch
+from diloco.outer.fragments import Plan
 
 
 class JoinVerdict(StrEnum):
@@ -27,7 +30,7 @@ class JoinVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Outcome of a join: the verdict, the granted incarnation, and what to write first."""
+    """Outcome of a join: verdict, granted incarnation, and what to write and apply first."""
 
     verdict: JoinVerdict
     message: str = ""
@@ -37,13 +40,22 @@ class Joined:
 
 @dataclass(slots=True)
 class Member:
-    """What is known of one configured island."""
+    """What is known of one configured island.
+
+    Args:
+        slot: Its island slot.
+        incarnations: Incarnation of each start, by start id; numbered from 1 as they joined.
+        exit_code: How the newest start ended; None while it is at work.
+    """
 
     slot: int
-    incarnation: int = 0
-    start_id: str = ""
+    incarnations: Mapping[str, int] = field(default_factory=dict)
     exit_code: int | None = None
-    exit_reason: str = ""
+
+    @property
+    def incarnation(self) -> int:
+        """Incarnation of the newest start; 0 before the first."""
+        return len(self.incarnations)
 
 
 @dataclass(slots=True)
@@ -70,21 +82,22 @@ class Membership:
         """Give every configured island its slot."""
         self.members = {island: Member(slot) for slot, island in enumerate(self.islands)}
 
-    def restore(self, entries: Mapping[str, str]) -> None:
-        """Take back what was written durably before a restart."""
-        self.plan_json = entries.get("plan", "")
-        for island, member in self.members.items():
-            if text := entries.get(f"island/{island}"):
-                saved = json.loads(text)
-                member.incarnation, member.start_id = saved["incarnation"], saved["start_id"]
+    def apply(self, entries: Iterable[tuple[str, str]]) -> None:
+        """Take over what is durable: after a write, and after a restart all of it."""
+        for key, value in entries:
+            kind, _, island = key.partition("/")
+            if kind == "plan":
+                self.plan_json = value
+            elif kind == "island" and island in self.members:
+                self.members[island] = Member(self.members[island].slot, **json.loads(value))
 
     def join(
         self, *, run: str, island: str, identity_json: str, plan_json: str, start_id: str
     ) -> Joined:
         """Accept or refuse one start of an island.
 
-        A repeated join of the same start gets the same incarnation; another start of the island
-        gets the next one, which fences the earlier.
+        A repeated join of one start gets the same incarnation, even when a later start has fenced
+        it; another start of the island gets the next one, which fences the earlier.
         """
         if run != self.run:
             return Joined(JoinVerdict.WRONG_RUN, f"this is run {self.run!r}, you asked for {run!r}")
@@ -98,38 +111,39 @@ class Membership:
         if differing := self.identity_difference(self.identity_json, identity_json):
             return Joined(
                 JoinVerdict.FINGERPRINT_MISMATCH,
-                f"the configuration of island {island!r} differs from the run's (run, island):\n  "
+                f"the configuration of island {island!r} (there) differs from the run's (here):\n  "
                 + "\n  ".join(differing),
             )
+        try:
+            Plan.from_json(plan_json)
+        except PlanMismatch as error:
+            message = f"island {island!r} sent no usable plan: {error}"
+            return Joined(JoinVerdict.PLAN_MISMATCH, message)
         if self.plan_json and plan_json != self.plan_json:
             return Joined(
                 JoinVerdict.PLAN_MISMATCH,
-                f"the plan of island {island!r} differs from the run's (run, island):\n  "
+                f"the plan of island {island!r} (there) differs from the run's (here):\n  "
                 + "\n  ".join(_plan_difference(self.plan_json, plan_json)),
             )
-        if start_id == member.start_id:
-            return Joined(JoinVerdict.ACCEPTED, incarnation=member.incarnation)
-        entries: list[tuple[str, str]] = []
-        if not self.plan_json:
-            self.plan_json = plan_json
-            entries.append(("plan", plan_json))
-        member.incarnation += 1
-        member.start_id = start_id
-        member.exit_code, member.exit_reason = None, ""
-        saved = {"incarnation": member.incarnation, "start_id": start_id}
-        entries.append((f"island/{island}", json.dumps(saved)))
-        return Joined(JoinVerdict.ACCEPTED, incarnation=member.incarnation, entries=tuple(entries))
+        if start_id in member.incarnations:
+            return Joined(JoinVerdict.ACCEPTED, incarnation=member.incarnations[start_id])
+        incarnation = member.incarnation + 1
+        incarnations = {**member.incarnations, start_id: incarnation}
+        entries = [] if self.plan_json else [("plan", plan_json)]
+        entries.append(_island_entry(island, incarnations, exit_code=None))
+        return Joined(JoinVerdict.ACCEPTED, incarnation=incarnation, entries=tuple(entries))
 
     def is_current(self, island: str, incarnation: int) -> bool:
         """Whether this is the newest start of a known island."""
         member = self.members.get(island)
         return member is not None and member.incarnation == incarnation
 
-    def left(self, island: str, incarnation: int, exit_code: int, reason: str) -> None:
-        """Note how a start of an island ended; words of earlier starts are ignored."""
-        if self.is_current(island, incarnation):
-            self.members[island].exit_code = exit_code
-            self.members[island].exit_reason = reason
+    def left(self, island: str, incarnation: int, exit_code: int) -> tuple[tuple[str, str], ...]:
+        """Note how a start of an island ended: entries; none for the word of an earlier start."""
+        if not self.is_current(island, incarnation):
+            return ()
+        incarnations = self.members[island].incarnations
+        return (_island_entry(island, incarnations, exit_code=exit_code),)
 
     def failed(self, reason: str, exit_code: int) -> None:
         """Note that the run must stop; the first reason stays."""
@@ -140,6 +154,18 @@ class Membership:
     def is_finished(self) -> bool:
         """Whether every island has left without an error."""
         return all(member.exit_code == 0 for member in self.members.values())
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether no island is left that joined."""
+        return all(m.exit_code is not None for m in self.members.values() if m.incarnation)
+
+
+def _island_entry(
+    island: str, incarnations: Mapping[str, int], *, exit_code: int | None
+) -> tuple[str, str]:
+    saved = {"incarnations": dict(incarnations), "exit_code": exit_code}
+    return f"island/{island}", json.dumps(saved)
 
 
 def _plan_difference(ours: str, theirs: str) -> list[str]:
@@ -154,7 +180,7 @@ def _plan_difference(ours: str, theirs: str) -> list[str]:
             for index, (left, right) in enumerate(zip(a, b, strict=True)):
                 walk(f"{path}[{index}]", left, right)
         elif a != b:
-            differing.append(f"{path}: {_short(a)}, {_short(b)}")
+            differing.append(f"{path}: {_short(a)} here, {_short(b)} there")
 
     walk("", json.loads(ours), json.loads(theirs))
     return differing[:10]

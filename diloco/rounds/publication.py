@@ -113,17 +113,21 @@ def publish_lane(
     else:
         momentum = momentum.clone()
         rules.optimizer.step_(theta, momentum, delta, version=version)
-    if not bool(torch.isfinite(theta).all() and torch.isfinite(momentum).all()):
-        raise AggregationError(f"outer step from version {version} is not finite")
     codec = rules.payload_codec(is_flush)
-    if codec.publishes_values:
-        encoded, published = codec.encode(theta), theta.clone()
-    else:
-        encoded = codec.encode(theta - state.published)
-        published = apply_payload(codec, encoded, state.published)
+    change = theta if codec.publishes_values else theta - state.published
+    _insist_on_finite(version, theta=theta, momentum=momentum, change=change)
+    encoded = codec.encode(change)
+    published = apply_payload(codec, encoded, state.published)
+    _insist_on_finite(version, published=published)
     return LanePublication(
         LaneState(theta, published, momentum), bytes(to_bytes(encoded)), lane_digest(published)
     )
+
+
+def _insist_on_finite(version: int, **vectors: Tensor) -> None:
+    for name, values in vectors.items():
+        if not bool(torch.isfinite(values).all()):
+            raise AggregationError(f"outer step from version {version}: {name} is not finite")
 
 
 def apply_payload(codec: Codec, payload: Tensor, published: Tensor) -> Tensor:

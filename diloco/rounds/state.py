@@ -149,11 +149,16 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Merge exactly these contributors, in this order, and commit; then call `committed`."""
+    """Merge exactly these contributors, in this order, and commit; then call `committed`.
+
+    `refused` says why other islands left the attempt; it is committed too, so that a restart does
+    not change an outcome.
+    """
 
     key: RoundKey
     contributors: tuple[Contributor, ...]
     is_flush: bool
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +204,7 @@ class PastRound:
 
     attempt: int
     contributors: frozenset[tuple[str, int]]
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str]
 
 
 class FragmentRounds:
@@ -246,9 +251,15 @@ class FragmentRounds:
     @property
     def next_wake(self) -> float:
         """Time at which `tick` must be called, infinity when nothing is awaited."""
-        if self.phase is Phase.WAITING:
-            return self._open_after if self._all_granted() else math.inf
-        return min(self._deadline, self._grace_end) if self.is_open else math.inf
+        match self.phase:
+            case Phase.WAITING if self._all_granted():
+                return self._open_after
+            case Phase.OPEN:
+                return self._deadline
+            case Phase.GRACE:
+                return self._grace_end
+            case _:
+                return math.inf
 
     def founded(
         self, version: int, attempt: int, past: Mapping[int, PastRound], now: float
@@ -265,15 +276,14 @@ class FragmentRounds:
         if incarnation <= self.incarnations.get(island, 0):
             return []
         self.incarnations[island] = incarnation
-        instructions: list[Instruction] = []
-        earlier = self.contributions.get(island)
-        if earlier is not None and self.phase in (Phase.OPEN, Phase.GRACE):
-            del self.contributions[island]
-            instructions.append(DropLanes(self.key, island, earlier.incarnation))
-        if self.phase in (Phase.OPEN, Phase.GRACE):
-            self.left.pop(island, None)
         self._tell(now, f"{island} holds grant {incarnation}")
-        return instructions + self._open_if_due(now)
+        if not self.is_open:
+            return self._open_if_due(now)
+        self.left.pop(island, None)
+        earlier = self.contributions.pop(island, None)
+        if earlier is None:
+            return []
+        return [DropLanes(self.key, island, earlier.incarnation), *self._advance(now)]
 
     def is_fenced(self, island: str, incarnation: int) -> bool:
         """Whether a newer start of `island` is known."""
@@ -290,7 +300,10 @@ class FragmentRounds:
             return Admission.INVALID
         if self.phase is Phase.UNFOUNDED:
             return Admission.NOT_OPEN
-        if (key.version, key.attempt) > (self.version, self.attempt):
+        if key.version > self.version:
+            # The store lost a version: polls tell the island so, and end it.
+            return Admission.NOT_OPEN
+        if key.version == self.version and key.attempt > self.attempt:
             return Admission.INVALID
         if self.outcome(key, lane.island, lane.incarnation) is not None:
             return Admission.OVER
@@ -360,7 +373,7 @@ class FragmentRounds:
             return self._open_if_due(now)
         if self.phase is Phase.GRACE and now >= self._grace_end:
             return self._close(now)
-        if self.is_open and now >= self._deadline:
+        if self.phase is Phase.OPEN and now >= self._deadline:
             names = ", ".join(self._absent()) or "nobody (flush and ordinary ones are mixed)"
             return self._expire(f"deadline of {self.rules.deadline_s:g} s; missing: {names}", now)
         return []
@@ -449,20 +462,22 @@ class FragmentRounds:
         return tuple(m for m in self.members if m not in done and m not in self.left)
 
     def _advance(self, now: float) -> list[Instruction]:
-        """Close, start the grace window, or expire, after the attempt's membership changed."""
+        """Close, begin or end the grace window, or expire, after a contribution came or went."""
         active = [m for m in self.members if m not in self.left]
-        if not active:
-            return self._expire("no member has anything valid to send", now)
+        quorum = self.rules.min_contributions
+        if len(active) < (quorum or 1):
+            return self._expire("too few members have anything valid to send", now)
         complete = [c for c in self.contributions.values() if self._is_complete(c)]
-        if len(complete) == len(active) and len({c.is_flush for c in complete}) == 1:
+        kinds = {c.is_flush for c in complete}
+        if len(complete) == len(active) and len(kinds) == 1:
             return self._close(now)
         # A flush closes only with everybody's flush; a mixed attempt waits for its deadline.
-        quorum = self.rules.min_contributions
-        if quorum is None or any(c.is_flush for c in complete) or len(complete) < quorum:
+        if quorum is None or True in kinds or len(complete) < quorum:
+            self.phase, self._grace_end = Phase.OPEN, math.inf
             return []
         if self.phase is Phase.OPEN:
             self.phase = Phase.GRACE
-            self._grace_end = now + self.rules.grace_s
+            self._grace_end = min(now + self.rules.grace_s, self._deadline)
         return self.tick(now)
 
     def _close(self, now: float) -> list[Instruction]:
@@ -482,7 +497,7 @@ class FragmentRounds:
         self.phase = Phase.CLOSING
         self._tell(now, f"closing with {', '.join(c.island for c in contributors)}")
         is_flush = all(c.is_flush for c in self.contributions.values())
-        return [Close(self.key, contributors, is_flush)]
+        return [Close(self.key, contributors, is_flush, dict(self.left))]
 
     def _expire(self, reason: str, now: float) -> list[Instruction]:
         self._missing = self._absent()

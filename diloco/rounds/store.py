@@ -7,14 +7,13 @@ recomputed from the one before. A version exists if and only if its record is va
     fragment-0003/v000000000012.record     magic | header length | header | sections
     fragment-0003/attempt.json             next attempt, after an expiry
 
-Writes: temporary file, fsync, rename, fsync of the directory. Nothing here decides a round.
+Files are old or new after a crash (`diloco.durable`). Nothing here decides a round.
 
 Source: protocol.md section 4 (commit point).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from diloco.compression.base import from_bytes, to_bytes
+from diloco.durable import write_durably
 from diloco.outer.fragments import Fragment
 from diloco.rounds.publication import LaneState, PublicationRules, publish_lane, version_digest
 from diloco.rounds.state import Contributor, PastRound, RoundKey
@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"DILOREC1"
 _PREFIX = struct.Struct("<8sQ32s")
 _STATE_SECTIONS = ("theta", "published", "momentum")
+#: Next attempt when a damaged file does not say which were announced: a later one must be opened,
+#: and numbers may be skipped, since contributors follow whatever attempt is announced.
+_LATER_ATTEMPT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class VersionRecord:
         lanes: State of each lane, in lane order.
         payloads: Published payload of each lane; empty for version 0.
         contributions: Island -> encoded lanes, as accepted; empty for version 0.
+        refused: Island -> why it left the attempt, for those that did.
     """
 
     version: int
@@ -63,6 +67,7 @@ class VersionRecord:
     payloads: tuple[bytes, ...] = ()
     contributors: tuple[Contributor, ...] = ()
     contributions: Mapping[str, Sequence[Buffer]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> bytes:
@@ -91,6 +96,7 @@ class VersionRecord:
                 }
                 for c in self.contributors
             ],
+            "refused": dict(self.refused),
         }
 
 
@@ -110,11 +116,11 @@ class FragmentStore:
         """Assign only; `retained_versions` predecessors of the newest record are kept."""
         self._directory = directory / f"fragment-{fragment.fragment_id:04d}"
         self._fragment = fragment
-        self._retained = retained_versions
+        self.retained_versions = retained_versions
 
     def recover(self) -> Recovered | None:
         """Find the newest valid record; None when there is none."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        _make_durably(self._directory)
         for leftover in self._directory.glob("*.tmp"):
             leftover.unlink()
         past: dict[int, PastRound] = {}
@@ -130,6 +136,7 @@ class FragmentStore:
                 past[record.key.version] = PastRound(
                     record.key.attempt,
                     frozenset((c.island, c.incarnation) for c in record.contributors),
+                    record.refused,
                 )
         if newest is None:
             return None
@@ -137,16 +144,15 @@ class FragmentStore:
 
     def commit(self, record: VersionRecord) -> None:
         """Write a version durably, then forget what is no longer retained."""
-        _write_durably(self._path(record.version), _encode(record))
+        write_durably(self._path(record.version), _encode(record))
         for version in self._versions():
-            if version < record.version - self._retained:
+            if version < record.version - self.retained_versions:
                 self._path(version).unlink()
 
     def record_expiry(self, key: RoundKey) -> None:
         """Write durably that `key` expired, so that a restart opens the attempt after it."""
-        text = json.dumps({"version": key.version, "attempt": key.attempt + 1})
-        body = text.encode()
-        _write_durably(
+        body = json.dumps({"version": key.version, "attempt": key.attempt + 1}).encode()
+        write_durably(
             self._directory / "attempt.json",
             [blake3.blake3(body).hexdigest().encode(), b"\n", body],
         )
@@ -166,15 +172,12 @@ class FragmentStore:
 
     def _attempt_after(self, version: int) -> int:
         path = self._directory / "attempt.json"
-        try:
-            checksum, body = path.read_bytes().split(b"\n", 1)
-        except (FileNotFoundError, ValueError):
+        if not path.exists():
             return 0
+        checksum, _, body = path.read_bytes().partition(b"\n")
         if blake3.blake3(body).hexdigest().encode() != checksum:
-            # The attempt that this file named was announced; a later one must be opened, and
-            # numbers may be skipped: contributors follow whatever attempt is announced.
             logger.warning("expiry record damaged, path=%s", path)
-            return 1 << 16
+            return _LATER_ATTEMPT
         noted = json.loads(body)
         return int(noted["attempt"]) if noted["version"] == version else 0
 
@@ -302,26 +305,17 @@ def _from_header(
             c.island: [sections[f"contribution/{c.island}/{i}"] for i in lane_ids]
             for c in contributors
         },
+        refused=header["refused"],
     )
 
 
-def _write_durably(path: Path, pieces: Sequence[Buffer]) -> None:
-    """Replace `path` atomically: after a crash it holds the old bytes or all the new ones."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    with open(temporary, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    with _directory(path.parent) as descriptor:
-        os.fsync(descriptor)
-
-
-@contextlib.contextmanager
-def _directory(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _make_durably(directory: Path) -> None:
+    """Make a directory and its parents so that a power loss does not take it, records and all."""
+    if not directory.parent.is_dir():
+        _make_durably(directory.parent)
+    directory.mkdir(exist_ok=True)
+    descriptor = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield descriptor
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,11 @@ class IoThread:
         """Run `work` in the loop, after what was posted, and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
+    def drive(self, waits: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run one of the session's generators: whatever it yields is awaited in the loop."""
+        for wait in waits:
+            self.run(wait)
+
     def stop(self) -> None:
         """Stop the loop and end the thread; unfinished tasks are cancelled."""
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -48,7 +53,12 @@ class IoThread:
         try:
             self._loop.run_forever()
         finally:
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.run_until_complete(_cancel_all())
             self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

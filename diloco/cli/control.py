@@ -1,0 +1,150 @@
+"""`diloco coordinator` and `diloco status`: run the control plane of a run, and look at it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from google.protobuf.message import Message
+
+    from protos.control_pb2 import StatusReply
+    from transport.contracts import Transport
+
+_CALL_S = 5.0
+_WATCH_S = 1.0
+_RESTART_S = 15.0
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file; repeatable."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("coordinator")(coordinator)
+    app.command("status")(status)
+
+
+def coordinator(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run.")],
+    overrides: Overrides = None,
+) -> None:
+    """Coordinate a run and keep its syncer alive; prints the address that islands need.
+
+    Started again after a crash, with the same file, it goes on where it was, under the same
+    address. Ctrl-C stops it and its syncer; nothing is lost.
+    """
+    from diloco.config.load import load_config
+    from diloco.launch.coordinator import run_coordinator
+
+    config = load_config(run_file, overrides or ())
+    raise typer.Exit(asyncio.run(run_coordinator(config, tell=typer.echo)))
+
+
+def status(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Where the coordinator listens.")
+    ],
+    watch: Annotated[bool, typer.Option("--watch", help="Look every second until Ctrl-C.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, one line a look, instead of tables.")
+    ] = False,
+) -> None:
+    """Show a run: its islands, fragments, versions, staleness and throughput."""
+    try:
+        asyncio.run(_show(address, watch=watch, as_json=as_json))
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+async def _show(address: str, *, watch: bool, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from diloco.cli.tables import status_view
+
+    looks = _looks(address, watch=watch)
+    if as_json:
+        async for reply in looks:
+            typer.echo(json.dumps(as_plain(reply)))
+    elif not watch:
+        async for reply in looks:
+            Console().print(status_view(reply))
+    else:
+        with Live(auto_refresh=False) as live:
+            async for reply in looks:
+                live.update(status_view(reply), refresh=True)
+
+
+async def _looks(address: str, *, watch: bool) -> AsyncIterator[StatusReply]:
+    """Ask the coordinator once, or every second for ever; a watcher bears with a restart."""
+    from transport.grpc_client import GrpcTransport
+
+    _check_address(address)
+    transport = GrpcTransport(address)
+    try:
+        yield await _ask(transport, budget_s=0.0)
+        while watch:
+            await asyncio.sleep(_WATCH_S)
+            yield await _ask(transport, budget_s=_RESTART_S)
+    finally:
+        await transport.close()
+
+
+async def _ask(transport: Transport, *, budget_s: float) -> StatusReply:
+    from diloco.errors import CoordinatorUnavailable
+    from protos.control_pb2 import StatusReply, StatusRequest
+    from transport.contracts import PROTOCOL_VERSION
+    from transport.errors import TransportError
+    from transport.retry import RetryPolicy, retry
+
+    header = StatusRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
+    try:
+        reply = await retry(
+            lambda: transport.call("control.status", header, deadline_s=_CALL_S),
+            RetryPolicy(max_wait_s=1.0, budget_s=budget_s),
+            random.Random(),
+        )
+    except TransportError as error:
+        raise CoordinatorUnavailable(
+            f"no coordinator answered at {transport.peer}: {error}\n"
+            f"Is the address the one that the coordinator printed? If it does not run, start it: "
+            f"diloco coordinator RUN.toml"
+        ) from error
+    return StatusReply.FromString(reply.header)
+
+
+def as_plain(message: Message) -> dict[str, Any]:
+    """Turn a message into JSON values, hence `Any`; every field is there, integers stay numbers.
+
+    A message that is not set is None. (protobuf's own JSON writes 64-bit integers as texts.)
+    """
+    plain: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is None:
+            plain[field.name] = list(value) if field.is_repeated else value
+        elif field.is_repeated:
+            plain[field.name] = [as_plain(item) for item in value]
+        else:
+            plain[field.name] = as_plain(value) if message.HasField(field.name) else None
+    return plain
+
+
+def _check_address(address: str) -> None:
+    from diloco.errors import ConfigError
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(
+            f"{address!r} is not an address: write HOST:PORT as the coordinator printed it, such "
+            f"as 127.0.0.1:4711"
+        )

@@ -1,0 +1,205 @@
+"""`diloco island` and `diloco plan`: run one site of a run; see a run before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.table import Table
+
+    from diloco.config.schema import Config
+    from diloco.launch.forecast import Forecast
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file; repeatable."),
+]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("island")(island)
+    app.command("plan")(plan)
+
+
+def island(
+    run_file: RunFile,
+    name: Annotated[
+        str, typer.Option("--island", metavar="NAME", help="Which island of the file this is.")
+    ],
+    coordinator: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the coordinator listens; left out: coordinator.address of the file, or "
+            "what a coordinator on this machine recorded in state_dir.",
+        ),
+    ] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory of events and logs; left out: telemetry of the file."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train one island: starts its ranks on this host and ends when the run is over.
+
+    Under torchrun or srun (RANK, WORLD_SIZE and MASTER_ADDR are set) it is one rank of that job
+    and starts nothing.
+    """
+    from diloco.config.load import load_config
+    from diloco.launch.island import run_island
+
+    config = load_config(run_file, overrides or (), island=name)
+    address = coordinator or _coordinator_address(config)
+    directory = output or config.telemetry_dir
+    typer.echo(f"island {name} goes to the coordinator at {address}; logs and events: {directory}")
+    code = run_island(config, name, address, directory)
+    if code == 0:
+        typer.echo(f"island {name} has finished")
+    raise typer.Exit(code)
+
+
+def plan(
+    run_file: RunFile,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Show what a run will do: fragments, lanes, bytes, schedule. Nothing is started."""
+    from diloco.config.load import load_config
+    from diloco.launch.forecast import forecast
+
+    planned = forecast(load_config(run_file, overrides or ()))
+    if as_json:
+        typer.echo(json.dumps(planned.as_dict(), indent=2))
+    else:
+        _show(planned)
+
+
+def _coordinator_address(config: Config) -> str:
+    """Take the address from the file, or from the state directory on this machine.
+
+    Raises:
+        ConfigError: If neither has one.
+    """
+    from diloco.errors import ConfigError
+    from diloco.launch.state_dir import StateDir, read_endpoint
+
+    if config.coordinator.address:
+        return config.coordinator.address
+    path = StateDir(Path(config.coordinator.state_dir)).coordinator
+    endpoint = read_endpoint(path)
+    if endpoint is None or not endpoint.address:
+        raise ConfigError(
+            f"where is the coordinator? {path} does not say. Start it (diloco coordinator "
+            f"RUN.toml), and on another machine give --coordinator HOST:PORT as it printed it"
+        )
+    return endpoint.address
+
+
+def _show(planned: Forecast) -> None:
+    from rich.console import Console
+
+    from transport.units import format_bytes
+
+    console = Console(highlight=False, soft_wrap=True)
+    flushed = ", then a flush of every fragment" if planned.is_flushed else ""
+    console.print(
+        f"Run [bold]{planned.run}[/]: {planned.parameters:,} parameters in "
+        f"{len(planned.fragments)} fragments; {planned.inner_steps} inner steps, "
+        f"{planned.num_sends} sends{flushed}."
+    )
+    tokens = ", ".join(f"{name} {number:,}" for name, number in planned.tokens.items())
+    console.print(f"Tokens: {tokens}; together {sum(planned.tokens.values()):,}.\n")
+    console.print(_table(*_fragment_rows(planned)))
+    console.print(
+        f"A round of {planned.inner_steps_per_round} inner steps moves "
+        f"{format_bytes(planned.round_bytes_up)} up and {format_bytes(planned.round_bytes_down)} "
+        f"down an island.\n"
+    )
+    console.print(_table(*_send_rows(planned)))
+    console.print(f"\nOne island's traffic over the run{_link_text(planned)}:\n")
+    console.print(_table(*_way_rows(planned)))
+    console.print(
+        f"\nFingerprints: configuration {planned.config_fingerprint[:16]}, plan "
+        f"{planned.plan_fingerprint[:16]}."
+    )
+
+
+def _fragment_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:
+    from transport.units import format_bytes
+
+    columns = ["fragment", "parameters", "lanes", "up", "down", "in float32", "tensors", "first"]
+    rows = [
+        [
+            str(fragment.fragment_id),
+            f"{fragment.parameters:,}",
+            str(fragment.lanes),
+            format_bytes(fragment.bytes_up),
+            format_bytes(fragment.bytes_down),
+            format_bytes(fragment.float32_bytes),
+            str(len(fragment.tensors)),
+            fragment.tensors[0],
+        ]
+        for fragment in planned.fragments
+    ]
+    return columns, rows
+
+
+def _send_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:
+    columns = ["inner step", "merged after", "sent fragments"]
+    rows: list[list[str]] = []
+    previous = 0
+    for send in planned.sends:
+        if send.inner_step - previous > planned.inner_steps_per_round:
+            rows.append(["...", "...", "..."])
+        fragments = ", ".join(map(str, send.fragment_ids))
+        rows.append([str(send.inner_step), str(send.merge_step), fragments])
+        previous = send.inner_step
+    if planned.is_flushed:
+        last = str(planned.inner_steps)
+        rows.append([last, last, "all (flush, published in float32)"])
+    return columns, rows
+
+
+def _way_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:
+    from transport.units import format_bytes, format_duration
+
+    columns = ["", "up", "down", "exchanges", "on this link", "times as much"]
+    rows = [
+        [
+            way.name,
+            format_bytes(way.bytes_up),
+            format_bytes(way.bytes_down),
+            f"{way.transfers:,}",
+            "-" if way.transfer_s is None else format_duration(way.transfer_s),
+            f"{way.times:.1f}",
+        ]
+        for way in planned.ways
+    ]
+    return columns, rows
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        is_text = index in (0, len(columns) - 1)
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _link_text(planned: Forecast) -> str:
+    if not planned.link:
+        return " (no transport.link, so no times)"
+    return f", and what it would take on {planned.link} with nothing overlapped"

@@ -1,0 +1,174 @@
+"""`diloco local`: a whole run on this machine, with a live table and a summary at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import Console
+
+    from diloco.config.schema import Config
+    from diloco.launch.local import LocalRun
+    from diloco.launch.summary import Summary
+    from protos.control_pb2 import StatusReply
+
+_CALL_S = 2.0
+_LINE_EVERY_S = 10.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("local")(local)
+
+
+def local(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move an earlier run in state_dir aside first.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")
+    ] = False,
+) -> None:
+    """Run everything on this machine: coordinator, syncer, and all islands.
+
+    Shows a live table, keeps events, logs and records in coordinator.state_dir, and ends with a
+    summary in words (summary.json has it too). Ctrl-C stops every process.
+    """
+    from rich.console import Console
+
+    from diloco.config.load import load_config
+    from diloco.launch.local import LocalRun, make_room
+
+    console = Console(quiet=as_json)
+    config = load_config(run_file, overrides or ())
+    moved = make_room(Path(config.coordinator.state_dir), fresh=fresh)
+    if moved is not None:
+        console.print(f"the earlier run is now in {moved}", highlight=False)
+    with LocalRun(config, run_file, overrides or ()) as run:
+        run.start()
+        console.print(
+            f"run {config.run.name}: coordinator at {run.address}; logs and events in "
+            f"{config.coordinator.state_dir}",
+            highlight=False,
+        )
+        code = _watch(run, console)
+        if code == 0:
+            run.wait_for_coordinator()
+    if code != 0:
+        console.print(_failure_text(config), highlight=False, style="red")
+        raise typer.Exit(code)
+    with console.status("recomputing the last versions from their contributions"):
+        summary = _summary(config)
+    path = Path(config.coordinator.state_dir) / "summary.json"
+    path.write_text(json.dumps(summary.as_dict(), indent=2) + "\n")
+    if as_json:
+        typer.echo(path.read_text())
+    console.print(summary.as_text(), highlight=False)
+    console.print(f"summary: {path}", highlight=False)
+    if not (summary.are_digests_equal and summary.are_versions_recomputed):
+        raise typer.Exit(1)
+
+
+def _watch(run: LocalRun, console: Console) -> int:
+    """Show the run until it ends: a live table on a terminal, else a line now and then."""
+    from rich.live import Live
+
+    from diloco.cli.tables import status_view
+    from diloco.sync.io_thread import IoThread
+
+    io = IoThread()
+    io.start()
+    last_line = time.monotonic()
+    try:
+        if console.is_terminal:
+            with Live(console=console, auto_refresh=False) as live:
+
+                def draw() -> None:
+                    if (reply := io.run(_status(run.address))) is not None:
+                        live.update(status_view(reply), refresh=True)
+
+                return run.wait(draw)
+
+        def tell() -> None:
+            nonlocal last_line
+            if time.monotonic() - last_line < _LINE_EVERY_S:
+                return
+            last_line = time.monotonic()
+            if (reply := io.run(_status(run.address))) is not None:
+                console.print(_line(reply), highlight=False, soft_wrap=True)
+
+        return run.wait(tell)
+    finally:
+        io.stop()
+
+
+async def _status(address: str) -> StatusReply | None:
+    """Ask the coordinator; None while it does not answer (it may be starting again)."""
+    from protos.control_pb2 import StatusReply, StatusRequest
+    from transport.contracts import PROTOCOL_VERSION
+    from transport.errors import TransportError
+    from transport.grpc_client import GrpcTransport
+
+    transport = GrpcTransport(address)
+    request = StatusRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
+    try:
+        reply = await transport.call("control.status", request, deadline_s=_CALL_S)
+    except TransportError:
+        await asyncio.sleep(0)
+        return None
+    finally:
+        await transport.close()
+    return StatusReply.FromString(reply.header)
+
+
+def _line(reply: StatusReply) -> str:
+    """Say where the run stands in one line."""
+    islands = "; ".join(
+        f"{i.island} step {i.last_report.inner_step} loss {i.last_report.loss_nats:.3f} "
+        f"{i.last_report.tokens_per_s:,.0f} tokens/s"
+        for i in reply.islands
+    )
+    versions = ", ".join(str(fragment.version) for fragment in reply.fragments)
+    return f"{reply.state}: {islands}; versions {versions or 'none yet'}"
+
+
+def _failure_text(config: Config) -> str:
+    lines = ["The run failed. What the islands said last:"]
+    for island in sorted(config.islands):
+        log = Path(config.coordinator.state_dir) / f"island-{island}.log"
+        last = log.read_text(errors="replace").splitlines()[-3:] if log.exists() else []
+        lines += [f"  {island} ({log}):", *(f"    {line}" for line in last)]
+    return "\n".join(lines)
+
+
+def _summary(config: Config) -> Summary:
+    from diloco.launch.build import build_publication_rules, build_schedule
+    from diloco.launch.state_dir import StateDir
+    from diloco.launch.summary import read_events, summarise
+    from diloco.outer.fragments import Plan
+    from diloco.rounds.store import FragmentStore
+    from transport.link import find_profile
+
+    state = StateDir(Path(config.coordinator.state_dir))
+    plan = Plan.from_json(state.plan.read_text())
+    retained = config.outer.retained_versions
+    return summarise(
+        config,
+        plan,
+        build_schedule(config),
+        build_publication_rules(config),
+        stores=[FragmentStore(state.store, fragment, retained) for fragment in plan.fragments],
+        events=read_events(config.telemetry_dir, config.islands),
+        link=find_profile(config.transport.link) if config.transport.link else None,
+    )

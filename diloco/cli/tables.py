@@ -1,0 +1,107 @@
+"""What an operator sees of a run: pure functions from a `StatusReply` to rich renderables."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from protos.control_pb2 import FragmentStatus, IslandStatus, StatusReply
+from transport.units import format_bytes
+
+_STATE_STYLE = {"running": "green", "finished": "bold green", "failed": "bold red"}
+_DIGEST_CHARACTERS = 12
+_UNKNOWN = "-"
+
+
+def status_view(reply: StatusReply) -> RenderableType:
+    """Show everything: the run, its islands, its fragments."""
+    return Group(run_line(reply), islands_table(reply), fragments_table(reply))
+
+
+def run_line(reply: StatusReply) -> Text:
+    """Show the run's name and state and where its syncer is; below it why it failed, if it did."""
+    line = Text.assemble(
+        ("run ", "dim"),
+        (reply.run, "bold"),
+        "  ",
+        (reply.state, _STATE_STYLE.get(reply.state, "yellow")),
+        ("  syncer ", "dim"),
+        reply.syncer_address or "not there yet",
+        ("  epoch ", "dim"),
+        str(reply.syncer_epoch),
+    )
+    if reply.timeline:
+        line.append("  timeline ", "dim").append(str(reply.timeline))
+    if reply.message:
+        line.append(f"\n{reply.message}", "red")
+    return line
+
+
+def islands_table(reply: StatusReply) -> Table:
+    """Show one row an island, in the order of island slots."""
+    table = _table(
+        "island", "incarnation", "state", "inner step", "loss", "tokens/s", "in flight",
+        "up", "down", "blocked", "utilisation", "heard",
+        num_texts=1,
+    )  # fmt: skip
+    for island in sorted(reply.islands, key=lambda island: island.island_slot):
+        table.add_row(*_island_cells(island))
+    return table
+
+
+def fragments_table(reply: StatusReply) -> Table:
+    """Show one row a fragment: its newest published version and its current attempt."""
+    table = _table(
+        "fragment", "version", "attempt", "phase", "age", "digest", "contributors", num_texts=0
+    )
+    for fragment in reply.fragments:
+        table.add_row(*_fragment_cells(fragment))
+    return table
+
+
+def _table(*columns: str, num_texts: int) -> Table:
+    """Lay out columns; all but the first `num_texts` hold figures and stand to the right."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < num_texts else "right")
+    return table
+
+
+def _island_cells(island: IslandStatus) -> tuple[str, ...]:
+    name, incarnation = island.island, str(island.incarnation or _UNKNOWN)
+    if not island.HasField("last_report"):
+        state = "not heard yet" if island.incarnation else "not joined"
+        return (name, incarnation, state, *[_UNKNOWN] * 9)
+    report = island.last_report
+    return (
+        name,
+        incarnation,
+        report.state,
+        str(report.inner_step),
+        f"{report.loss_nats:.4f}" if report.inner_step else _UNKNOWN,
+        f"{report.tokens_per_s:,.0f}",
+        str(report.fragments_in_flight),
+        format_bytes(report.bytes_up),
+        format_bytes(report.bytes_down),
+        _seconds(report.blocked_s),
+        f"{report.utilisation:.1%}",
+        f"{_seconds(island.report_age_s)} ago",
+    )
+
+
+def _fragment_cells(fragment: FragmentStatus) -> tuple[str, ...]:
+    return (
+        str(fragment.fragment_id),
+        str(fragment.version),
+        str(fragment.attempt),
+        fragment.phase,
+        _seconds(fragment.age_s),
+        fragment.digest[:_DIGEST_CHARACTERS] or _UNKNOWN,
+        ", ".join(fragment.contributors) or _UNKNOWN,
+    )
+
+
+def _seconds(duration_s: float) -> str:
+    """Write seconds with one unit and one decimal, so that a live table does not jump."""
+    return f"{duration_s:,.1f} s"

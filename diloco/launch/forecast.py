@@ -1,0 +1,183 @@
+"""What a run will do, from its configuration alone: fragments, schedule, traffic. No network.
+
+bytes a round    every fragment once, up and down, in the run's codecs, without headers
+bytes a run      by the schedule, flush included
+alternatives     the same schedule in float32; data parallel at every inner step
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from diloco.config.classes import fingerprint
+from diloco.config.schema import Config
+from diloco.inner.model import LlamaShape, build_model
+from diloco.launch.build import build_plan, build_schedule, link_profile
+from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic, fragment_bytes
+from diloco.outer.fragments import Fragment, Plan
+from diloco.outer.schedule import Schedule
+from diloco.sync.shards import canonical_parameters
+from transport.link import LinkProfile
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentForecast:
+    """One fragment: what it holds, and what one island moves for one round of it."""
+
+    fragment_id: int
+    tensors: tuple[str, ...]
+    parameters: int
+    lanes: int
+    bytes_up: int
+    bytes_down: int
+    float32_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendForecast:
+    """Fragments sent after one inner step, and the inner step after which they are merged."""
+
+    inner_step: int
+    fragment_ids: tuple[int, ...]
+    merge_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WayForecast:
+    """A way of training: payload bytes of one island over the run.
+
+    `transfer_s` is what they take on the configured link, one after the other and nothing
+    overlapped; None without a link profile. `times` is the traffic divided by the run's own.
+    """
+
+    name: str
+    bytes_up: int
+    bytes_down: int
+    transfers: int
+    transfer_s: float | None
+    times: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A run before it starts.
+
+    `sends` lists the first two periods and the last one; `ways` begins with the run itself.
+    """
+
+    run: str
+    config_fingerprint: str
+    plan_fingerprint: str
+    inner_steps: int
+    inner_steps_per_round: int
+    is_flushed: bool
+    tokens: dict[str, int]
+    fragments: tuple[FragmentForecast, ...]
+    sends: tuple[SendForecast, ...]
+    num_sends: int
+    round_bytes_up: int
+    round_bytes_down: int
+    link: str
+    ways: tuple[WayForecast, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Trained parameters."""
+        return sum(fragment.parameters for fragment in self.fragments)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {**asdict(self), "parameters": self.parameters}
+
+
+def forecast(config: Config) -> Forecast:
+    """Plan a run; allocates no parameter.
+
+    Raises:
+        ConfigError: If the model cannot be cut as `outer` says, or there is no such link profile.
+    """
+    model = build_model(LlamaShape.from_config(config.model))
+    plan = build_plan(config, canonical_parameters(model))
+    schedule = build_schedule(config)
+    link = link_profile(config)
+    fragments = tuple(_fragment(config, plan, fragment) for fragment in plan.fragments)
+    sends = _sends(schedule)
+    return Forecast(
+        run=config.run.name,
+        config_fingerprint=fingerprint(config),
+        plan_fingerprint=plan.fingerprint(),
+        inner_steps=config.run.inner_steps,
+        inner_steps_per_round=schedule.inner_steps_per_round,
+        is_flushed=schedule.flush,
+        tokens={
+            name: island.tokens_per_inner_step * config.run.inner_steps
+            for name, island in sorted(config.islands.items())
+        },
+        fragments=fragments,
+        sends=_shown(sends, schedule),
+        num_sends=sum(len(send.fragment_ids) for send in sends),
+        round_bytes_up=sum(fragment.bytes_up for fragment in fragments),
+        round_bytes_down=sum(fragment.bytes_down for fragment in fragments),
+        link=link.name if link is not None else "",
+        ways=_ways(config, plan, schedule, link),
+    )
+
+
+def _fragment(config: Config, plan: Plan, fragment: Fragment) -> FragmentForecast:
+    p = fragment.fragment_id
+    return FragmentForecast(
+        fragment_id=p,
+        tensors=tuple(entry.name for entry in fragment.entries),
+        parameters=fragment.numel,
+        lanes=len(fragment.lanes),
+        bytes_up=fragment_bytes(plan, p, config.outer.uplink_codec),
+        bytes_down=fragment_bytes(plan, p, config.outer.downlink_codec),
+        float32_bytes=fragment_bytes(plan, p, "float32"),
+    )
+
+
+def _sends(schedule: Schedule) -> list[SendForecast]:
+    return [
+        SendForecast(inner_step, due, schedule.merge_step(inner_step))
+        for inner_step in range(1, schedule.inner_steps + 1)
+        if (due := schedule.due(inner_step))
+    ]
+
+
+def _shown(sends: list[SendForecast], schedule: Schedule) -> tuple[SendForecast, ...]:
+    """Keep the sends of the first two periods and of the last one."""
+    period = schedule.inner_steps_per_round
+    last = sends[-1].inner_step if sends else 0
+    return tuple(
+        send for send in sends if send.inner_step <= 2 * period or send.inner_step > last - period
+    )
+
+
+def _ways(
+    config: Config, plan: Plan, schedule: Schedule, link: LinkProfile | None
+) -> tuple[WayForecast, ...]:
+    up, down = config.outer.uplink_codec, config.outer.downlink_codec
+    traffics = {
+        "this run": diloco_traffic(plan, schedule, uplink_codec=up, downlink_codec=down),
+        "float32 DiLoCo": diloco_traffic(
+            plan, schedule, uplink_codec="float32", downlink_codec="float32"
+        ),
+        "data parallel": data_parallel_traffic(plan, schedule.inner_steps),
+    }
+    own = _bytes(traffics["this run"])
+    return tuple(
+        WayForecast(
+            name=name,
+            bytes_up=traffic.bytes_up,
+            bytes_down=traffic.bytes_down,
+            transfers=traffic.transfers,
+            transfer_s=traffic.transfer_s(link) if link is not None else None,
+            times=_bytes(traffic) / own if own else 0.0,
+        )
+        for name, traffic in traffics.items()
+    )
+
+
+def _bytes(traffic: Traffic) -> int:
+    return traffic.bytes_up + traffic.bytes_down

@@ -1,0 +1,128 @@
+"""What a rank tells of itself: events to its file, progress for the leader's reports.
+
+Belongs to the training thread; `write` and reading `progress` may happen in others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from diloco.inner.trainer import InnerMetrics
+from diloco.sync.exchange import Exchange
+from diloco.sync.registration import IslandState, Progress
+from diloco.sync.session import DiLoCo
+from diloco.telemetry.events import Evaluated, Event, InnerStepDone, IslandEnded
+from diloco.telemetry.meter import StepMeter
+from diloco.telemetry.sinks import JsonlSink
+
+
+class RankRecord:
+    """Record of one rank's life; `open` and `close` bracket it.
+
+    Attributes:
+        progress: What the next report says; replaced whole, so any thread may read it.
+    """
+
+    def __init__(self, sink: JsonlSink, *, is_leader: bool, clock: Callable[[], float]) -> None:
+        """Assign only. Inner steps are recorded by the leader alone: they are everybody's."""
+        self._sink = sink
+        self._is_leader = is_leader
+        self._clock = clock
+        self._meter = StepMeter()
+        self._began = 0.0
+        self._evaluation_s = 0.0
+        self.progress = Progress()
+
+    def open(self) -> None:
+        """Open the file of events."""
+        self._sink.open()
+
+    def close(self) -> None:
+        """Close the file of events."""
+        self._sink.close()
+
+    def write(self, event: Event) -> None:
+        """Record an event."""
+        self._sink.write(event)
+
+    def begin(self) -> None:
+        """Let wall time run from now."""
+        self._began = self._clock()
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since `begin`, evaluations not counted."""
+        return self._clock() - self._began - self._evaluation_s
+
+    def step(self, metrics: InnerMetrics, *, is_quiet: bool) -> None:
+        """Record an inner step; `is_quiet` when nothing was outstanding during it."""
+        self._meter.add(
+            metrics.duration_s, metrics.num_tokens, wall_s=self.wall_s, is_quiet=is_quiet
+        )
+        self.progress = replace(self.progress, loss_nats=metrics.loss)
+        if self._is_leader:
+            self.write(
+                InnerStepDone(
+                    metrics.inner_step,
+                    metrics.loss,
+                    metrics.grad_norm,
+                    metrics.learning_rate,
+                    metrics.num_tokens,
+                    metrics.duration_s,
+                )
+            )
+
+    def moved(self, bytes_up: int, bytes_down: int) -> None:
+        """Note what all ranks of the island have sent and received so far."""
+        self.progress = replace(self.progress, bytes_up=bytes_up, bytes_down=bytes_down)
+
+    def renew(self, state: IslandState, session: DiLoCo) -> None:
+        """Renew what the next report says."""
+        self.progress = replace(
+            self.progress,
+            state=state,
+            inner_step=session.inner_step,
+            tokens_per_s=self._meter.tokens_per_s,
+            tokens=self._meter.tokens,
+            fragments_in_flight=session.num_in_flight,
+            blocked_s=session.blocked_s,
+            utilisation=self._meter.utilisation(self.wall_s),
+        )
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Stop wall time while the island evaluates."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._evaluation_s += self._clock() - began
+
+    def evaluated(self, inner_step: int, parameters: str, nats_per_byte: float) -> None:
+        """Record a held-out loss."""
+        self.write(Evaluated(inner_step, parameters, nats_per_byte))
+
+    def ended(self, session: DiLoCo, exchange: Exchange, *, wall_s: float) -> None:
+        """Record the sums of the rank's life; bytes are its own."""
+        self.write(
+            IslandEnded(
+                inner_step=session.inner_step,
+                tokens=self._meter.tokens,
+                wall_s=wall_s,
+                inner_s=self._meter.inner_s,
+                blocked_s=session.blocked_s,
+                undisturbed_step_s=self._meter.undisturbed_step_s,
+                utilisation=self._meter.utilisation(wall_s),
+                goodput=self._meter.goodput(wall_s),
+                overwritten_steps=session.overwritten_steps,
+                bytes_up=exchange.bytes_up,
+                bytes_down=exchange.bytes_down,
+                digests=session.digests,
+            )
+        )
+
+    def failed(self) -> None:
+        """Let the last report say that the island failed."""
+        self.progress = replace(self.progress, state=IslandState.FAILED)

@@ -1,0 +1,209 @@
+"""Layout of a run's state directory, and who holds what in it.
+
+    coordinator.lock   held by the coordinator while it lives
+    coordinator.json   address and pid of the newest coordinator; its port is bound again
+    resolved.toml      the run's configuration, and `fingerprint`, that of its identity class
+    secret             signs grants, mode 0600
+    journal.sqlite     what the coordinator must never forget
+    syncer.json        address and pid of the syncer, while one lives
+    syncer.log         what all syncers of this run said
+    syncer/            the syncer's store: lock, address, epoch, incarnations, plan, fragments
+
+A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
+it says who.
+
+Source: protocol.md section 8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.durable import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+#: Timeline of every run: no checkpoint can be resumed yet.
+TIMELINE = 0
+
+_LOOK_S = 0.05
+_STOP_S = 10.0
+_PID_BYTES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StateDir:
+    """Paths below one run's `coordinator.state_dir`."""
+
+    root: Path
+
+    def create(self) -> None:
+        """Make the directory, open to its owner only, if it is not there."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.store.mkdir(mode=0o700, exist_ok=True)
+
+    @property
+    def coordinator_lock(self) -> Path:
+        """Held by the coordinator while it lives."""
+        return self.root / "coordinator.lock"
+
+    @property
+    def coordinator(self) -> Path:
+        """Endpoint of the newest coordinator."""
+        return self.root / "coordinator.json"
+
+    @property
+    def resolved(self) -> Path:
+        """The run's configuration, every value of it."""
+        return self.root / "resolved.toml"
+
+    @property
+    def fingerprint(self) -> Path:
+        """Fingerprint of the identity class, hex."""
+        return self.root / "fingerprint"
+
+    @property
+    def secret(self) -> Path:
+        """The run secret."""
+        return self.root / "secret"
+
+    @property
+    def journal(self) -> Path:
+        """The coordinator's journal."""
+        return self.root / "journal.sqlite"
+
+    @property
+    def syncer(self) -> Path:
+        """Endpoint of the syncer, while one lives."""
+        return self.root / "syncer.json"
+
+    @property
+    def syncer_log(self) -> Path:
+        """Output of all syncers, appended."""
+        return self.root / "syncer.log"
+
+    @property
+    def store(self) -> Path:
+        """The syncer's store."""
+        return self.root / "syncer"
+
+    @property
+    def store_lock(self) -> Path:
+        """Held by the syncer while it lives."""
+        return self.store / "lock"
+
+    @property
+    def bound(self) -> Path:
+        """Address that the syncer bound; its port is bound again."""
+        return self.store / "address.json"
+
+    @property
+    def syncer_epoch(self) -> Path:
+        """Epoch of the newest syncer."""
+        return self.store / "epoch.json"
+
+    @property
+    def incarnations(self) -> Path:
+        """Highest incarnation of each island that the syncer has accepted."""
+        return self.store / "incarnations.json"
+
+    @property
+    def plan(self) -> Path:
+        """The run's plan, once the syncer has learned it."""
+        return self.store / "plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a process listens; the address is empty before it does."""
+
+    address: str
+    pid: int
+
+    def write(self, path: Path) -> None:
+        """Record it durably."""
+        write_json(path, {"address": self.address, "pid": self.pid})
+
+
+def read_endpoint(path: Path) -> Endpoint | None:
+    """Return what was recorded; None if nothing was.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    value = read_json(path)
+    return None if value is None else Endpoint(str(value["address"]), int(value["pid"]))
+
+
+class Held(Exception):
+    """A lock is held by another living process."""
+
+
+@contextlib.contextmanager
+def hold(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold a lock while the context lasts.
+
+    Args:
+        path: Lock file, made if missing; its directory must be there.
+        wait_s: Seconds for which a holder is given the chance to go.
+
+    Raises:
+        Held: If another process holds it; names its pid.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        until = time.monotonic() + wait_s
+        while not _is_locked(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() >= until:
+                raise Held(f"{path} is held by process {_read_pid(descriptor)}")
+            time.sleep(_LOOK_S)
+        os.pwrite(descriptor, f"{os.getpid():<{_PID_BYTES}}".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def holder(path: Path) -> int | None:
+    """Pid of the living process that holds a lock, None when it is free."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        return None if _is_locked(descriptor, fcntl.LOCK_SH) else _read_pid(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def stop_syncer(state: StateDir) -> None:
+    """Stop the syncer that lives in `state`, if one does: ask, wait, insist; blocks."""
+    signals = [signal.SIGTERM, signal.SIGKILL]
+    while signals and (pid := holder(state.store_lock)) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signals.pop(0))
+        until = time.monotonic() + _STOP_S
+        while holder(state.store_lock) == pid and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+
+
+def _is_locked(descriptor: int, kind: int) -> bool:
+    """Try to lock; true when this process has the lock now."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read_pid(descriptor: int) -> int | None:
+    """Pid that the holder wrote; None in the instant before its first word."""
+    text = os.pread(descriptor, _PID_BYTES, 0).strip()
+    return int(text) if text else None

@@ -1,0 +1,252 @@
+"""Composition root of the syncer's process: `python -m diloco.launch.syncer STATE_DIR`.
+
+It takes the lock on its store before anything heavy is imported, so that of two starts one ends at
+once; it raises its epoch durably before its first reply; it survives its coordinator, whose
+address and configuration it finds in the state directory.
+
+Source: design.md section 2; protocol.md sections 4, 5 and 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from diloco.config.load import load_config
+from diloco.coordinator.grants import is_valid, load_secret, sign
+from diloco.durable import read_json, write_durably, write_json
+from diloco.errors import DilocoError
+from diloco.launch.address import advertised, listen
+from diloco.launch.ending import first_of, stop_on_signals
+from diloco.launch.state_dir import TIMELINE, Endpoint, Held, StateDir, hold, read_endpoint
+from diloco.outer.fragments import Plan
+from diloco.rounds.reporter import Reporter
+from protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
+from transport.errors import ConnectError
+from transport.grpc_client import GrpcTransport
+
+if TYPE_CHECKING:  # torch is imported once the store is ours
+    from diloco.config.schema import Config
+    from diloco.rounds.store import VersionRecord
+    from diloco.rounds.syncer import Syncer
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: Exit code of a start that found the store held by another syncer.
+EXIT_STORE_HELD = 75
+
+_STORE_WAIT_S = 1.0
+_DRAIN_S = 0.5
+_LAST_REPORT_S = 2.0
+_FATAL_LINGER_S = 30.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve the store in a state directory until a signal or a failure; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m diloco.launch.syncer")
+    parser.add_argument("state_dir", type=Path, help="the run's state directory")
+    state = StateDir(parser.parse_args(arguments).state_dir.absolute())
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        with hold(state.store_lock, wait_s=_STORE_WAIT_S):
+            try:
+                return asyncio.run(_run_syncer(state))
+            finally:
+                state.syncer.unlink(missing_ok=True)
+    except Held as error:
+        logger.error("another syncer serves this store, exiting: %s", error)
+        return EXIT_STORE_HELD
+    except DilocoError as error:
+        logger.error("syncer cannot serve: %s", error)
+        return error.exit_code
+    except Exception:
+        logger.exception("syncer failed")
+        return 1
+
+
+async def _run_syncer(state: StateDir) -> int:
+    stopping = stop_on_signals()
+    config = load_config(state.resolved)
+    secret = load_secret(state.secret)
+    epoch = _next_epoch(state.syncer_epoch)
+    Endpoint("", os.getpid()).write(state.syncer)
+    logger.info("syncer starting, run=%s epoch=%d pid=%d", config.run.name, epoch, os.getpid())
+    grant = Grant(run=config.run.name, timeline=TIMELINE, roles=[ROLE_SYNCER])
+    reporter = Reporter(
+        connect=lambda: _connect(state),
+        grant=sign(grant, secret),
+        syncer_epoch=epoch,
+        pid=os.getpid(),
+    )
+    importlib.import_module("diloco.rounds.syncer")  # seconds of torch, while islands start too
+    try:
+        await first_of(_keep_plan(state, reporter), stopping.wait())
+        if stopping.is_set():
+            return 0
+        return await _serve(config, state, secret, epoch, reporter, stopping)
+    finally:
+        await reporter.close()
+
+
+async def _keep_plan(state: StateDir, reporter: Reporter) -> None:
+    """Have the plan in the store, so that a restart needs no coordinator."""
+    if not state.plan.exists():
+        write_durably(state.plan, [(await reporter.learn_plan()).encode()])
+
+
+async def _serve(
+    config: Config,
+    state: StateDir,
+    secret: bytes,
+    epoch: int,
+    reporter: Reporter,
+    stopping: asyncio.Event,
+) -> int:
+    with _TensorThread() as worker:
+        syncer = _build_syncer(config, state, secret, epoch, reporter, worker)
+        await syncer.start()
+        bound = read_json(state.bound)
+        server = await listen(
+            config.coordinator.syncer_listen,
+            bound or "",
+            syncer.handlers,
+            insecure=config.coordinator.insecure,
+        )
+        write_json(state.bound, server.address)
+        address = advertised(server.address, config.coordinator.address)
+        Endpoint(address, os.getpid()).write(state.syncer)
+        logger.info("syncer serves, address=%s epoch=%d", address, epoch)
+        reporting = asyncio.create_task(reporter.run(syncer, address))
+        try:
+            await first_of(syncer.ended.wait(), stopping.wait(), asyncio.shield(reporting))
+            return await _end(syncer, reporter, stopping)
+        finally:
+            await server.stop(_DRAIN_S)
+            await syncer.stop()
+            await reporter.drain(_LAST_REPORT_S)
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+
+
+async def _end(syncer: Syncer, reporter: Reporter, stopping: asyncio.Event) -> int:
+    """Give the exit code; a run that is lost is still served, so that its islands hear why."""
+    if syncer.failure is not None:
+        return 1
+    if syncer.fatal is None:
+        logger.info("syncer stops")
+        return 0
+    reporter.fail(syncer.fatal.reason, syncer.fatal.exit_code)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stopping.wait(), _FATAL_LINGER_S)
+    return syncer.fatal.exit_code
+
+
+def _build_syncer(
+    config: Config,
+    state: StateDir,
+    secret: bytes,
+    epoch: int,
+    reporter: Reporter,
+    worker: _TensorThread,
+) -> Syncer:
+    import torch
+
+    from diloco.outer.optimizer import OuterOptimizer
+    from diloco.rounds.publication import PublicationRules
+    from diloco.rounds.store import FragmentStore
+    from diloco.rounds.syncer import Syncer, SyncerRules
+
+    torch.set_num_threads(1)
+    outer = config.outer
+    optimizer = OuterOptimizer(
+        outer.optimizer.name,
+        outer.optimizer.lr,
+        outer.optimizer.momentum,
+        outer.optimizer.momentum_ramp_rounds,
+    )
+    plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
+
+    def on_record(record: VersionRecord) -> None:
+        reporter.add_record(record.header())
+
+    return Syncer(
+        plan,
+        SyncerRules(
+            timeline=TIMELINE,
+            islands=tuple(sorted(config.islands)),
+            publication=PublicationRules(outer.uplink_codec, outer.downlink_codec, optimizer),
+            round_deadline_s=outer.round_deadline_s,
+        ),
+        [FragmentStore(state.store, part, outer.retained_versions) for part in plan.fragments],
+        syncer_epoch=epoch,
+        incarnations=_Incarnations(state.incarnations),
+        is_granted=lambda grant: is_valid(
+            grant, secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=time.time()
+        ),
+        worker=worker,
+        on_record=on_record,
+        on_change=reporter.changed,
+    )
+
+
+class _TensorThread:
+    """The one thread that touches tensors and files; `with` ends it after its last work."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensors")
+
+    def __enter__(self) -> _TensorThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown(wait=True)
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+class _Incarnations:
+    """Highest accepted incarnation of each island, in one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self) -> dict[str, int]:
+        return dict(read_json(self._path) or {})
+
+    def store(self, incarnations: dict[str, int]) -> None:
+        write_json(self._path, incarnations)
+
+
+def _next_epoch(path: Path) -> int:
+    """Raise the counter of a syncer's starts; durable when this returns."""
+    epoch = int(read_json(path) or 0) + 1
+    write_json(path, epoch)
+    return epoch
+
+
+def _connect(state: StateDir) -> GrpcTransport:
+    coordinator = read_endpoint(state.coordinator)
+    if coordinator is None:
+        raise ConnectError(f"{state.coordinator} names no coordinator")
+    return GrpcTransport(coordinator.address)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

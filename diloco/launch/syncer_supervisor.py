@@ -1,0 +1,85 @@
+"""Keeps one syncer alive beside its coordinator: adopts the one that lives, starts what is missing.
+
+Whether a syncer lives is read from the lock on its store, never from a pid: the syncer survives
+its coordinator, and whoever starts next watches that lock where it cannot wait for a child.
+
+Source: protocol.md section 8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+
+from diloco.launch.state_dir import StateDir, holder, stop_syncer
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+_FIRST_WAIT_S = 0.2
+_MAX_WAIT_S = 5.0
+_LONG_LIFE_S = 30.0
+#: Exit codes (diloco/errors.py) that another start would only repeat: the run ends with them.
+_HOPELESS = frozenset({2, 10, 20, 50})
+
+
+class SyncerSupervisor:
+    """Supervises the syncer of one state directory."""
+
+    def __init__(self, state: StateDir, *, on_hopeless: Callable[[str, int], None]) -> None:
+        """Assign only; `on_hopeless(reason, exit_code)` hears that no restart can help."""
+        self._state = state
+        self._on_hopeless = on_hopeless
+        self._child: subprocess.Popen[bytes] | None = None
+
+    async def run(self) -> None:
+        """Keep a syncer alive, until cancelled or until no restart can help.
+
+        A syncer that died is replaced after 0.2 s, then twice as long each time, up to 5 s; one
+        that lived for 30 s starts the count anew.
+        """
+        wait_s = _FIRST_WAIT_S
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            if (pid := holder(self._state.store_lock)) is not None:
+                how = await self._watch(pid)
+            else:
+                code = await self._run_child()
+                how = f"exit code {code}"
+                if code in _HOPELESS:
+                    self._on_hopeless(f"the syncer ended, see {self._state.syncer_log}", code)
+                    return
+            if loop.time() - started >= _LONG_LIFE_S:
+                wait_s = _FIRST_WAIT_S
+            logger.warning("syncer ended, starting it again, wait_s=%.1f: %s", wait_s, how)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MAX_WAIT_S)
+
+    async def stop(self) -> None:
+        """Stop the syncer, whoever started it; call it when `run` was cancelled."""
+        child = self._child
+        if child is not None and child.poll() is None and holder(self._state.store_lock) is None:
+            child.terminate()  # it was only starting
+        await asyncio.to_thread(stop_syncer, self._state)
+
+    async def _watch(self, pid: int) -> str:
+        logger.info("syncer adopted, pid=%d", pid)
+        while holder(self._state.store_lock) == pid:
+            await asyncio.sleep(_LOOK_S)
+        return f"pid {pid} let go of its store"
+
+    async def _run_child(self) -> int:
+        command = [sys.executable, "-m", "diloco.launch.syncer", str(self._state.root)]
+        with open(self._state.syncer_log, "ab") as log:
+            # A session of its own: it outlives this process and the terminal.
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        logger.info("syncer started, pid=%d", self._child.pid)
+        while (code := self._child.poll()) is None:
+            await asyncio.sleep(_LOOK_S)
+        return code

@@ -1,0 +1,62 @@
+"""Bytes an island moves over its link, counted from the plan: for planning and for comparison.
+
+    DiLoCo           every contribution up and every published version down, one a send
+    data parallel    a float32 gradient up and the average down at every inner step
+
+Both are counted through a star, in payload bytes; a transfer's time is the slower direction at the
+link's bandwidth plus a round trip, nothing overlapped with training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco.compression.registry import get_codec
+from diloco.outer.fragments import Plan
+from diloco.outer.schedule import Schedule
+from transport.link import LinkProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Payload bytes of one island over a run, in `transfers` exchanges one after the other."""
+
+    bytes_up: int
+    bytes_down: int
+    transfers: int
+
+    def transfer_s(self, link: LinkProfile) -> float:
+        """Seconds that all transfers take on an otherwise idle link."""
+        up_s = 8 * self.bytes_up / link.up.bandwidth_bps
+        down_s = 8 * self.bytes_down / link.down.bandwidth_bps
+        return max(up_s, down_s) + self.transfers * (link.up.delay_s + link.down.delay_s)
+
+
+def diloco_traffic(
+    plan: Plan, schedule: Schedule, *, uplink_codec: str, downlink_codec: str
+) -> Traffic:
+    """Count a run's contributions and publications; a flush is published in float32."""
+    up = down = transfers = 0
+    for inner_step in range(1, schedule.inner_steps + 1):
+        for fragment_id in schedule.due(inner_step):
+            up += fragment_bytes(plan, fragment_id, uplink_codec)
+            down += fragment_bytes(plan, fragment_id, downlink_codec)
+            transfers += 1
+    if schedule.flush:
+        for fragment in plan.fragments:
+            up += fragment_bytes(plan, fragment.fragment_id, uplink_codec)
+            down += fragment_bytes(plan, fragment.fragment_id, "float32")
+            transfers += 1
+    return Traffic(up, down, transfers)
+
+
+def data_parallel_traffic(plan: Plan, inner_steps: int) -> Traffic:
+    """Count one float32 all-reduce of the whole gradient at every inner step."""
+    num_bytes = 4 * sum(fragment.numel for fragment in plan.fragments) * inner_steps
+    return Traffic(num_bytes, num_bytes, inner_steps)
+
+
+def fragment_bytes(plan: Plan, fragment_id: int, codec: str) -> int:
+    """Payload bytes of one fragment, all lanes together."""
+    lanes = plan.fragments[fragment_id].lanes
+    return sum(get_codec(codec).wire_bytes(lane.numel) for lane in lanes)

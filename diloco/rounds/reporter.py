@@ -1,0 +1,206 @@
+"""What a syncer tells its coordinator: where it is, how its fragments stand, what became durable.
+
+The coordinator's index of rounds is fed from here and never consulted to decide one, so nothing in
+this module may hold a round up: events only leave a mark, one task does the telling, and a
+coordinator that is away is tried again for ever. Every record header is told in order until it is
+acknowledged; states are told as they are when their turn comes, however often they changed.
+
+Source: protocol.md sections 4 (commit point) and 8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from google.protobuf.message import Message
+
+from protos.control_pb2 import (
+    FragmentStatus,
+    Grant,
+    RoundReport,
+    SyncerHelloReply,
+    SyncerHelloRequest,
+)
+from protos.fragment_pb2 import FragmentState
+from transport.contracts import PROTOCOL_VERSION, Reply, Transport
+from transport.errors import TransportError
+
+logger = logging.getLogger(__name__)
+
+HELLO_INTERVAL_S = 2.0
+
+_SPACING_S = 0.1
+_RETRY_WAIT_S = 0.25
+_DEADLINE_S = 5.0
+
+
+class Rounds(Protocol):
+    """What is told of a syncer."""
+
+    @property
+    def states(self) -> Sequence[FragmentState]:
+        """Public state of every fragment."""
+
+    def phase(self, fragment_id: int) -> str:
+        """Phase of a fragment's current round, in words."""
+
+
+class Reporter:
+    """Tells one coordinator about one start of a syncer.
+
+    `add_record`, `changed` and `fail` return at once; `run` does the telling.
+    """
+
+    def __init__(
+        self, *, connect: Callable[[], Transport], grant: Grant, syncer_epoch: int, pid: int
+    ) -> None:
+        """Assign only.
+
+        Args:
+            connect: Opens a way to the coordinator of now; called again after every failure. It
+                may raise a TransportError when none is known.
+            grant: The syncer's own.
+            syncer_epoch: Of this start.
+            pid: Of this process.
+        """
+        self._connect = connect
+        self._grant = grant
+        self._epoch = syncer_epoch
+        self._pid = pid
+        self._transport: Transport | None = None
+        self._is_away = False
+        self._records: deque[str] = deque()
+        self._published_at: dict[int, float] = {}
+        self._fatal: tuple[str, int] = ("", 0)
+        self._news = asyncio.Event()
+        self._told = asyncio.Event()
+
+    def add_record(self, header: Mapping[str, Any]) -> None:
+        """Take note of a durable record, by its header (JSON values; `fragment_id` is read)."""
+        self._published_at[header["fragment_id"]] = asyncio.get_running_loop().time()
+        self._records.append(json.dumps(header, sort_keys=True))
+        self.changed()
+
+    def changed(self) -> None:
+        """Take note that a fragment's state is not what was last told."""
+        self._told.clear()
+        self._news.set()
+
+    def fail(self, reason: str, exit_code: int) -> None:
+        """Take note that the run cannot go on; told with every report from now on."""
+        self._fatal = (reason, exit_code)
+        self.changed()
+
+    async def learn_plan(self) -> str:
+        """Ask for the run's plan until an island has joined; returns its manifest."""
+        while True:
+            try:
+                reply = await self._hello("")
+            except TransportError as error:
+                await self._lose(error)
+            else:
+                if reply.plan_json:
+                    return reply.plan_json
+            await asyncio.sleep(_RETRY_WAIT_S)
+
+    async def run(self, rounds: Rounds, address: str) -> None:
+        """Tell what is new at once, and everything every 2 s, until cancelled.
+
+        Args:
+            rounds: Asked for its states whenever they are told.
+            address: ``host:port`` at which islands reach the syncer.
+        """
+        while True:
+            self._news.clear()  # what changes from here on is told next time
+            try:
+                await self._tell(rounds, address)
+            except TransportError as error:
+                await self._lose(error)
+                await asyncio.sleep(_RETRY_WAIT_S)
+                continue
+            if not self._news.is_set():
+                self._told.set()
+            try:
+                await asyncio.wait_for(self._news.wait(), HELLO_INTERVAL_S)
+            except TimeoutError:
+                continue
+            await asyncio.sleep(_SPACING_S)  # a burst becomes one report
+
+    async def drain(self, within_s: float) -> bool:
+        """Wait until everything was told while `run` goes on; false if that took too long."""
+        try:
+            await asyncio.wait_for(self._told.wait(), within_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Release the connection; call it when `run` was cancelled."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.close()
+
+    async def _hello(self, address: str) -> SyncerHelloReply:
+        request = SyncerHelloRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            address=address,
+            syncer_epoch=self._epoch,
+            pid=self._pid,
+        )
+        reply = await self._call("control.syncer_hello", request)
+        return SyncerHelloReply.FromString(reply.header)
+
+    async def _tell(self, rounds: Rounds, address: str) -> None:
+        await self._hello(address)
+        while self._records:
+            await self._call("control.round_report", self._report(rounds, self._records[0]))
+            self._records.popleft()
+        await self._call("control.round_report", self._report(rounds, ""))
+
+    def _report(self, rounds: Rounds, record_json: str) -> RoundReport:
+        reason, exit_code = self._fatal
+        return RoundReport(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            syncer_epoch=self._epoch,
+            fragments=[self._status(rounds, state) for state in rounds.states],
+            record_json=record_json,
+            fatal_reason=reason,
+            fatal_exit_code=exit_code,
+        )
+
+    def _status(self, rounds: Rounds, state: FragmentState) -> FragmentStatus:
+        now = asyncio.get_running_loop().time()
+        return FragmentStatus(
+            fragment_id=state.fragment_id,
+            version=state.version,
+            attempt=state.attempt,
+            digest=state.digest.hex(),
+            contributors=state.contributors,
+            age_s=now - self._published_at.get(state.fragment_id, now),
+            phase=rounds.phase(state.fragment_id),
+        )
+
+    async def _call(self, method: str, request: Message) -> Reply:
+        if self._transport is None:
+            self._transport = self._connect()
+        reply = await self._transport.call(
+            method, request.SerializeToString(), deadline_s=_DEADLINE_S
+        )
+        if self._is_away:
+            logger.info("coordinator answers again, peer=%s", self._transport.peer)
+            self._is_away = False
+        return reply
+
+    async def _lose(self, error: TransportError) -> None:
+        """Drop a connection that failed; the first failure in a row is worth a word."""
+        if not self._is_away:
+            logger.warning("coordinator does not answer, trying on: %s", error)
+            self._is_away = True
+        await self.close()

@@ -1,0 +1,270 @@
+"""An island's word with the coordinator: join, a report a second, leave.
+
+Only the island leader has one; it lives in its IO thread. A coordinator that is away for a while
+(a restart) disturbs nothing: reports are lost and training goes on, join and leave are repeated.
+
+Source: protocol.md sections 4, 8 and 10.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from diloco.errors import (
+    CodecError,
+    ConfigError,
+    CoordinatorUnavailable,
+    DilocoError,
+    FingerprintMismatch,
+    IslandFailed,
+    PlanMismatch,
+    QuorumLost,
+)
+from protos.control_pb2 import (
+    JOIN_STATUS_ACCEPTED,
+    JOIN_STATUS_FINGERPRINT_MISMATCH,
+    JOIN_STATUS_PLAN_MISMATCH,
+    Grant,
+    JoinReply,
+    JoinRequest,
+    LeaveRequest,
+    ReportReply,
+    ReportRequest,
+)
+from transport.contracts import PROTOCOL_VERSION, Transport
+from transport.errors import TransportError
+from transport.retry import RetryPolicy, retry
+
+logger = logging.getLogger(__name__)
+
+_REFUSALS: dict[int, type[DilocoError]] = {
+    JOIN_STATUS_FINGERPRINT_MISMATCH: FingerprintMismatch,
+    JOIN_STATUS_PLAN_MISMATCH: PlanMismatch,
+}
+_STOPS: tuple[type[DilocoError], ...] = (
+    FingerprintMismatch,
+    CodecError,
+    CoordinatorUnavailable,
+    IslandFailed,
+    QuorumLost,
+)
+_REPORT_S = 1.0
+_ASK_AGAIN_S = 0.2
+
+
+class IslandState(StrEnum):
+    """What an island is doing, for people."""
+
+    WAITING = "waiting"
+    TRAINING = "training"
+    FLUSHING = "flushing"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where an island stands, as one report tells it; sums since its start.
+
+    Loss in nats a token; tokens and bytes of the whole island; `blocked_s` and `utilisation` of
+    its leader.
+    """
+
+    state: IslandState = IslandState.WAITING
+    inner_step: int = 0
+    loss_nats: float = 0.0
+    tokens_per_s: float = 0.0
+    tokens: int = 0
+    fragments_in_flight: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    blocked_s: float = 0.0
+    utilisation: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """What an island says of itself when it joins.
+
+    `start_id` is random, one a start: a repeated join of one start gets one incarnation.
+    """
+
+    run: str
+    island_id: str
+    identity_json: str
+    plan_json: str
+    num_ranks: int
+    start_id: str
+
+
+class Registration:
+    """The leader's channel to the coordinator; everything but the constructor runs in one loop."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        island: Island,
+        *,
+        rpc_deadline_s: float,
+        policy: RetryPolicy,
+        rng: random.Random,
+    ) -> None:
+        """Assign only; `policy.budget_s` is how long the coordinator may stay away at a join."""
+        self._transport = transport
+        self._island = island
+        self._rpc_deadline_s = rpc_deadline_s
+        self._policy = policy
+        self._rng = rng
+        self._grant = Grant()
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def join(self) -> JoinReply:
+        """Join, and ask again until a syncer has registered.
+
+        Raises:
+            FingerprintMismatch: If the identity configuration is not the run's.
+            PlanMismatch: If the plan is not the run's.
+            ConfigError: If the coordinator does not know this run or this island, or speaks
+                another version.
+            CoordinatorUnavailable: If it gave no answer, or no syncer appeared, in time.
+        """
+        island, loop = self._island, asyncio.get_running_loop()
+        request = JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            run=island.run,
+            island=island.island_id,
+            identity_json=island.identity_json,
+            plan_json=island.plan_json,
+            num_ranks=island.num_ranks,
+            start_id=island.start_id,
+        ).SerializeToString()
+        until = loop.time() + self._policy.budget_s
+        while True:
+            reply = JoinReply.FromString(await self._call("control.join", request, self._policy))
+            if reply.status != JOIN_STATUS_ACCEPTED:
+                refusal = _REFUSALS.get(reply.status, ConfigError)
+                raise refusal(
+                    f"the coordinator at {self._transport.peer} refuses island "
+                    f"{island.island_id!r}: {reply.message}",
+                    island_id=island.island_id,
+                )
+            self._grant.CopyFrom(reply.grant)
+            if reply.syncers:
+                return reply
+            if loop.time() > until:
+                raise CoordinatorUnavailable(
+                    f"the coordinator at {self._transport.peer} accepted island "
+                    f"{island.island_id!r}, but no syncer registered within "
+                    f"{self._policy.budget_s:g} s: see the coordinator's log"
+                )
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    def start_reporting(
+        self, progress: Callable[[], Progress], on_stop: Callable[[DilocoError], None]
+    ) -> None:
+        """Report once a second until `leave`.
+
+        Args:
+            progress: Gives the present state; called in this loop.
+            on_stop: Called once, with the reason, when the coordinator says that the run is over.
+        """
+        self._reporting = asyncio.get_running_loop().create_task(
+            self._report_forever(progress, on_stop)
+        )
+
+    async def leave(self, exit_code: int, reason: str, *, last: Progress, at_most_s: float) -> None:
+        """Report for the last time, say that this start has ended, and close the channel.
+
+        A coordinator that does not answer for `at_most_s` seconds is left without a word.
+        """
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.gather(self._reporting, return_exceptions=True)
+        request = LeaveRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            exit_code=exit_code,
+            reason=reason,
+        ).SerializeToString()
+        policy = RetryPolicy(max_wait_s=1.0, budget_s=at_most_s)
+        if self._grant.incarnation:
+            try:
+                async with asyncio.timeout(at_most_s):
+                    with contextlib.suppress(TransportError):
+                        await self.report(last)
+                    await self._call("control.leave", request, policy)
+            except (CoordinatorUnavailable, TimeoutError) as error:
+                logger.warning("left without a word, exit_code=%d: %s", exit_code, error)
+        await self._transport.close()
+
+    async def report(self, progress: Progress) -> ReportReply:
+        """Report once.
+
+        Raises:
+            TransportError: If the coordinator gave no answer.
+        """
+        request = ReportRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            inner_step=progress.inner_step,
+            loss_nats=progress.loss_nats,
+            tokens_per_s=progress.tokens_per_s,
+            tokens=progress.tokens,
+            fragments_in_flight=progress.fragments_in_flight,
+            bytes_up=progress.bytes_up,
+            bytes_down=progress.bytes_down,
+            blocked_s=progress.blocked_s,
+            utilisation=progress.utilisation,
+            state=progress.state,
+        )
+        reply = await self._transport.call(
+            "control.report", request.SerializeToString(), deadline_s=self._rpc_deadline_s
+        )
+        return ReportReply.FromString(reply.header)
+
+    async def _report_forever(
+        self, progress: Callable[[], Progress], on_stop: Callable[[DilocoError], None]
+    ) -> None:
+        is_heard = True
+        while True:
+            try:
+                reply = await self.report(progress())
+            except TransportError as error:
+                if is_heard:
+                    logger.warning("the coordinator does not hear reports: %s", error)
+                is_heard = False
+            else:
+                is_heard = True
+                if reply.stop:
+                    on_stop(_stop_error(reply, self._island.island_id))
+                    return
+            await asyncio.sleep(_REPORT_S)
+
+    async def _call(self, method: str, request: bytes, policy: RetryPolicy) -> bytes:
+        """Call until it is answered, within the policy's budget."""
+
+        async def attempt() -> bytes:
+            reply = await self._transport.call(method, request, deadline_s=self._rpc_deadline_s)
+            return reply.header
+
+        try:
+            return await retry(attempt, policy, self._rng)
+        except TransportError as error:
+            raise CoordinatorUnavailable(
+                f"the coordinator at {self._transport.peer} gave no answer to {method} of island "
+                f"{self._island.island_id!r}: {error}. Check --coordinator and that "
+                f"`diloco coordinator` runs"
+            ) from error
+
+
+def _stop_error(reply: ReportReply, island_id: str) -> DilocoError:
+    kinds = {kind.exit_code: kind for kind in _STOPS}
+    error = kinds.get(reply.exit_code, DilocoError)(reply.reason, island_id=island_id)
+    error.exit_code = reply.exit_code
+    return error

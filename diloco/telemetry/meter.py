@@ -1,0 +1,67 @@
+"""What an island's time was spent on: the figures of one run, from the durations of its steps.
+
+Pure arithmetic over seconds that it is given; reads no clock.
+
+Source: protocol.md section 13.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+
+_RATE_STEPS = 20
+
+
+class StepMeter:
+    """Durations of inner steps (without `outer.step()`), and what follows from them."""
+
+    def __init__(self) -> None:
+        """Begin with no step."""
+        self.num_steps = 0
+        self.tokens = 0
+        self.inner_s = 0.0
+        self._quiet_s: list[float] = []  # ascending
+        self._recent: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=_RATE_STEPS + 1)
+
+    def add(self, duration_s: float, num_tokens: int, *, wall_s: float, is_quiet: bool) -> None:
+        """Count one inner step.
+
+        Args:
+            duration_s: Seconds that it took.
+            num_tokens: Tokens of the whole island in it.
+            wall_s: Seconds since the first inner step began.
+            is_quiet: Whether nothing was outstanding during it.
+        """
+        self.num_steps += 1
+        self.tokens += num_tokens
+        self.inner_s += duration_s
+        self._recent.append((wall_s, self.tokens))
+        if is_quiet:
+            bisect.insort(self._quiet_s, duration_s)
+
+    @property
+    def undisturbed_step_s(self) -> float:
+        """Median duration of the steps during which nothing was outstanding; 0 before the first.
+
+        The steps before the first send are among them, so there is always one.
+        """
+        quiet_s = self._quiet_s
+        if not quiet_s:
+            return 0.0
+        middle = len(quiet_s) // 2
+        return (quiet_s[middle] + quiet_s[-middle - 1]) / 2
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of wall time, waits included, over the last 20 inner steps."""
+        (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+    def utilisation(self, wall_s: float) -> float:
+        """Compute inner steps x undisturbed step time / wall time; 0 before any wall time."""
+        return self.num_steps * self.undisturbed_step_s / wall_s if wall_s > 0 else 0.0
+
+    def goodput(self, wall_s: float) -> float:
+        """Compute the share of wall time spent in inner steps; 0 before any wall time."""
+        return self.inner_s / wall_s if wall_s > 0 else 0.0

@@ -1,0 +1,92 @@
+"""The islands that the tests of `diloco.inner` train: the debug model on a little made-up text."""
+
+import hashlib
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from diloco.config.schema import InnerConfig, InnerOptimizerConfig
+from diloco.inner.data import TextCorpus, TextData
+from diloco.inner.model import Llama, LlamaShape, build_model, initialise_
+from diloco.inner.parallelize import IslandMesh, make_mesh, parallelize
+from diloco.inner.trainer import InnerTrainer
+
+Array = npt.NDArray[np.float32]
+
+SEED = 11
+SEQUENCE_LENGTH = 32
+BATCH_SIZE = 8
+INNER_STEPS = 8
+CPU = torch.device("cpu")
+
+
+def debug_shape(*, is_tied: bool = False) -> LlamaShape:
+    return LlamaShape(
+        vocab_size=256,
+        dim=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_dim=416,
+        rope_theta=10_000.0,
+        norm_eps=1e-5,
+        tie_embeddings=is_tied,
+    )
+
+
+def small_corpus() -> TextCorpus:
+    """Twenty documents of 1 kB with some structure, the same everywhere."""
+    words = [hashlib.sha256(bytes([n])).hexdigest()[: 3 + n % 5] for n in range(40)]
+    picks = itertools.count(7, 13)
+    documents = [" ".join(words[next(picks) ** 2 % 37] for _ in range(170)) for _ in range(20)]
+    return TextCorpus.from_documents(document.encode() for document in documents)
+
+
+def small_data() -> TextData:
+    return TextData(small_corpus(), sequence_length=SEQUENCE_LENGTH, seed=SEED)
+
+
+def one_rank() -> IslandMesh:
+    return make_mesh(CPU)
+
+
+def make_model(mesh: IslandMesh, *, is_tied: bool = False) -> Llama:
+    model = build_model(debug_shape(is_tied=is_tied))
+    parallelize(model, mesh, sequence_length=SEQUENCE_LENGTH)
+    initialise_(model, SEED)
+    return model
+
+
+def make_trainer(
+    mesh: IslandMesh,
+    *,
+    is_tied: bool = False,
+    micro_batches: int = 1,
+    batch_size: int = BATCH_SIZE,
+    clip_norm: float = 0.5,
+) -> InnerTrainer:
+    optimizer = InnerOptimizerConfig(lr=2e-3, warmup_steps=2)
+    return InnerTrainer(
+        make_model(mesh, is_tied=is_tied),
+        mesh=mesh,
+        data=small_data(),
+        config=InnerConfig(optimizer=optimizer, clip_norm=clip_norm, micro_batches=micro_batches),
+        island_slot=1,
+        batch_size=batch_size,
+        inner_steps=INNER_STEPS,
+        clock=iter(range(1_000_000)).__next__,
+    )
+
+
+def whole_parameters(model: Llama) -> dict[str, Array]:
+    """Unsharded values by name; collective unless the island is one rank."""
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Array:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().numpy().copy()  # tensors would not survive the end of their rank

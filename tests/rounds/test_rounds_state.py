@@ -1,0 +1,873 @@
+"""The rounds of one fragment, as a pure machine: every rule of admission, closing and expiry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from diloco.rounds.state import (
+    Admission,
+    Close,
+    DropLanes,
+    FragmentRounds,
+    Instruction,
+    InvalidTransition,
+    LaneArrival,
+    Lost,
+    Opened,
+    OutcomeKind,
+    PastRound,
+    Phase,
+    Published,
+    RecordExpiry,
+    RoundKey,
+    RoundRules,
+)
+
+NUM_LANES = 2
+DEADLINE_S = 60.0
+
+
+def machine(*, granted: str = "ab", **rules: Any) -> FragmentRounds:
+    """A founded fragment; with all grants held its first attempt is open at 0 s."""
+    values = {"members": ("a", "b"), "num_lanes": NUM_LANES, "deadline_s": DEADLINE_S} | rules
+    rounds = FragmentRounds(3, 0, RoundRules(**values))
+    rounds.founded(0, 0, {}, 0.0)
+    for island in granted:
+        rounds.granted(island, 1, 0.0)
+    return rounds
+
+
+def lane(rounds: FragmentRounds, island: str, lane_id: int = 0, **changes: Any) -> LaneArrival:
+    arrival = LaneArrival(
+        key=rounds.key,
+        island=island,
+        incarnation=1,
+        lane_id=lane_id,
+        digest=f"{island}{lane_id}".encode(),
+        weight_tokens=100,
+        weight_steps=10,
+        sent_at_inner_step=24,
+        is_flush=False,
+    )
+    return replace(arrival, **changes)
+
+
+def contribute(
+    rounds: FragmentRounds, island: str, now: float = 1.0, **changes: Any
+) -> list[Instruction]:
+    """Deliver all lanes of a contribution; what the last one leads to."""
+    instructions: list[Instruction] = []
+    for lane_id in range(rounds.rules.num_lanes):
+        arrival = lane(rounds, island, lane_id, **changes)
+        admission, instructions = rounds.lane_received(arrival, now)
+        assert admission is Admission.ACCEPTED, admission
+    return instructions
+
+
+def refuse(rounds: FragmentRounds, island: str, now: float = 1.0) -> list[Instruction]:
+    return rounds.refused(rounds.key, island, 1, "declined: not finite", now)
+
+
+def publish(rounds: FragmentRounds, now: float = 2.0) -> list[Instruction]:
+    """Let both islands contribute and the round be committed."""
+    contribute(rounds, "a", now)
+    contribute(rounds, "b", now)
+    return rounds.committed(rounds.key, now)
+
+
+def expire(rounds: FragmentRounds, now: float) -> list[Instruction]:
+    """Let island a alone contribute and the deadline pass."""
+    contribute(rounds, "a", now)
+    (instruction,) = rounds.tick(now + DEADLINE_S)
+    assert isinstance(instruction, RecordExpiry)
+    return rounds.expiry_recorded(instruction.key, now + DEADLINE_S)
+
+
+def kind_of(
+    rounds: FragmentRounds, key: RoundKey, island: str, incarnation: int = 1
+) -> OutcomeKind | None:
+    outcome = rounds.outcome(key, island, incarnation)
+    return None if outcome is None else outcome.kind
+
+
+# -- opening -------------------------------------------------------------------------------------
+
+
+def test_nothing_is_accepted_before_version_0_is_durable() -> None:
+    rounds = FragmentRounds(3, 0, RoundRules(("a",), NUM_LANES, DEADLINE_S))
+
+    assert rounds.granted("a", 1, 0.0) == []
+    assert rounds.admit(lane(rounds, "a")) is Admission.NOT_OPEN
+    assert rounds.founded(0, 0, {}, 1.0) == [Opened(RoundKey(0, 3, 0, 0), ("a",))]
+
+
+def test_no_round_opens_before_every_member_holds_a_grant() -> None:
+    rounds = machine(granted="a")
+
+    assert rounds.phase is Phase.WAITING
+    assert rounds.admit(lane(rounds, "a")) is Admission.NOT_OPEN
+    assert math.isinf(rounds.next_wake)
+    assert rounds.granted("b", 1, 5.0) == [Opened(rounds.key, ("a", "b"))]
+
+
+def test_a_publication_opens_the_next_round_at_once() -> None:
+    rounds = machine()
+    key = rounds.key
+
+    assert publish(rounds, 2.0) == [Published(key), Opened(RoundKey(0, 3, 1, 0), ("a", "b"))]
+
+
+def test_the_opening_floor_holds_the_next_round_back_but_not_a_retry() -> None:
+    rounds = machine(opening_floor_s=10.0)
+
+    assert publish(rounds, 2.0) == [Published(RoundKey(0, 3, 0, 0))]
+    assert rounds.next_wake == 12.0
+    assert rounds.tick(11.9) == []
+    assert rounds.tick(12.0) == [Opened(RoundKey(0, 3, 1, 0), ("a", "b"))]
+    assert expire(rounds, 13.0) == [Opened(RoundKey(0, 3, 1, 1), ("a", "b"))]
+
+
+def test_a_restart_opens_the_attempt_it_is_given() -> None:
+    rounds = FragmentRounds(3, 0, RoundRules(("a",), NUM_LANES, DEADLINE_S))
+    rounds.granted("a", 4, 0.0)
+
+    instructions = rounds.founded(7, 2, {}, 0.0)
+
+    assert instructions == [Opened(RoundKey(0, 3, 7, 2), ("a",))]
+
+
+@pytest.mark.parametrize("members", [(), ("b", "a"), ("a", "a")], ids=str)
+def test_members_must_be_sorted_and_distinct(members: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="sorted and distinct"):
+        FragmentRounds(3, 0, RoundRules(members, NUM_LANES, DEADLINE_S))
+
+
+# -- closing -------------------------------------------------------------------------------------
+
+
+def test_all_complete_contributions_close_the_round_in_sorted_island_order() -> None:
+    rounds = machine()
+    key = rounds.key
+
+    assert contribute(rounds, "b", weight_tokens=300) == []
+    (close,) = contribute(rounds, "a")
+
+    assert isinstance(close, Close)
+    assert close.key == key
+    assert [(c.island, c.weight_tokens) for c in close.contributors] == [("a", 100), ("b", 300)]
+    assert [c.lane_digests for c in close.contributors] == [(b"a0", b"a1"), (b"b0", b"b1")]
+    assert not close.is_flush
+
+
+def test_a_contribution_counts_only_with_all_its_lanes_whatever_their_order() -> None:
+    rounds = machine()
+    contribute(rounds, "a")
+
+    assert rounds.lane_received(lane(rounds, "b", 1), 2.0) == (Admission.ACCEPTED, [])
+    _, (close,) = rounds.lane_received(lane(rounds, "b", 0), 3.0)
+
+    assert isinstance(close, Close)
+    assert close.contributors[1].lane_digests == (b"b0", b"b1")
+
+
+def test_version_and_attempt_move_only_when_the_commit_is_reported() -> None:
+    rounds = machine()
+    key = rounds.key
+    contribute(rounds, "a")
+    contribute(rounds, "b")
+
+    assert rounds.phase is Phase.CLOSING
+    assert (rounds.version, rounds.attempt) == (0, 0)
+    assert kind_of(rounds, key, "a") is None
+
+    rounds.committed(key, 3.0)
+
+    assert (rounds.version, rounds.attempt) == (1, 0)
+    assert kind_of(rounds, key, "a") is OutcomeKind.INCLUDED
+
+
+# -- repeats and conflicts -----------------------------------------------------------------------
+
+OTHERS = [
+    pytest.param({"digest": b"other"}, id="digest"),
+    pytest.param({"weight_tokens": 101}, id="tokens"),
+    pytest.param({"weight_steps": 11}, id="steps"),
+    pytest.param({"sent_at_inner_step": 25}, id="inner-step"),
+    pytest.param({"is_flush": True}, id="flush"),
+]
+
+
+def test_a_repeat_is_acknowledged_while_open_and_while_closing() -> None:
+    rounds = machine()
+    contribute(rounds, "a")
+
+    assert rounds.lane_received(lane(rounds, "a"), 2.0) == (Admission.REPEAT, [])
+    again = lane(rounds, "a")
+    contribute(rounds, "b")
+    assert rounds.lane_received(again, 2.0) == (Admission.REPEAT, [])
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_a_conflict_refuses_the_whole_contribution(change: dict[str, Any]) -> None:
+    rounds = machine()
+    rounds.lane_received(lane(rounds, "a", 0), 1.0)
+    rounds.lane_received(lane(rounds, "a", 1), 1.0)
+
+    admission, instructions = rounds.lane_received(lane(rounds, "a", 0, **change), 2.0)
+
+    assert admission is Admission.CONFLICT
+    assert instructions == [DropLanes(rounds.key, "a", 1)]
+    assert kind_of(rounds, rounds.key, "a") is OutcomeKind.REFUSED
+    assert rounds.admit(lane(rounds, "a")) is Admission.OVER
+
+
+@pytest.mark.parametrize("change", OTHERS[1:])
+def test_a_conflict_is_seen_between_different_lanes(change: dict[str, Any]) -> None:
+    rounds = machine()
+    rounds.lane_received(lane(rounds, "a", 0), 1.0)
+
+    assert rounds.admit(lane(rounds, "a", 1, **change)) is Admission.CONFLICT
+
+
+def test_judging_a_header_changes_nothing() -> None:
+    rounds = machine()
+    rounds.lane_received(lane(rounds, "a", 0), 1.0)
+
+    for change in ({}, {"digest": b"other"}, {"lane_id": 1}, {"incarnation": 0}):
+        rounds.admit(lane(rounds, "a", **change))
+
+    assert [*rounds.contributions] == ["a"]
+    assert rounds.left == {}
+
+
+# -- refused, declined, malformed ----------------------------------------------------------------
+
+
+def test_a_refused_or_declined_member_leaves_all() -> None:
+    rounds = machine()
+    key = rounds.key
+    contribute(rounds, "a")
+
+    (close,) = refuse(rounds, "b")
+    rounds.committed(key, 2.0)
+
+    assert isinstance(close, Close)
+    assert [c.island for c in close.contributors] == ["a"]
+    assert close.refused == {"b": "declined: not finite"}
+    assert kind_of(rounds, key, "a") is OutcomeKind.INCLUDED
+    assert kind_of(rounds, key, "b") is OutcomeKind.REFUSED
+
+
+def test_a_decline_takes_back_what_had_arrived() -> None:
+    rounds = machine()
+    rounds.lane_received(lane(rounds, "b", 0), 1.0)
+
+    assert refuse(rounds, "b") == [DropLanes(rounds.key, "b", 1)]
+    (close,) = contribute(rounds, "a")
+
+    assert isinstance(close, Close)
+    assert [c.island for c in close.contributors] == ["a"]
+
+
+def test_with_nobody_left_the_attempt_expires_at_once() -> None:
+    rounds = machine()
+    key = rounds.key
+
+    assert refuse(rounds, "a") == []
+    (expiry,) = refuse(rounds, "b")
+
+    assert expiry == RecordExpiry(key, "too few members have anything valid to send")
+
+
+@pytest.mark.parametrize(
+    ("key", "island", "incarnation"),
+    [
+        (RoundKey(0, 3, 0, 1), "b", 1),
+        (RoundKey(0, 3, 0, 0), "c", 1),
+        (RoundKey(0, 3, 0, 0), "b", 0),
+    ],
+    ids=["another-attempt", "no-member", "fenced"],
+)
+def test_a_refusal_of_something_else_changes_nothing(
+    key: RoundKey, island: str, incarnation: int
+) -> None:
+    rounds = machine()
+
+    assert rounds.refused(key, island, incarnation, "reason", 1.0) == []
+    assert rounds.left == {}
+
+
+def test_a_refused_member_counts_again_in_the_next_round() -> None:
+    rounds = machine()
+    contribute(rounds, "a")
+    refuse(rounds, "b")
+    rounds.committed(rounds.key, 2.0)
+
+    assert contribute(rounds, "a", 3.0) == []
+    assert isinstance(contribute(rounds, "b", 4.0)[0], Close)
+
+
+@pytest.mark.parametrize(
+    ("change", "admission"),
+    [
+        ({"lane_id": NUM_LANES}, Admission.INVALID),
+        ({"lane_id": -1}, Admission.INVALID),
+        ({"key": RoundKey(0, 4, 0, 0)}, Admission.INVALID),
+        ({"key": RoundKey(0, 3, 0, 1)}, Admission.INVALID),
+        ({"weight_tokens": 0}, Admission.INVALID),
+        ({"weight_tokens": -1}, Admission.INVALID),
+        ({"weight_tokens": 0, "is_flush": True}, Admission.ACCEPTED),
+        ({"key": RoundKey(0, 3, 1, 0)}, Admission.NOT_OPEN),
+        ({"key": RoundKey(1, 3, 0, 0)}, Admission.FENCED),
+        ({"incarnation": 0}, Admission.FENCED),
+        ({"island": "c"}, Admission.NOT_OPEN),
+    ],
+    ids=[
+        "lane-over", "lane-under", "other-fragment", "attempt-ahead", "no-tokens",
+        "negative-tokens", "flush-without-tokens", "version-ahead", "other-timeline",
+        "older-start", "no-member",
+    ],
+)  # fmt: skip
+def test_admission_by_header(change: dict[str, Any], admission: Admission) -> None:
+    rounds = machine()
+
+    assert rounds.admit(replace(lane(rounds, "a"), **change)) is admission
+
+
+# -- late ones -----------------------------------------------------------------------------------
+
+
+def test_a_stale_base_is_not_included() -> None:
+    rounds = machine(min_contributions=1, grace_s=5.0)
+    key = rounds.key
+    late = lane(rounds, "b")
+    contribute(rounds, "a", 1.0)
+    rounds.tick(6.0)
+    rounds.committed(key, 7.0)
+
+    assert rounds.admit(late) is Admission.OVER
+    assert kind_of(rounds, key, "b") is OutcomeKind.NOT_INCLUDED
+
+
+def test_a_base_older_than_what_is_remembered_is_not_included() -> None:
+    rounds = machine()
+    key = rounds.key
+    for _ in range(3):
+        publish(rounds)
+    rounds.forget_before(2)
+
+    assert [*rounds.past] == [2]
+    assert kind_of(rounds, key, "a") is OutcomeKind.NOT_INCLUDED
+
+
+def test_outcomes_survive_a_restart() -> None:
+    rounds = machine(members=("a", "b", "c"), granted="abc")
+    key = rounds.key
+    contribute(rounds, "a")
+    contribute(rounds, "b")
+    (close,) = refuse(rounds, "c")
+    assert isinstance(close, Close)
+    again = machine(members=("a", "b", "c"), granted="")
+    again.phase = Phase.UNFOUNDED
+
+    contributors = frozenset((c.island, c.incarnation) for c in close.contributors)
+    past = PastRound(key.attempt, contributors, close.refused)
+    again.founded(1, 0, {0: past}, 0.0)
+    rounds.committed(key, 2.0)
+
+    for island in "abc":
+        assert again.outcome(key, island, 1) == rounds.outcome(key, island, 1)
+
+
+# -- expiry --------------------------------------------------------------------------------------
+
+
+def test_the_deadline_runs_from_the_first_complete_contribution() -> None:
+    rounds = machine()
+
+    rounds.lane_received(lane(rounds, "a", 0), 10.0)
+    assert math.isinf(rounds.next_wake)
+    rounds.lane_received(lane(rounds, "a", 1), 50.0)
+    assert rounds.next_wake == 50.0 + DEADLINE_S
+
+    assert rounds.tick(109.9) == []
+    (expiry,) = rounds.tick(110.0)
+    assert expiry == RecordExpiry(RoundKey(0, 3, 0, 0), "deadline of 60 s; missing: b")
+
+
+def test_an_expiry_moves_nothing_and_is_unknown_until_it_is_durable() -> None:
+    rounds = machine()
+    key = rounds.key
+    contribute(rounds, "a", 0.0)
+    rounds.tick(DEADLINE_S)
+
+    assert rounds.phase is Phase.EXPIRING
+    assert kind_of(rounds, key, "a") is None
+    assert rounds.admit(lane(rounds, "b")) is Admission.NOT_OPEN
+
+    instructions = rounds.expiry_recorded(key, 61.0)
+
+    assert instructions == [Opened(RoundKey(0, 3, 0, 1), ("a", "b"))]
+    assert kind_of(rounds, key, "a") is OutcomeKind.EXPIRED
+    assert rounds.version == 0
+
+
+def test_a_retry_after_an_expiry_is_not_taken_for_a_repeat() -> None:
+    rounds = machine()
+    first = lane(rounds, "a")
+    expire(rounds, 0.0)
+
+    same_bytes = lane(rounds, "a")
+
+    assert same_bytes.digest == first.digest
+    assert rounds.admit(same_bytes) is Admission.ACCEPTED
+    assert rounds.admit(first) is Admission.OVER
+
+
+def test_a_late_lane_of_an_expired_attempt_is_answered_expired_even_after_publication() -> None:
+    rounds = machine()
+    key = rounds.key
+    expire(rounds, 0.0)
+    publish(rounds, 70.0)
+
+    assert kind_of(rounds, key, "a") is OutcomeKind.EXPIRED
+    assert kind_of(rounds, replace(key, attempt=1), "a") is OutcomeKind.INCLUDED
+
+
+def test_a_new_attempt_gets_a_new_deadline() -> None:
+    rounds = machine()
+    expire(rounds, 0.0)
+
+    assert math.isinf(rounds.next_wake)
+    contribute(rounds, "a", 100.0)
+    assert rounds.next_wake == 100.0 + DEADLINE_S
+
+
+def test_three_expiries_in_a_row_lose_the_run_and_name_the_missing() -> None:
+    rounds = machine(members=("a", "b", "c"), granted="abc")
+    expire(rounds, 0.0)
+    expire(rounds, 100.0)
+
+    (lost,) = expire(rounds, 200.0)
+
+    assert isinstance(lost, Lost)
+    assert (lost.key.attempt, lost.missing, lost.is_numeric) == (2, ("b", "c"), False)
+    assert "missing: b, c" in lost.reason
+    assert rounds.phase is Phase.LOST
+    assert rounds.tick(1e9) == []
+
+
+def test_a_publication_starts_the_count_of_expiries_again() -> None:
+    rounds = machine()
+    for now in (0.0, 100.0):
+        expire(rounds, now)
+    publish(rounds, 200.0)
+
+    for now in (300.0, 400.0):
+        assert isinstance(expire(rounds, now)[0], Opened)
+
+
+def test_three_results_in_a_row_that_are_not_finite_lose_the_run() -> None:
+    rounds = machine()
+    instructions: list[Instruction] = []
+    for attempt in range(3):
+        key = RoundKey(0, 3, 0, attempt)
+        contribute(rounds, "a", attempt)
+        contribute(rounds, "b", attempt)
+        (expiry,) = rounds.result_broken(key, "theta is not finite", attempt)
+        assert expiry == RecordExpiry(key, "result not usable: theta is not finite")
+        assert rounds.version == 0
+        instructions = rounds.expiry_recorded(key, attempt)
+
+    (lost,) = instructions
+    assert isinstance(lost, Lost)
+    assert lost.is_numeric
+    assert lost.missing == ()
+
+
+# -- flush ---------------------------------------------------------------------------------------
+
+
+def test_a_flush_closes_only_with_everybodys_flush() -> None:
+    rounds = machine(members=("a", "b", "c"), granted="abc", min_contributions=1, grace_s=0.0)
+
+    assert contribute(rounds, "a", is_flush=True) == []
+    assert contribute(rounds, "b", is_flush=True) == []
+    (close,) = contribute(rounds, "c", is_flush=True)
+
+    assert isinstance(close, Close)
+    assert close.is_flush
+
+
+def test_flush_and_ordinary_contributions_wait_for_the_deadline() -> None:
+    rounds = machine()
+
+    assert contribute(rounds, "a", 0.0, is_flush=True) == []
+    assert contribute(rounds, "b", 1.0) == []
+    (expiry,) = rounds.tick(DEADLINE_S)
+
+    assert isinstance(expiry, RecordExpiry)
+    assert "flush and ordinary ones are mixed" in expiry.reason
+
+
+def test_a_flush_without_the_declined_closes() -> None:
+    rounds = machine()
+    contribute(rounds, "a", is_flush=True)
+
+    (close,) = refuse(rounds, "b")
+
+    assert isinstance(close, Close)
+    assert close.is_flush
+
+
+# -- fencing -------------------------------------------------------------------------------------
+
+
+def test_a_newer_start_drops_the_lanes_of_the_older_and_fences_it() -> None:
+    rounds = machine()
+    contribute(rounds, "b")
+    old = lane(rounds, "b", 1)
+
+    assert rounds.granted("b", 2, 2.0) == [DropLanes(rounds.key, "b", 1)]
+
+    assert rounds.is_fenced("b", 1)
+    assert rounds.admit(old) is Admission.FENCED
+    assert rounds.lane_received(old, 3.0) == (Admission.FENCED, [])
+    assert contribute(rounds, "a") == []
+    (close,) = contribute(rounds, "b", incarnation=2)
+    assert isinstance(close, Close)
+    assert close.contributors[1].incarnation == 2
+
+
+def test_a_lane_that_was_admitted_and_then_fenced_is_not_counted() -> None:
+    rounds = machine()
+    arrival = lane(rounds, "b")
+    assert rounds.admit(arrival) is Admission.ACCEPTED
+
+    rounds.granted("b", 2, 1.0)
+
+    assert rounds.lane_received(arrival, 2.0) == (Admission.FENCED, [])
+    assert rounds.contributions == {}
+
+
+def test_the_same_grant_again_and_an_older_one_change_nothing() -> None:
+    rounds = machine()
+    contribute(rounds, "b")
+    refuse(rounds, "a")
+
+    rounds.granted("b", 1, 2.0)
+    rounds.granted("a", 0, 2.0)
+
+    assert rounds.phase is Phase.CLOSING
+
+
+def test_what_closes_keeps_its_contributor_when_a_newer_start_appears() -> None:
+    rounds = machine()
+    key = rounds.key
+    contribute(rounds, "a")
+    contribute(rounds, "b")
+
+    assert rounds.granted("b", 2, 2.0) == []
+    rounds.committed(key, 3.0)
+
+    assert kind_of(rounds, key, "b", 1) is OutcomeKind.INCLUDED
+    assert kind_of(rounds, key, "b", 2) is OutcomeKind.NOT_INCLUDED
+
+
+# -- quorum and grace, for what comes next ---------------------------------------------------------
+
+
+def quorum(**rules: Any) -> FragmentRounds:
+    values = {"min_contributions": 2, "grace_s": 10.0} | rules
+    return machine(members=("a", "b", "c"), granted="abc", **values)
+
+
+def test_grace_begins_at_the_quorum_and_ends_with_those_that_are_complete() -> None:
+    rounds = quorum()
+    contribute(rounds, "b", 1.0)
+    assert contribute(rounds, "a", 5.0) == []
+    assert (rounds.phase, rounds.next_wake) == (Phase.GRACE, 15.0)
+    rounds.lane_received(lane(rounds, "c", 0), 6.0)
+
+    assert rounds.tick(14.9) == []
+    (close,) = rounds.tick(15.0)
+
+    assert isinstance(close, Close)
+    assert [c.island for c in close.contributors] == ["a", "b"]
+    assert rounds.admit(lane(rounds, "c", 1)) is Admission.NOT_OPEN
+
+
+def test_the_last_member_ends_the_grace_window() -> None:
+    rounds = quorum()
+    for island in "ab":
+        contribute(rounds, island, 1.0)
+
+    assert isinstance(contribute(rounds, "c", 2.0)[0], Close)
+
+
+def test_without_grace_the_quorum_closes_at_once() -> None:
+    rounds = quorum(grace_s=0.0)
+    contribute(rounds, "a", 1.0)
+
+    assert isinstance(contribute(rounds, "b", 1.0)[0], Close)
+
+
+def test_a_quorum_that_was_reached_does_not_expire() -> None:
+    rounds = quorum(grace_s=100.0)
+    contribute(rounds, "a", 0.0)
+    contribute(rounds, "b", 59.0)
+
+    assert rounds.next_wake == DEADLINE_S
+    assert isinstance(rounds.tick(DEADLINE_S)[0], Close)
+
+
+@pytest.mark.parametrize(
+    "take_away",
+    [lambda rounds: refuse(rounds, "a", 3.0), lambda rounds: rounds.granted("a", 2, 3.0)],
+    ids=["refused", "fenced"],
+)
+def test_a_quorum_that_falls_apart_ends_the_grace_window(
+    take_away: Callable[[FragmentRounds], object],
+) -> None:
+    rounds = quorum()
+    contribute(rounds, "a", 1.0)
+    contribute(rounds, "b", 2.0)
+
+    take_away(rounds)
+
+    assert (rounds.phase, rounds.next_wake) == (Phase.OPEN, 1.0 + DEADLINE_S)
+    assert rounds.tick(12.0) == []
+
+
+def test_a_quorum_that_cannot_be_reached_any_more_expires_at_once() -> None:
+    rounds = quorum()
+    contribute(rounds, "a", 1.0)
+    refuse(rounds, "b")
+
+    assert isinstance(refuse(rounds, "c")[0], RecordExpiry)
+
+
+# -- misuse --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda rounds: rounds.committed(rounds.key, 0.0),
+        lambda rounds: rounds.expiry_recorded(rounds.key, 0.0),
+        lambda rounds: rounds.result_broken(rounds.key, "", 0.0),
+        lambda rounds: rounds.founded(0, 0, {}, 0.0),
+    ],
+    ids=["committed", "expiry_recorded", "result_broken", "founded"],
+)
+def test_an_event_out_of_its_phase_is_an_error_with_the_story(
+    event: Callable[[FragmentRounds], object],
+) -> None:
+    rounds = machine()
+
+    with pytest.raises(InvalidTransition, match=r"(?s)in phase open of t0/f3/v0/a0.*opened"):
+        event(rounds)
+
+
+def test_a_commit_of_another_round_is_an_error() -> None:
+    rounds = machine()
+    contribute(rounds, "a")
+    contribute(rounds, "b")
+
+    with pytest.raises(InvalidTransition):
+        rounds.committed(RoundKey(0, 3, 0, 1), 0.0)
+
+
+# -- whatever happens ----------------------------------------------------------------------------
+
+ISLANDS = ("a", "b", "c")
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Islands, a syncer that may be killed at any moment, and time, in any order.
+
+    What is durable is kept apart: the version, the next attempt, the outcomes of past rounds and
+    the incarnations. A kill forgets all else.
+    """
+
+    lanes = Bundle("lanes")
+
+    @initialize(quorum=st.sampled_from([None, 2]), grace_s=st.sampled_from([0.0, 5.0]))
+    def begin(self, quorum: int | None, grace_s: float) -> None:
+        self.rules = RoundRules(
+            ISLANDS, 2, 10.0, min_contributions=quorum, grace_s=grace_s, max_expired_in_a_row=99
+        )
+        self.now = 0.0
+        self.durable_version, self.durable_attempt = 0, 0
+        self.durable_past: dict[int, PastRound] = {}
+        self.incarnations = dict.fromkeys(ISLANDS, 1)
+        self.ends: dict[tuple[RoundKey, str, int], OutcomeKind] = {}
+        self.sent: set[tuple[RoundKey, str, int]] = set()
+        self.counted: set[tuple[int, str]] = set()
+        self.bytes_of: dict[tuple[RoundKey, str, int], dict[int, bytes]] = {}
+        self.pending: list[Instruction] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self.pending = []
+        self.rounds = FragmentRounds(0, 0, self.rules)
+        for island, incarnation in self.incarnations.items():
+            self.rounds.granted(island, incarnation, self.now)
+        self.perform(
+            self.rounds.founded(
+                self.durable_version, self.durable_attempt, self.durable_past, self.now
+            )
+        )
+
+    def perform(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Close() | RecordExpiry():
+                    assert not self.pending, "one durable write at a time"
+                    self.pending.append(instruction)
+                case DropLanes(key, island, incarnation):
+                    self.bytes_of.pop((key, island, incarnation), None)
+                case Lost():
+                    raise AssertionError("99 in a row")
+
+    @rule(
+        target=lanes,
+        island=st.sampled_from(ISLANDS),
+        is_flush=st.booleans(),
+        is_stale=st.booleans(),
+        tokens=st.integers(1, 3),
+    )
+    def send(self, island: str, is_flush: bool, is_stale: bool, tokens: int) -> object:
+        """An island makes a contribution; its lanes arrive whenever `deliver` takes them."""
+        key = self.rounds.key
+        if is_stale and key.version:
+            key = replace(key, version=key.version - 1, attempt=0)
+        arrival = LaneArrival(
+            key, island, self.incarnations[island], 0, b"", tokens, 1, 1, is_flush
+        )
+        return multiple(
+            *(replace(arrival, lane_id=i, digest=f"{island}{tokens}{i}".encode()) for i in (0, 1))
+        )
+
+    @rule(arrival=lanes)
+    def deliver(self, arrival: LaneArrival) -> None:
+        """A lane arrives: once, twice, late, of an older start."""
+        identity = (arrival.key, arrival.island, arrival.incarnation)
+        judged = self.rounds.admit(arrival)
+        admission, instructions = self.rounds.lane_received(arrival, self.now)
+        assert admission is judged
+        if admission is Admission.ACCEPTED:
+            self.sent.add(identity)
+            self.bytes_of.setdefault(identity, {})[arrival.lane_id] = arrival.digest
+        is_old = arrival.incarnation < self.incarnations[arrival.island]
+        assert (admission is Admission.FENCED) == is_old
+        self.perform(instructions)
+
+    @rule(arrival=lanes)
+    def decline(self, arrival: LaneArrival) -> None:
+        self.sent.add((arrival.key, arrival.island, arrival.incarnation))
+        reason = "declined: it says so"
+        self.perform(
+            self.rounds.refused(arrival.key, arrival.island, arrival.incarnation, reason, self.now)
+        )
+
+    @rule(island=st.sampled_from(ISLANDS))
+    def start_again(self, island: str) -> None:
+        self.incarnations[island] += 1
+        self.perform(self.rounds.granted(island, self.incarnations[island], self.now))
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.rounds.next_wake:
+            self.perform(self.rounds.tick(self.now))
+
+    @precondition(lambda self: self.pending)
+    @rule(is_killed=st.booleans(), is_broken=st.booleans())
+    def write(self, is_killed: bool, is_broken: bool) -> None:
+        """The durable write ends; the syncer may die before it tells anybody."""
+        instruction = self.pending.pop()
+        version = self.rounds.version
+        match instruction:
+            case Close(key) if is_broken:
+                self.perform(self.rounds.result_broken(key, "not finite", self.now))
+                return
+            case Close(key, contributors, is_flush, refused):
+                self.check_close(instruction)
+                self.durable_version, self.durable_attempt = key.version + 1, 0
+                who = frozenset((c.island, c.incarnation) for c in contributors)
+                self.durable_past[key.version] = PastRound(key.attempt, who, refused)
+                tell = self.rounds.committed
+            case RecordExpiry(key):
+                self.durable_attempt = key.attempt + 1
+                tell = self.rounds.expiry_recorded
+            case _:
+                raise AssertionError(instruction)
+        assert self.rounds.version == version, "nothing moves before the write has ended"
+        if is_killed:
+            self.restart()
+        else:
+            self.perform(tell(key, self.now))
+
+    def check_close(self, close: Close) -> None:
+        names = [c.island for c in close.contributors]
+        assert names == sorted(names)
+        assert names
+        assert not set(names) & set(close.refused)
+        assert len(names) >= (self.rules.min_contributions or len(ISLANDS) - len(close.refused))
+        for contributor in close.contributors:
+            assert (close.key.version, contributor.island) not in self.counted, "counted twice"
+            self.counted.add((close.key.version, contributor.island))
+            held = self.bytes_of[close.key, contributor.island, contributor.incarnation]
+            assert contributor.lane_digests == (held[0], held[1])
+
+    @rule()
+    def kill(self) -> None:
+        self.restart()
+
+    @invariant()
+    def every_contribution_has_at_most_one_end(self) -> None:
+        for identity in self.sent:
+            outcome = self.rounds.outcome(*identity)
+            before = self.ends.get(identity)
+            if outcome is None:
+                # Only a refusal, which ends nothing before its round does, can be forgotten.
+                assert before in (None, OutcomeKind.REFUSED), identity
+                continue
+            if before is not OutcomeKind.REFUSED:
+                assert before in (None, outcome.kind), identity
+            self.ends[identity] = outcome.kind
+
+    @invariant()
+    def the_machine_stands_where_the_durable_truth_does(self) -> None:
+        assert self.rounds.version == self.durable_version
+        assert self.rounds.attempt == self.durable_attempt
+        assert self.rounds.next_wake > self.now or self.rounds.phase is Phase.WAITING
+
+    @invariant()
+    def what_is_over_has_an_end(self) -> None:
+        for key, island, incarnation in self.sent:
+            if (key.version, key.attempt) < (self.rounds.version, self.rounds.attempt):
+                assert self.rounds.outcome(key, island, incarnation) is not None
+
+
+AnyHistory.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+)
+test_any_history = AnyHistory.TestCase
