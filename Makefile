@@ -47,8 +47,8 @@ $(STAMP): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@echo '==> diloco local configs/runs/demo.toml'
-	@$(BIN)/diloco local configs/runs/demo.toml
+	@echo '==> diloco local --fresh configs/runs/demo.toml'
+	@$(BIN)/diloco local --fresh configs/runs/demo.toml
 
 test: $(STAMP)
 	@echo '==> pytest'

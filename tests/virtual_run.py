@@ -20,6 +20,7 @@ from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
 from diloco.rounds.publication import PublicationRules
+from diloco.rounds.service import Worker
 from diloco.rounds.store import FragmentStore, VersionRecord
 from diloco.rounds.syncer import Syncer, SyncerRules
 from diloco.sync.agreement import Agreement
@@ -187,6 +188,7 @@ class VirtualRun:
         self.network = LoopbackNetwork()
         self.incarnations = MemoryIncarnations()
         self.records: list[VersionRecord] = []
+        self.worker: Worker = InlineWorker()
         self.epoch = 0
 
     async def start_syncer(self) -> Syncer:
@@ -202,7 +204,7 @@ class VirtualRun:
             syncer_epoch=self.epoch,
             incarnations=self.incarnations,
             is_granted=lambda held: held.run == RUN,
-            worker=InlineWorker(),
+            worker=self.worker,
             on_record=self.records.append,
             on_change=lambda: None,
         )

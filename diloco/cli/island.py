@@ -69,7 +69,9 @@ def island(
 
 def plan(
     run_file: RunFile,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead, names of the tensors included.")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Show what a run will do: fragments, lanes, bytes, schedule. Nothing is started."""
@@ -136,7 +138,7 @@ def _show(planned: Forecast) -> None:
 def _fragment_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:
     from transport.units import format_bytes
 
-    columns = ["fragment", "parameters", "lanes", "up", "down", "in float32", "tensors", "first"]
+    columns = ["fragment", "parameters", "lanes", "up", "down", "in float32", "tensors"]
     rows = [
         [
             str(fragment.fragment_id),
@@ -146,7 +148,6 @@ def _fragment_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:
             format_bytes(fragment.bytes_down),
             format_bytes(fragment.float32_bytes),
             str(len(fragment.tensors)),
-            fragment.tensors[0],
         ]
         for fragment in planned.fragments
     ]

@@ -10,7 +10,8 @@
     syncer/            the syncer's store: lock, address, epoch, incarnations, plan, fragments
 
 A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
-it says who.
+it says who. The coordinator locks the store on behalf of the syncer that it starts and hands the
+descriptor down, so that a syncer holds its store from its first instant.
 
 Source: protocol.md section 8.
 """
@@ -147,38 +148,63 @@ class Held(Exception):
     """A lock is held by another living process."""
 
 
-@contextlib.contextmanager
-def hold(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold a lock while the context lasts.
+def acquire(path: Path) -> int:
+    """Take a lock for whoever keeps the returned descriptor open; `write_pid` says who that is.
 
     Args:
         path: Lock file, made if missing; its directory must be there.
-        wait_s: Seconds for which a holder is given the chance to go.
 
     Raises:
         Held: If another process holds it; names its pid.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    if not _is_locked(descriptor, fcntl.LOCK_EX):
+        pid = _read_pid(descriptor)
+        os.close(descriptor)
+        raise Held(f"{path} is held by process {pid}")
+    os.ftruncate(descriptor, 0)
+    return descriptor
+
+
+def write_pid(descriptor: int, pid: int) -> None:
+    """Say in a lock file who holds it."""
+    os.pwrite(descriptor, f"{pid:<{_PID_BYTES}}".encode(), 0)
+
+
+@contextlib.contextmanager
+def hold(path: Path, *, inherited: int | None = None) -> Iterator[None]:
+    """Hold a lock while the context lasts.
+
+    Args:
+        path: Lock file, made if missing; its directory must be there.
+        inherited: Descriptor of `path` that was locked for this process before it started.
+
+    Raises:
+        Held: If another process holds it; names its pid.
+    """
+    descriptor = acquire(path) if inherited is None else inherited
     try:
-        until = time.monotonic() + wait_s
-        while not _is_locked(descriptor, fcntl.LOCK_EX):
-            if time.monotonic() >= until:
-                raise Held(f"{path} is held by process {_read_pid(descriptor)}")
-            time.sleep(_LOOK_S)
-        os.pwrite(descriptor, f"{os.getpid():<{_PID_BYTES}}".encode(), 0)
+        write_pid(descriptor, os.getpid())
         yield
     finally:
         os.close(descriptor)
 
 
 def holder(path: Path) -> int | None:
-    """Pid of the living process that holds a lock, None when it is free."""
+    """Pid of the living process that holds a lock, None when it is free.
+
+    Blocks while the lock is taken and its holder has not yet said who it is: an instant.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
         return None
     try:
-        return None if _is_locked(descriptor, fcntl.LOCK_SH) else _read_pid(descriptor)
+        while not _is_locked(descriptor, fcntl.LOCK_SH):
+            if (pid := _read_pid(descriptor)) is not None:
+                return pid
+            time.sleep(_LOOK_S)
+        return None
     finally:
         os.close(descriptor)
 
@@ -204,6 +230,6 @@ def _is_locked(descriptor: int, kind: int) -> bool:
 
 
 def _read_pid(descriptor: int) -> int | None:
-    """Pid that the holder wrote; None in the instant before its first word."""
+    """Pid that the holder wrote; None before its first word."""
     text = os.pread(descriptor, _PID_BYTES, 0).strip()
     return int(text) if text else None

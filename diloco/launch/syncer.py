@@ -1,8 +1,9 @@
 """Composition root of the syncer's process: `python -m diloco.launch.syncer STATE_DIR`.
 
-It takes the lock on its store before anything heavy is imported, so that of two starts one ends at
-once; it raises its epoch durably before its first reply; it survives its coordinator, whose
-address and configuration it finds in the state directory.
+Started by its coordinator it holds the lock on its store from the first instant; started by hand it
+takes it before anything heavy is imported, so that of two starts one ends at once. It raises its
+epoch durably before its first reply; it survives its coordinator, whose address and configuration
+it finds in the state directory.
 
 Source: design.md section 2; protocol.md sections 4, 5 and 8.
 """
@@ -47,7 +48,6 @@ _T = TypeVar("_T")
 #: Exit code of a start that found the store held by another syncer.
 EXIT_STORE_HELD = 75
 
-_STORE_WAIT_S = 1.0
 _DRAIN_S = 0.5
 _LAST_REPORT_S = 2.0
 _FATAL_LINGER_S = 30.0
@@ -57,14 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the store in a state directory until a signal or a failure; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m diloco.launch.syncer")
     parser.add_argument("state_dir", type=Path, help="the run's state directory")
-    state = StateDir(parser.parse_args(arguments).state_dir.absolute())
+    parser.add_argument("--lock-descriptor", type=int, help="the store's lock, held already")
+    parsed = parser.parse_args(arguments)
+    state = StateDir(parsed.state_dir.absolute())
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
     try:
-        with hold(state.store_lock, wait_s=_STORE_WAIT_S):
+        with hold(state.store_lock, inherited=parsed.lock_descriptor):
             try:
                 return asyncio.run(_run_syncer(state))
             finally:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 
-from diloco.launch.state_dir import StateDir, holder, stop_syncer
+from diloco.launch.state_dir import Held, StateDir, acquire, holder, stop_syncer, write_pid
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ class SyncerSupervisor:
         """Assign only; `on_hopeless(reason, exit_code)` hears that no restart can help."""
         self._state = state
         self._on_hopeless = on_hopeless
-        self._child: subprocess.Popen[bytes] | None = None
 
     async def run(self) -> None:
         """Keep a syncer alive, until cancelled or until no restart can help.
@@ -45,10 +45,12 @@ class SyncerSupervisor:
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
-            if (pid := holder(self._state.store_lock)) is not None:
-                how = await self._watch(pid)
+            try:
+                child = self._start()
+            except Held:
+                how = await self._watch()
             else:
-                code = await self._run_child()
+                code = await self._wait(child)
                 how = f"exit code {code}"
                 if code in _HOPELESS:
                     self._on_hopeless(f"the syncer ended, see {self._state.syncer_log}", code)
@@ -61,25 +63,37 @@ class SyncerSupervisor:
 
     async def stop(self) -> None:
         """Stop the syncer, whoever started it; call it when `run` was cancelled."""
-        child = self._child
-        if child is not None and child.poll() is None and holder(self._state.store_lock) is None:
-            child.terminate()  # it was only starting
         await asyncio.to_thread(stop_syncer, self._state)
 
-    async def _watch(self, pid: int) -> str:
-        logger.info("syncer adopted, pid=%d", pid)
-        while holder(self._state.store_lock) == pid:
+    async def _watch(self) -> str:
+        pid = holder(self._state.store_lock)
+        logger.info("syncer adopted, pid=%s", pid)
+        while holder(self._state.store_lock) is not None:
             await asyncio.sleep(_LOOK_S)
-        return f"pid {pid} let go of its store"
+        return f"process {pid} let go of its store"
 
-    async def _run_child(self) -> int:
-        command = [sys.executable, "-m", "diloco.launch.syncer", str(self._state.root)]
-        with open(self._state.syncer_log, "ab") as log:
-            # A session of its own: it outlives this process and the terminal.
-            self._child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-        logger.info("syncer started, pid=%d", self._child.pid)
-        while (code := self._child.poll()) is None:
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start a syncer that holds its store already; raises Held if another one does."""
+        lock = acquire(self._state.store_lock)
+        arguments = [str(self._state.root), "--lock-descriptor", str(lock)]
+        try:
+            with open(self._state.syncer_log, "ab") as log:
+                # A session of its own: it outlives this process and the terminal.
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "diloco.launch.syncer", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(lock,),
+                    start_new_session=True,
+                )
+            write_pid(lock, child.pid)
+        finally:
+            os.close(lock)
+        logger.info("syncer started, pid=%d", child.pid)
+        return child
+
+    async def _wait(self, child: subprocess.Popen[bytes]) -> int:
+        while (code := child.poll()) is None:
             await asyncio.sleep(_LOOK_S)
         return code

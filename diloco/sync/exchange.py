@@ -2,9 +2,7 @@
 
 Runs in one event loop (the IO thread of a rank, or a virtual clock); never issues a collective,
 never touches a parameter or an anchor. The training thread posts `send`, `decline` and `settle`
-and reads `view`; nothing else crosses between the two.
-
-This is the one boundary where errors of the transport become errors of the product.
+and reads `view`, which is replaced as a whole; nothing else crosses between the two.
 
 Source: protocol.md sections 1, 4, 5 and 6.
 """
@@ -34,24 +32,18 @@ from diloco.errors import (
     QuorumLost,
 )
 from diloco.outer.fragments import Plan
+from diloco.rounds.messages import outcome_of
 from diloco.rounds.publication import apply_payload, lane_digest
-from diloco.rounds.state import RoundKey
+from diloco.rounds.state import Outcome, RoundKey
+from diloco.sync.calls import SyncerCalls
 from diloco.sync.ledger import Outstanding, Verdict
 from diloco.telemetry.events import DigestMismatch, Event, SyncerRestarted
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
-from transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
-from transport.errors import TransportError
-from transport.retry import RetryPolicy, retry
+from transport.contracts import Buffer, Transport
 
 logger = logging.getLogger(__name__)
 
-_VERDICT = {
-    wire.OUTCOME_KIND_INCLUDED: Verdict.INCLUDED,
-    wire.OUTCOME_KIND_NOT_INCLUDED: Verdict.NOT_INCLUDED,
-    wire.OUTCOME_KIND_EXPIRED: Verdict.EXPIRED,
-    wire.OUTCOME_KIND_REFUSED: Verdict.REFUSED,
-}
 _ERROR_OF_EXIT_CODE: dict[int, type[DilocoError]] = {
     20: CodecError,
     30: CoordinatorUnavailable,
@@ -59,8 +51,11 @@ _ERROR_OF_EXIT_CODE: dict[int, type[DilocoError]] = {
     50: QuorumLost,
 }
 _DECLINED = "declined:"
-_POLL_WAIT_S = 20.0
-_RETRY_WAIT_S = 0.25
+#: What the syncer has only in memory: it ends nothing before the round does, and a restart of the
+#: syncer forgets it.
+_NOT_DURABLE = (Verdict.REFUSED, Verdict.DECLINED)
+_NOT_OPEN_WAIT_S = 0.25
+_DECLINE_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +95,7 @@ class FragmentView:
 
 @dataclass(slots=True)
 class _Lane:
-    """Payload and residuals of one outstanding lane."""
+    """Payload and residuals of one outstanding lane; `received_epoch` -1: by no syncer yet."""
 
     payload: Buffer
     digest: bytes
@@ -146,40 +141,44 @@ class Exchange:
     ) -> None:
         """Assign only. `lanes` maps every fragment to the lanes that this rank carries."""
         self._plan = plan
-        self._control = control
-        self._data = data
         self._grant = grant
-        self._rules = rules
-        self._rng = rng
+        self._calls = SyncerCalls(
+            control,
+            data,
+            grant,
+            rpc_deadline_s=rules.rpc_deadline_s,
+            unreachable_s=rules.unreachable_s,
+            rng=rng,
+        )
+        self._error_feedback = rules.error_feedback
         self._on_event = on_event
         self._carried = {p: _Carried(p, tuple(lanes[p])) for p in sorted(lanes)}
+        self._views = {p: FragmentView() for p in self._carried}
         self._codec = get_codec(rules.uplink_codec)
         self._epoch = 0
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.failure: DilocoError | None = None
-        self.bytes_up = 0
-        self.bytes_down = 0
 
     # -- read by the training thread -----------------------------------------------------------
 
     def view(self, fragment_id: int) -> FragmentView:
         """Return what this rank knows of a fragment now."""
-        carried = self._carried[fragment_id]
-        state = carried.state
-        return FragmentView(
-            key=carried.outstanding.key if carried.outstanding is not None else None,
-            version=state.version if state.is_founded else -1,
-            attempt=state.attempt,
-            staged_version=carried.staged_version if carried.lanes else state.version,
-            verdict=self._verdict(carried),
-            digest=state.digest.hex(),
-            contributors=tuple(state.contributors),
-        )
+        return self._views[fragment_id]
 
     def staged(self, fragment_id: int) -> Mapping[int, Tensor]:
         """Return the verified lanes of `view().staged_version`."""
         return self._carried[fragment_id].staged
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes sent so far."""
+        return self._calls.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes received so far."""
+        return self._calls.bytes_down
 
     # -- called in the loop ----------------------------------------------------------------------
 
@@ -192,8 +191,7 @@ class Exchange:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._control.close()
-        await self._data.close()
+        await self._calls.close()
 
     async def found(self, initial: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Agree on version 0: upload it if asked to, then hold this rank's lanes against it.
@@ -220,17 +218,18 @@ class Exchange:
     def send(self, sent: Outstanding, deltas: Mapping[int, Tensor]) -> None:
         """Encode and submit this rank's lanes of a contribution, until its outcome is known."""
         carried = self._begin(sent)
-        for lane_id in carried.lanes:
-            residual = self._residual(carried, lane_id, deltas[lane_id])
-            encoded, after = encode_with_feedback(self._codec, deltas[lane_id], residual)
-            payload = to_bytes(encoded)
-            carried.sending[lane_id] = _Lane(payload, blake3.blake3(payload).digest(), after)
-            self._spawn(self._submit(carried, sent, lane_id))
+        try:
+            for lane_id in carried.lanes:
+                carried.sending[lane_id] = self._encode(carried, lane_id, deltas[lane_id])
+        except CodecError as error:
+            self.fail(error)
+            return
+        for lane_id, lane in carried.sending.items():
+            self._spawn(self._submit(carried, sent, lane_id, lane))
 
     def decline(self, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that the island has nothing valid to contribute to this attempt."""
-        self._begin(sent)
-        self._spawn(self._decline(sent, reason))
+        self._spawn(self._decline(self._begin(sent), sent, reason))
 
     def settle(self, fragment_id: int, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding, after the island agreed on its end.
@@ -248,6 +247,7 @@ class Exchange:
             carried.staged, carried.staged_version = {}, -1
         carried.outstanding, carried.sending, carried.outcome = None, {}, None
         self._stage_if_published(carried)
+        self._notify()
 
     async def wait_for_end(self, fragment_id: int, at_most_s: float) -> None:
         """Wait until what is outstanding has ended for this rank (staged, expired, failed)."""
@@ -256,10 +256,9 @@ class Exchange:
         while self.failure is None and loop.time() < until:
             changed = self._changed
             view = self.view(fragment_id)
-            outstanding = self._carried[fragment_id].outstanding
-            if outstanding is None or view.verdict is Verdict.EXPIRED:
+            if view.key is None or view.verdict is Verdict.EXPIRED:
                 return
-            if view.verdict is not None and view.staged_version > outstanding.key.version:
+            if view.verdict is not None and view.staged_version > view.key.version:
                 return
             await _wait(changed, until - loop.time())
 
@@ -274,23 +273,13 @@ class Exchange:
 
     async def _poll_forever(self) -> None:
         while self.failure is None:
-            outstanding = [
+            undecided = [
                 carried.outstanding.key
                 for carried in self._carried.values()
                 if carried.outstanding is not None and carried.outcome is None
             ]
-            request = wire.PollRequest(
-                protocol_version=PROTOCOL_VERSION,
-                grant=self._grant,
-                known_epoch=self._epoch,
-                known=[_known(carried) for carried in self._carried.values()],
-                outstanding=[_key_message(key) for key in outstanding],
-                wait_s=_POLL_WAIT_S,
-            )
-            reply = await self._call(
-                self._control, "fragment.poll", request.SerializeToString(), wait_s=_POLL_WAIT_S
-            )
-            self._take(wire.PollReply.FromString(reply.header))
+            known = [_known(carried) for carried in self._carried.values()]
+            self._take(await self._calls.poll(self._epoch, known, undecided))
 
     def _take(self, reply: wire.PollReply) -> None:
         if reply.is_fenced:
@@ -305,38 +294,38 @@ class Exchange:
             error = _ERROR_OF_EXIT_CODE.get(reply.fatal.exit_code, DilocoError)
             self.fail(error(reply.fatal.reason, island_id=self._grant.island))
             return
+        if reply.syncer_epoch > self._epoch:
+            self._take_epoch(reply.syncer_epoch)
         for state in reply.fragments:
             self._carried[state.fragment_id].state = state
         for outcome in reply.outcomes:
-            self._take_outcome(outcome)
-        if reply.syncer_epoch != self._epoch:
-            self._resubmit(reply.syncer_epoch)
+            self._take_outcome(outcome_of(outcome))
         for carried in self._carried.values():
             self._stage_if_published(carried)
         self._notify()
 
-    def _take_outcome(self, outcome: wire.Outcome) -> None:
-        carried = self._carried[outcome.key.fragment_id]
-        sent = carried.outstanding
-        if sent is None or _key(outcome.key) != sent.key:
-            return
-        is_declined = outcome.reason.startswith(_DECLINED)
-        carried.outcome = Verdict.DECLINED if is_declined else _VERDICT[outcome.kind]
-        if carried.outcome in (Verdict.REFUSED, Verdict.DECLINED):
-            logger.warning("contribution refused, key=%s: %s", sent.key, outcome.reason)
-
-    def _resubmit(self, epoch: int) -> None:
-        """A new syncer epoch has forgotten what it had only received: send it again."""
+    def _take_epoch(self, epoch: int) -> None:
+        """Forget what the syncer before had only in memory: lanes received, refusals."""
         previous, self._epoch = self._epoch, epoch
         num_resent = 0
         for carried in self._carried.values():
-            for lane_id, lane in carried.sending.items():
-                if carried.outstanding is not None and 0 <= lane.received_epoch != epoch:
-                    lane.received_epoch = -1
-                    num_resent += 1
-                    self._spawn(self._submit(carried, carried.outstanding, lane_id))
+            if carried.outcome in _NOT_DURABLE:
+                carried.outcome = None
+            if carried.outcome is None:
+                received = [lane.received_epoch for lane in carried.sending.values()]
+                num_resent += sum(0 <= by < epoch for by in received)
         if previous:
             self._on_event(SyncerRestarted(epoch, num_resent))
+
+    def _take_outcome(self, outcome: Outcome) -> None:
+        carried = self._carried[outcome.key.fragment_id]
+        sent = carried.outstanding
+        if sent is None or outcome.key != sent.key:
+            return
+        is_declined = outcome.reason.startswith(_DECLINED)
+        carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
+        if carried.outcome in _NOT_DURABLE:
+            logger.warning("contribution refused, key=%s: %s", sent.key, outcome.reason)
 
     # -- contributions ---------------------------------------------------------------------------
 
@@ -347,83 +336,70 @@ class Exchange:
         self._notify()
         return carried
 
-    def _residual(self, carried: _Carried, lane_id: int, delta: Tensor) -> Tensor | None:
-        if not self._rules.error_feedback:
-            return None
-        return carried.residual.setdefault(lane_id, torch.zeros_like(delta))
+    def _encode(self, carried: _Carried, lane_id: int, delta: Tensor) -> _Lane:
+        residual = None
+        if self._error_feedback:
+            residual = carried.residual.setdefault(lane_id, torch.zeros_like(delta))
+        encoded, residual_after = encode_with_feedback(self._codec, delta, residual)
+        payload = to_bytes(encoded)
+        return _Lane(payload, blake3.blake3(payload).digest(), residual_after)
 
-    async def _submit(self, carried: _Carried, sent: Outstanding, lane_id: int) -> None:
-        lane = carried.sending[lane_id]
-        header = wire.SubmitHeader(
-            protocol_version=PROTOCOL_VERSION,
-            grant=self._grant,
-            key=_key_message(sent.key),
-            lane_id=lane_id,
-            sent_at_inner_step=sent.sent_at_inner_step,
-            weight_tokens=sent.weight_tokens,
-            weight_steps=sent.weight_steps,
-            is_flush=sent.is_flush,
-            codec=self._codec.name,
-            digest=lane.digest,
-        ).SerializeToString()
-        while carried.outstanding is sent and carried.outcome is None:
-            raw = await self._call(self._data, "fragment.submit", header, lane.payload)
-            reply = wire.SubmitReply.FromString(raw.header)
-            if carried.outstanding is not sent:
-                return
-            match reply.status:
-                case wire.SUBMIT_STATUS_RECEIVED | wire.SUBMIT_STATUS_REPEAT:
-                    lane.received_epoch = reply.syncer_epoch
-                    # A restart between this answer and the next poll is noticed by the poll.
-                    if self._epoch in (0, reply.syncer_epoch):
-                        return
-                    await _wait(self._changed, _RETRY_WAIT_S)
-                    if lane.received_epoch >= self._epoch:
-                        return
-                case wire.SUBMIT_STATUS_OUTCOME | wire.SUBMIT_STATUS_CONFLICT:
-                    if reply.HasField("outcome"):
-                        self._take_outcome(reply.outcome)
-                        self._stage_if_published(carried)
-                        self._notify()
-                    return
-                case wire.SUBMIT_STATUS_NOT_OPEN:
-                    await _wait(self._changed, _RETRY_WAIT_S)
-                case wire.SUBMIT_STATUS_FENCED:
-                    self.fail(IslandFailed(f"contribution {sent.key} refused: {reply.message}"))
-                case _:
-                    self.fail(
-                        CodecError(
-                            f"the syncer cannot accept lane {lane_id} of {sent.key}: "
-                            f"{reply.message}"
-                        )
+    async def _submit(
+        self, carried: _Carried, sent: Outstanding, lane_id: int, lane: _Lane
+    ) -> None:
+        """Have the lane received by whichever syncer runs, until the contribution is settled."""
+        while carried.outstanding is sent and self.failure is None:
+            changed = self._changed
+            if carried.outcome is not None or lane.received_epoch >= self._epoch:
+                await changed.wait()
+                continue
+            reply = await self._calls.submit(
+                sent, lane_id, codec=self._codec.name, digest=lane.digest, payload=lane.payload
+            )
+            if carried.outstanding is not sent or reply.syncer_epoch < self._epoch:
+                continue  # settled, or the word of a syncer that is gone
+            self._take_submit_reply(carried, sent, lane_id, lane, reply)
+            if reply.status == wire.SUBMIT_STATUS_NOT_OPEN:
+                await _wait(changed, _NOT_OPEN_WAIT_S)
+
+    def _take_submit_reply(
+        self,
+        carried: _Carried,
+        sent: Outstanding,
+        lane_id: int,
+        lane: _Lane,
+        reply: wire.SubmitReply,
+    ) -> None:
+        match reply.status:
+            case wire.SUBMIT_STATUS_NOT_OPEN:
+                pass
+            case wire.SUBMIT_STATUS_FENCED:
+                self.fail(IslandFailed(f"contribution {sent.key} refused: {reply.message}"))
+            case wire.SUBMIT_STATUS_INVALID:
+                self.fail(
+                    CodecError(
+                        f"the syncer cannot accept lane {lane_id} of {sent.key}: {reply.message}"
                     )
+                )
+            case _:  # received, now or before, or over
+                lane.received_epoch = reply.syncer_epoch
+                if reply.HasField("outcome"):
+                    self._take_outcome(outcome_of(reply.outcome))
+                self._notify()
 
-    async def _decline(self, sent: Outstanding, reason: str) -> None:
-        carried = self._carried[sent.key.fragment_id]
-        request = wire.DeclineRequest(
-            protocol_version=PROTOCOL_VERSION,
-            grant=self._grant,
-            key=_key_message(sent.key),
-            reason=reason,
-        ).SerializeToString()
-        while carried.outstanding is sent and carried.outcome is None:
-            await self._call(self._control, "fragment.decline", request)
-            # Repeated until the poll brings the outcome: a restarted syncer forgets a decline.
-            await _wait(self._changed, 1.0)
+    async def _decline(self, carried: _Carried, sent: Outstanding, reason: str) -> None:
+        """Repeat it until the contribution is settled: a restarted syncer has forgotten it."""
+        while carried.outstanding is sent and self.failure is None:
+            changed = self._changed
+            if carried.outcome is None:
+                await self._calls.decline(sent.key, reason)
+            await _wait(changed, _DECLINE_AGAIN_S)
 
     # -- version 0 -------------------------------------------------------------------------------
 
     async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
         payload = to_bytes(values.view(torch.uint8))
-        header = wire.UploadHeader(
-            protocol_version=PROTOCOL_VERSION,
-            grant=self._grant,
-            fragment_id=fragment_id,
-            lane_id=lane_id,
-            digest=blake3.blake3(payload).digest(),
-        )
-        raw = await self._call(self._data, "fragment.upload", header.SerializeToString(), payload)
-        ack = wire.Ack.FromString(raw.header)
+        ack = await self._calls.upload(fragment_id, lane_id, payload)
         if not ack.is_accepted:
             self.fail(CodecError(f"initial parameters of fragment {fragment_id}: {ack.message}"))
 
@@ -452,30 +428,36 @@ class Exchange:
         if version < 1 or carried.state.version < version or carried.staging_version >= version:
             return
         carried.staging_version = version
-        digests = tuple(carried.state.lane_digests) if carried.state.version == version else ()
+        is_newest = carried.state.version == version
+        digests = tuple(carried.state.lane_digests) if is_newest else ()
         self._spawn(self._stage(carried, version, digests))
 
     async def _stage(self, carried: _Carried, version: int, digests: tuple[bytes, ...]) -> None:
         lanes = await asyncio.gather(
-            *(self._stage_lane(carried, version, lane_id, digests) for lane_id in carried.lanes)
+            *(
+                self._stage_lane(carried, version, lane_id, digests[lane_id] if digests else b"")
+                for lane_id in carried.lanes
+            )
         )
         carried.staged = dict(zip(carried.lanes, lanes, strict=True))
         carried.staged_version = version
         self._notify()
 
     async def _stage_lane(
-        self, carried: _Carried, version: int, lane_id: int, digests: tuple[bytes, ...]
+        self, carried: _Carried, version: int, lane_id: int, digest: bytes
     ) -> Tensor:
-        anchor = carried.anchor[lane_id]
-        codec, payload = await self._fetch(carried, version, lane_id, wire.FETCH_KIND_PAYLOAD)
-        values = apply_payload(get_codec(codec), from_bytes(payload), anchor)
-        if not digests or lane_digest(values) == digests[lane_id]:
-            return values
-        # The anchor or a codec is not what the syncer's was: heal from the published values.
-        self._on_event(DigestMismatch(carried.fragment_id, version, lane_id))
-        _, payload = await self._fetch(carried, version, lane_id, wire.FETCH_KIND_DENSE)
-        values = from_bytes(payload).view(torch.float32).clone()
-        if lane_digest(values) != digests[lane_id]:
+        """Take one lane's step to `version`, held against its digest if that is known (not b"")."""
+        if digest:
+            reply, payload = await self._fetch(carried, version, lane_id, wire.FETCH_KIND_PAYLOAD)
+            values = _stepped(reply.codec, payload, carried.anchor[lane_id])
+            if values is not None and lane_digest(values) == digest:
+                return values
+            # The anchor, a codec or the payload is not what the syncer's was: heal.
+            self._on_event(DigestMismatch(carried.fragment_id, version, lane_id))
+        reply, payload = await self._fetch(carried, version, lane_id, wire.FETCH_KIND_DENSE)
+        values = get_codec("float32").decode(from_bytes(payload), carried.anchor[lane_id].numel())
+        # Of a dense lane, the digest of the payload is the digest of the lane.
+        if lane_digest(values) != (digest or reply.digest):
             raise CodecError(
                 f"lane {lane_id} of fragment {carried.fragment_id}, version {version}, does not "
                 f"match the syncer's digest even when fetched dense"
@@ -484,72 +466,32 @@ class Exchange:
 
     async def _fetch(
         self, carried: _Carried, version: int, lane_id: int, kind: wire.FetchKind
-    ) -> tuple[str, Buffer]:
+    ) -> tuple[wire.FetchReply, Buffer]:
         numel = self._plan.fragments[carried.fragment_id].lanes[lane_id].numel
-        header = wire.FetchHeader(
-            protocol_version=PROTOCOL_VERSION,
-            grant=self._grant,
-            fragment_id=carried.fragment_id,
-            version=version,
-            lane_id=lane_id,
-            kind=kind,
-        ).SerializeToString()
-        raw = await self._call(self._data, "fragment.fetch", header, max_reply_bytes=4 * numel)
-        reply = wire.FetchReply.FromString(raw.header)
+        reply, payload = await self._calls.fetch(
+            carried.fragment_id, version, lane_id, kind, max_reply_bytes=4 * numel
+        )
         if reply.status != wire.FETCH_STATUS_OK:
-            raise CoordinatorUnavailable(
+            is_fenced = reply.status == wire.FETCH_STATUS_FENCED
+            raise (IslandFailed if is_fenced else CoordinatorUnavailable)(
                 f"version {version} of fragment {carried.fragment_id}, lane {lane_id}, cannot be "
                 f"had from the syncer: {reply.message}"
             )
-        return reply.codec, raw.payload
+        return reply, payload
 
     # -- plumbing --------------------------------------------------------------------------------
 
-    async def _call(
-        self,
-        transport: Transport,
-        method: str,
-        header: bytes,
-        payload: Buffer = b"",
-        *,
-        wait_s: float = 0.0,
-        max_reply_bytes: int = 0,
-    ) -> Reply:
-        """Call until it is answered; give up when the syncer was unreachable for too long."""
-
-        async def attempt() -> Reply:
-            self.bytes_up += len(header) + len(payload)
-            reply = await transport.call(
-                method,
-                header,
-                payload,
-                deadline_s=self._rules.rpc_deadline_s + wait_s,
-                max_reply_bytes=max_reply_bytes,
-            )
-            self.bytes_down += len(reply.header) + len(reply.payload)
-            return reply
-
-        try:
-            policy = RetryPolicy(max_wait_s=1.0, budget_s=self._rules.unreachable_s)
-            return await retry(attempt, policy, self._rng)
-        except TransportError as error:
-            raise CoordinatorUnavailable(
-                f"the syncer at {transport.peer} gave no answer to {method} "
-                f"for {self._rules.unreachable_s:g} s: {error}"
-            ) from error
-
-    def _verdict(self, carried: _Carried) -> Verdict | None:
+    def _view(self, carried: _Carried) -> FragmentView:
         sent, state = carried.outstanding, carried.state
-        if sent is None or carried.outcome is None:
-            return None
-        if carried.outcome is Verdict.EXPIRED:
-            return Verdict.EXPIRED
-        if carried.outcome in (Verdict.REFUSED, Verdict.DECLINED):
-            # It waits for the round's end like the others, and merges if one is published.
-            if state.version == sent.key.version and state.attempt > sent.key.attempt:
-                return Verdict.EXPIRED
-            return carried.outcome if state.version > sent.key.version else None
-        return carried.outcome
+        return FragmentView(
+            key=None if sent is None else sent.key,
+            version=state.version if state.is_founded else -1,
+            attempt=state.attempt,
+            staged_version=carried.staged_version if carried.lanes else state.version,
+            verdict=_verdict(carried),
+            digest=state.digest.hex(),
+            contributors=tuple(state.contributors),
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -570,6 +512,9 @@ class Exchange:
             raise self.failure
 
     def _notify(self) -> None:
+        """Show the training thread how things stand, and wake whoever waits for a change."""
+        for p, carried in self._carried.items():
+            self._views[p] = self._view(carried)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -582,6 +527,24 @@ async def _wait(event: asyncio.Event, at_most_s: float) -> None:
         return
 
 
+def _verdict(carried: _Carried) -> Verdict | None:
+    """Say how what is outstanding ended; a refused one waits for the round's end."""
+    sent, state, outcome = carried.outstanding, carried.state, carried.outcome
+    if sent is None or outcome not in _NOT_DURABLE:
+        return outcome
+    if state.version > sent.key.version:
+        return outcome
+    return Verdict.EXPIRED if state.attempt > sent.key.attempt else None
+
+
+def _stepped(codec: str, payload: Buffer, anchor: Tensor) -> Tensor | None:
+    """Take the step from the anchor that a payload tells; None where it tells none."""
+    try:
+        return apply_payload(get_codec(codec), from_bytes(payload), anchor)
+    except DilocoError:
+        return None
+
+
 def _known(carried: _Carried) -> wire.FragmentState:
     state = carried.state
     return wire.FragmentState(
@@ -591,17 +554,4 @@ def _known(carried: _Carried) -> wire.FragmentState:
         attempt=state.attempt,
         is_open=state.is_open,
         wants_initial=state.wants_initial,
-    )
-
-
-def _key(message: wire.RoundKey) -> RoundKey:
-    return RoundKey(message.timeline, message.fragment_id, message.version, message.attempt)
-
-
-def _key_message(key: RoundKey) -> wire.RoundKey:
-    return wire.RoundKey(
-        timeline=key.timeline,
-        fragment_id=key.fragment_id,
-        version=key.version,
-        attempt=key.attempt,
     )

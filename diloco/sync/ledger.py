@@ -47,7 +47,6 @@ class FragmentLedger:
     attempt: int = 0
     tokens: int = 0
     steps: int = 0
-    declined_in_a_row: int = 0
     outstanding: Outstanding | None = None
 
     def count(self, num_tokens: int) -> None:
@@ -82,7 +81,6 @@ class FragmentLedger:
         sent = self.outstanding
         assert sent is not None, f"fragment {self.fragment_id} has nothing outstanding"
         self.outstanding = None
-        self.declined_in_a_row = self.declined_in_a_row + 1 if verdict is Verdict.DECLINED else 0
         if verdict is Verdict.EXPIRED:
             self.attempt = max(attempt, sent.key.attempt + 1)
             return 0

@@ -36,7 +36,7 @@ _Waits = Generator[Coroutine[Any, Any, None], None, _T]
 
 #: Seconds after which a blocked rank looks at the others again.
 _LOOK_S = 1.0
-_MAX_DECLINED_IN_A_ROW = 3
+_MAX_BROKEN_IN_A_ROW = 3
 
 
 class Runner(Protocol):
@@ -79,6 +79,7 @@ class DiLoCo:
         self._on_event = on_event
         self._ledgers = [FragmentLedger(timeline, f.fragment_id) for f in plan.fragments]
         self._anchors: list[Mapping[int, Tensor]] = []
+        self._broken_in_a_row = [0] * len(plan.fragments)
         self.inner_step = 0
         self.blocked_s = 0.0
         self.overwritten_steps = 0
@@ -179,6 +180,7 @@ class DiLoCo:
             declined = f"the pseudo-gradient of fragment {p} is not finite"
         elif sent.weight_tokens == 0 and not is_flush:
             declined = "no tokens were counted since the last merge"
+        self._count_broken(p, is_broken=not math.isfinite(norm))
         if declined:
             logger.warning("declining, key=%s: %s", sent.key, declined)
             self._runner.post(self._exchange.decline, sent, declined)
@@ -197,6 +199,22 @@ class DiLoCo:
                 declined,
             )
         )
+
+    def _count_broken(self, fragment_id: int, *, is_broken: bool) -> None:
+        """End the island when its own numbers are broken three times in a row.
+
+        Counted where it is seen, on the ranks whose lanes are broken, and whatever became of the
+        rounds: when all islands diverge, each attempt expires and would hide the reason.
+        """
+        count = self._broken_in_a_row[fragment_id] + 1 if is_broken else 0
+        self._broken_in_a_row[fragment_id] = count
+        if count >= _MAX_BROKEN_IN_A_ROW:
+            reason = (
+                f"fragment {fragment_id}: {count} pseudo-gradients in a row were not finite, the "
+                f"last after inner step {self.inner_step}. The training diverged: lower "
+                f"inner.optimizer.lr, or start again from an earlier state"
+            )
+            self._runner.post(self._exchange.fail, AggregationError(reason))
 
     def _settle(self, ledger: FragmentLedger, agreed: Agreed | None) -> _Waits[None]:
         """Wait until the island agrees on the outcome of what is outstanding, and apply it."""
@@ -233,12 +251,6 @@ class DiLoCo:
             self._shards.distribute(p, staged, local_mix)
             self._anchors[p] = staged
         self._runner.post(self._settled, p, is_merged, verdict is Verdict.INCLUDED)
-        if ledger.declined_in_a_row >= _MAX_DECLINED_IN_A_ROW:
-            raise AggregationError(
-                f"fragment {p}: {_MAX_DECLINED_IN_A_ROW} contributions in a row could not be "
-                f"sent; the last was at inner step {sent.sent_at_inner_step}. The training "
-                f"diverged: lower inner.optimizer.lr, or start again from an earlier state"
-            )
         if not is_merged:
             self._on_event(
                 RoundExpiredSeen(self.inner_step, p, sent.key.version, sent.key.attempt, blocked_s)

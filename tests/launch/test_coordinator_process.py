@@ -216,6 +216,20 @@ def leave(address: str, grant: control.Grant, exit_code: int = 0) -> None:
     call(address, "control.leave", request)
 
 
+def report(address: str, grant: control.Grant) -> control.ReportReply:
+    request = control.ReportRequest(protocol_version=PROTOCOL_VERSION, grant=grant)
+    return control.ReportReply.FromString(call(address, "control.report", request).header)
+
+
+def tape(site: Site) -> list[tuple[int, int]]:
+    """Fragment and version of every record that the journal knows, sorted."""
+    journal = Journal(site.state.journal)
+    journal.open()
+    headers = [json.loads(header) for header in journal.tape()]
+    journal.close()
+    return sorted((header["fragment_id"], header["version"]) for header in headers)
+
+
 def founded(site: Site, coordinator: str) -> tuple[str, control.Grant, control.Grant]:
     """Join both islands and found version 0; returns the syncer's address and both grants."""
     east = site.join(coordinator, "east", "east-1").grant
@@ -278,6 +292,8 @@ def test_run_survives_kills_of_coordinator_and_syncer_and_ends_when_all_islands_
     assert published.outcomes[0].kind == wire.OUTCOME_KIND_INCLUDED
     assert site.syncer_address(coordinator, "east", "east-1") == syncer
 
+    expected_tape = [(0, 0), (1, 0), (1, 1)]
+    eventually(lambda: tape(site) == expected_tape, "the report of every record")
     assert syncer_pid is not None
     os.kill(syncer_pid, signal.SIGKILL)
     after = eventually(
@@ -311,11 +327,7 @@ def test_run_survives_kills_of_coordinator_and_syncer_and_ends_when_all_islands_
     assert (process.returncode, output) == (0, "the run 'two-islands' has finished\n")
     assert holder(site.state.store_lock) is None
     assert read_endpoint(site.state.syncer) is None
-    journal = Journal(site.state.journal)
-    journal.open()
-    tape = [json.loads(header) for header in journal.tape()]
-    journal.close()
-    assert sorted((h["fragment_id"], h["version"]) for h in tape) == [(0, 0), (1, 0), (1, 1)]
+    assert tape(site) == expected_tape
     rerun = site.coordinate()
     assert "has finished" in rerun.communicate(timeout=30)[0]
     assert rerun.returncode == 0
@@ -347,11 +359,6 @@ def test_lost_quorum_ends_everybody_with_its_exit_code_and_names_the_missing(sit
     assert process.returncode == 50
     assert "diloco island RUN.toml --island west" in output
     assert holder(site.state.store_lock) is None
-
-
-def report(address: str, grant: control.Grant) -> control.ReportReply:
-    request = control.ReportRequest(protocol_version=PROTOCOL_VERSION, grant=grant)
-    return control.ReportReply.FromString(call(address, "control.report", request).header)
 
 
 def test_state_dir_admits_one_coordinator_of_one_run(site: Site) -> None:

@@ -808,7 +808,7 @@ class AnyHistory(RuleBasedStateMachine):
             case Close(key) if is_broken:
                 self.perform(self.rounds.result_broken(key, "not finite", self.now))
                 return
-            case Close(key, contributors, is_flush, refused):
+            case Close(key, contributors, _, refused):
                 self.check_close(instruction)
                 self.durable_version, self.durable_attempt = key.version + 1, 0
                 who = frozenset((c.island, c.incarnation) for c in contributors)

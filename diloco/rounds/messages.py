@@ -1,0 +1,71 @@
+"""Messages of the data plane as the values that the machines know, and back.
+
+Used at both ends: by the syncer and by an island's exchange. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from diloco.rounds.state import Admission, LaneArrival, Outcome, OutcomeKind, RoundKey
+from protos import fragment_pb2 as wire
+
+_OUTCOME_KIND = {
+    OutcomeKind.INCLUDED: wire.OUTCOME_KIND_INCLUDED,
+    OutcomeKind.NOT_INCLUDED: wire.OUTCOME_KIND_NOT_INCLUDED,
+    OutcomeKind.EXPIRED: wire.OUTCOME_KIND_EXPIRED,
+    OutcomeKind.REFUSED: wire.OUTCOME_KIND_REFUSED,
+}
+_KIND_OF_OUTCOME = {number: kind for kind, number in _OUTCOME_KIND.items()}
+
+SUBMIT_STATUS: Mapping[Admission, wire.SubmitStatus] = {
+    Admission.ACCEPTED: wire.SUBMIT_STATUS_RECEIVED,
+    Admission.REPEAT: wire.SUBMIT_STATUS_REPEAT,
+    Admission.OVER: wire.SUBMIT_STATUS_OUTCOME,
+    Admission.CONFLICT: wire.SUBMIT_STATUS_CONFLICT,
+    Admission.FENCED: wire.SUBMIT_STATUS_FENCED,
+    Admission.NOT_OPEN: wire.SUBMIT_STATUS_NOT_OPEN,
+    Admission.INVALID: wire.SUBMIT_STATUS_INVALID,
+}
+
+
+def key_message(key: RoundKey) -> wire.RoundKey:
+    """Return a round key as it travels."""
+    return wire.RoundKey(
+        timeline=key.timeline,
+        fragment_id=key.fragment_id,
+        version=key.version,
+        attempt=key.attempt,
+    )
+
+
+def key_of(message: wire.RoundKey) -> RoundKey:
+    """Return the round key that arrived."""
+    return RoundKey(message.timeline, message.fragment_id, message.version, message.attempt)
+
+
+def outcome_message(outcome: Outcome) -> wire.Outcome:
+    """Return an outcome as it travels."""
+    return wire.Outcome(
+        key=key_message(outcome.key), kind=_OUTCOME_KIND[outcome.kind], reason=outcome.reason
+    )
+
+
+def outcome_of(message: wire.Outcome) -> Outcome:
+    """Return the outcome that arrived."""
+    return Outcome(key_of(message.key), _KIND_OF_OUTCOME[message.kind], message.reason)
+
+
+def arrival_of(header: wire.SubmitHeader) -> LaneArrival:
+    """Return the lane that a header declares."""
+    return LaneArrival(
+        key=key_of(header.key),
+        island=header.grant.island,
+        incarnation=header.grant.incarnation,
+        lane_id=header.lane_id,
+        digest=header.digest,
+        weight_tokens=header.weight_tokens,
+        weight_steps=header.weight_steps,
+        sent_at_inner_step=header.sent_at_inner_step,
+        is_flush=header.is_flush,
+    )

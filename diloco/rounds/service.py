@@ -1,0 +1,355 @@
+"""One fragment at its syncer: performs what the rounds decide, in order, and keeps the bytes.
+
+The event loop receives lanes and runs the machine (`state`); tensors and files (`publication`,
+`store`) are the worker's. Every version is durable before anybody hears of it, every expiry before
+the next attempt opens.
+
+Source: protocol.md sections 1, 4 and 5.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import blake3
+import torch
+
+from diloco.compression.base import from_bytes, to_bytes
+from diloco.compression.registry import get_codec
+from diloco.errors import AggregationError, CodecError
+from diloco.outer.fragments import Fragment
+from diloco.rounds.publication import (
+    LaneState,
+    PublicationRules,
+    decode_contribution,
+    lane_digest,
+    publish_lane,
+)
+from diloco.rounds.state import (
+    Admission,
+    Close,
+    DropLanes,
+    FragmentRounds,
+    Instruction,
+    LaneArrival,
+    Lost,
+    Opened,
+    Published,
+    RecordExpiry,
+    RoundKey,
+)
+from diloco.rounds.store import FragmentStore, RecordInvalid, VersionRecord
+from protos import fragment_pb2 as wire
+from transport.contracts import Buffer, IncomingCall
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class Worker(Protocol):
+    """Runs tensor and file work off the event loop, one piece at a time."""
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """Return what `work()` returns, or raise what it raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a fragment's service needs of its syncer; no hook may block.
+
+    Args:
+        worker: Does the work on tensors and files.
+        spawn: Runs a piece of work beside the handlers; its failure ends the process.
+        on_record: Hears of every durable record, also of the one found at the start.
+        on_change: Hears of every change of state.
+        on_lost: Hears that the run cannot go on.
+    """
+
+    worker: Worker
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
+    on_record: Callable[[VersionRecord], None]
+    on_change: Callable[[], None]
+    on_lost: Callable[[Lost], None]
+
+
+class FragmentService:
+    """A fragment's machine, store and newest version, and the spool of its current attempt."""
+
+    def __init__(
+        self,
+        fragment: Fragment,
+        rounds: FragmentRounds,
+        store: FragmentStore,
+        publication: PublicationRules,
+        hooks: Hooks,
+    ) -> None:
+        """Assign only; `start` reads the store."""
+        self.rounds = rounds
+        self.record: VersionRecord | None = None
+        self._fragment = fragment
+        self._store = store
+        self._publication = publication
+        self._hooks = hooks
+        self._spool: dict[str, dict[int, Buffer]] = {}
+        self._initial: dict[int, Buffer] = {}
+        self._initial_incarnation = 0
+        self._founding = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self, incarnations: Mapping[str, int]) -> None:
+        """Go on from the durable state; the islands of `incarnations` hold their grants."""
+        recovered = await self._hooks.worker.run(self._store.recover)
+        for island, incarnation in incarnations.items():
+            self.granted(island, incarnation)
+        if recovered is not None:
+            self._hold(recovered.record)
+            version, attempt, past = recovered.record.version, recovered.attempt, recovered.past
+            self._perform(self.rounds.founded(version, attempt, past, _now()))
+
+    def stop(self) -> None:
+        """Let no more time pass."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def granted(self, island: str, incarnation: int) -> None:
+        """Take note of a start of an island; fences its earlier ones."""
+        self._perform(self.rounds.granted(island, incarnation, _now()))
+
+    # -- contributions ---------------------------------------------------------------------------
+
+    async def receive(self, lane: LaneArrival, codec_name: str, call: IncomingCall) -> Admission:
+        """Judge a lane by its header, read and verify it, count it; refuse a malformed one."""
+        admission = self.rounds.admit(lane)
+        if admission not in (Admission.ACCEPTED, Admission.CONFLICT):
+            return admission
+        payload: Buffer = b""
+        if admission is Admission.ACCEPTED:
+            problem, payload = await self._read(lane, codec_name, call)
+            if problem:
+                logger.warning("lane refused, key=%s island=%s: %s", lane.key, lane.island, problem)
+                self.refuse(lane.key, lane.island, lane.incarnation, problem)
+                return self.rounds.admit(lane)
+        admission, instructions = self.rounds.lane_received(lane, _now())
+        if admission is Admission.ACCEPTED:
+            self._spool.setdefault(lane.island, {})[lane.lane_id] = payload
+        self._perform(instructions)
+        return admission
+
+    def refuse(self, key: RoundKey, island: str, incarnation: int, reason: str) -> None:
+        """Take an island out of the attempt: it declined, or sent what cannot be counted."""
+        self._perform(self.rounds.refused(key, island, incarnation, reason, _now()))
+
+    async def _read(
+        self, lane: LaneArrival, codec_name: str, call: IncomingCall
+    ) -> tuple[str, Buffer]:
+        """Return what is wrong with a lane, or nothing and its payload."""
+        expected = self._publication.uplink_codec
+        if codec_name != expected:
+            return f"codec {codec_name!r}, the run's uplink codec is {expected!r}", b""
+        return await self._verified(expected, lane.lane_id, lane.digest, call)
+
+    async def _verified(
+        self, codec_name: str, lane_id: int, digest: bytes, call: IncomingCall
+    ) -> tuple[str, Buffer]:
+        numel = self._fragment.lanes[lane_id].numel
+        wire_bytes = get_codec(codec_name).wire_bytes(numel)
+        if call.payload_bytes != wire_bytes:
+            return f"{call.payload_bytes} bytes, the plan asks {wire_bytes}", b""
+        payload = await call.read_payload()
+        try:
+            await self._hooks.worker.run(lambda: _verify(payload, digest, codec_name, numel))
+        except CodecError as error:
+            return str(error), b""
+        return "", payload
+
+    # -- version 0 -------------------------------------------------------------------------------
+
+    async def take_initial(self, header: wire.UploadHeader, call: IncomingCall) -> str:
+        """Keep a lane of the initial parameters; the last one founds version 0.
+
+        Returns:
+            What is wrong with it; empty when it was taken, or version 0 is durable already.
+        """
+        if header.lane_id >= len(self._fragment.lanes):
+            return f"there is no lane {header.lane_id}"
+        problem, payload = await self._verified("float32", header.lane_id, header.digest, call)
+        if problem:
+            return f"initial parameters refused: {problem}"
+        async with self._founding:
+            incarnation = header.grant.incarnation
+            if self.record is not None:
+                return ""
+            if self.rounds.is_fenced(header.grant.island, incarnation):
+                return f"a newer start of island {header.grant.island!r} has joined"
+            if incarnation != self._initial_incarnation:
+                self._initial_incarnation, self._initial = incarnation, {}
+            self._initial[header.lane_id] = payload
+            if len(self._initial) == len(self._fragment.lanes):
+                await self._found()
+        return ""
+
+    async def _found(self) -> None:
+        """Commit version 0: theta = published = the uploaded parameters, momentum = 0."""
+        lanes = []
+        for lane in self._fragment.lanes:
+            values = from_bytes(self._initial[lane.lane_id]).view(torch.float32)
+            lanes.append(LaneState(values, values, torch.zeros_like(values)))
+        record = VersionRecord(
+            version=0,
+            fragment_id=self._fragment.fragment_id,
+            timeline=self.rounds.timeline,
+            key=None,
+            is_flush=False,
+            payload_codec="float32",
+            lane_digests=tuple(lane_digest(lane.published) for lane in lanes),
+            lanes=tuple(lanes),
+        )
+        await self._hooks.worker.run(lambda: self._store.commit(record))
+        self._initial = {}
+        self._hold(record)
+        self._perform(self.rounds.founded(0, 0, {}, _now()))
+
+    # -- what is published -----------------------------------------------------------------------
+
+    def state(self, *, wants_initial: bool) -> wire.FragmentState:
+        """Return what islands and the coordinator see of this fragment."""
+        state = wire.FragmentState(
+            fragment_id=self._fragment.fragment_id,
+            version=self.rounds.version,
+            attempt=self.rounds.attempt,
+            is_open=self.rounds.is_open,
+            wants_initial=wants_initial,
+        )
+        if self.record is not None:
+            state.is_founded = True
+            state.digest = self.record.digest
+            state.lane_digests.extend(self.record.lane_digests)
+            state.contributors.extend(c.island for c in self.record.contributors)
+            state.payload_codec = self.record.payload_codec
+        return state
+
+    async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
+        """Return one lane of a published version, and the reply that goes before it."""
+        record, lane_id = self.record, header.lane_id
+        if record is None or header.version > record.version or lane_id >= len(record.lanes):
+            return _no_lane(wire.FETCH_STATUS_UNKNOWN, "not published here"), b""
+        if header.version != record.version:
+            try:
+                record = await self._hooks.worker.run(lambda: self._store.load(header.version))
+            except RecordInvalid as error:
+                return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
+        payload: Buffer
+        if header.kind == wire.FETCH_KIND_DENSE:
+            codec = "float32"
+            payload = to_bytes(record.lanes[lane_id].published.view(torch.uint8))
+        elif record.payloads:
+            codec, payload = record.payload_codec, record.payloads[lane_id]
+        else:
+            return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
+        digest = blake3.blake3(payload).digest()
+        return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), payload
+
+    # -- what the machine decides ----------------------------------------------------------------
+
+    def _perform(self, instructions: Iterable[Instruction]) -> None:
+        """Carry out what the machine decided, in order, then set its alarm."""
+        for instruction in instructions:
+            match instruction:
+                case Opened() | Published():
+                    logger.debug("%s", instruction)
+                case Close():
+                    self._hooks.spawn(self._publish(instruction))
+                case RecordExpiry(key, reason):
+                    logger.warning("round expired, key=%s: %s", key, reason)
+                    self._spool = {}
+                    self._hooks.spawn(self._expire(key))
+                case DropLanes(_, island, _):
+                    self._spool.pop(island, None)
+                case Lost():
+                    self._hooks.on_lost(instruction)
+            self._hooks.on_change()
+        self.stop()
+        wake = self.rounds.next_wake
+        if wake < float("inf"):
+            self._timer = asyncio.get_running_loop().call_at(wake, self._tick)
+
+    def _tick(self) -> None:
+        self._perform(self.rounds.tick(_now()))
+
+    async def _publish(self, close: Close) -> None:
+        """Merge, commit, then announce; a result that is not finite expires the attempt."""
+        spool, self._spool = self._spool, {}
+        try:
+            record = await self._hooks.worker.run(lambda: self._merge(close, spool))
+        except AggregationError as error:
+            logger.error("result refused, key=%s: %s", close.key, error)
+            self._perform(self.rounds.result_broken(close.key, str(error), _now()))
+            return
+        self._hold(record)
+        instructions = self.rounds.committed(close.key, _now())
+        self.rounds.forget_before(record.version - self._store.retained_versions)
+        self._perform(instructions)
+
+    def _merge(self, close: Close, spool: Mapping[str, Mapping[int, Buffer]]) -> VersionRecord:
+        """Compute and commit the next version; runs in the worker."""
+        assert self.record is not None
+        weights = [c.weight_tokens for c in close.contributors]
+        publications = [
+            publish_lane(
+                state,
+                [spool[c.island][lane_id] for c in close.contributors],
+                weights,
+                self._publication,
+                version=close.key.version,
+                is_flush=close.is_flush,
+            )
+            for lane_id, state in enumerate(self.record.lanes)
+        ]
+        record = VersionRecord(
+            version=close.key.version + 1,
+            fragment_id=close.key.fragment_id,
+            timeline=close.key.timeline,
+            key=close.key,
+            is_flush=close.is_flush,
+            payload_codec=self._publication.payload_codec(close.is_flush).name,
+            lane_digests=tuple(publication.digest for publication in publications),
+            lanes=tuple(publication.state for publication in publications),
+            payloads=tuple(publication.payload for publication in publications),
+            contributors=close.contributors,
+            contributions={
+                c.island: [spool[c.island][lane.lane_id] for lane in self._fragment.lanes]
+                for c in close.contributors
+            },
+            refused=close.refused,
+        )
+        self._store.commit(record)
+        return record
+
+    async def _expire(self, key: RoundKey) -> None:
+        await self._hooks.worker.run(lambda: self._store.record_expiry(key))
+        self._perform(self.rounds.expiry_recorded(key, _now()))
+
+    def _hold(self, record: VersionRecord) -> None:
+        """Serve a durable version from memory; contributions are left to the disk."""
+        self.record = replace(record, contributions={})
+        self._hooks.on_record(record)
+
+
+def _verify(payload: Buffer, digest: bytes, codec_name: str, numel: int) -> None:
+    """Insist that a payload is what its header says and decodes to finite values."""
+    if blake3.blake3(payload).digest() != digest:
+        raise CodecError("the payload does not match the digest in its header")
+    decode_contribution(get_codec(codec_name), payload, numel)
+
+
+def _no_lane(status: wire.FetchStatus, message: str) -> wire.FetchReply:
+    return wire.FetchReply(status=status, message=message)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

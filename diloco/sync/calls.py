@@ -1,0 +1,184 @@
+"""A carrier's calls to the syncer: headers, retries, deadlines, bytes counted.
+
+This is the one boundary where errors of the transport become errors of the product. Nothing is
+decided here: `exchange` knows what to say and what an answer means.
+
+Source: protocol.md sections 5 and 8 (`unreachable_s`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import blake3
+from google.protobuf.message import Message
+
+from diloco.errors import CoordinatorUnavailable
+from diloco.rounds.messages import key_message
+from diloco.rounds.state import RoundKey
+from diloco.sync.ledger import Outstanding
+from protos import fragment_pb2 as wire
+from protos.control_pb2 import Grant
+from transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
+from transport.errors import TransportError
+from transport.retry import RetryPolicy, retry
+
+_POLL_WAIT_S = 20.0
+_MAX_RETRY_WAIT_S = 1.0
+
+
+class SyncerCalls:
+    """One rank's way to the syncer, over a control and a data transport.
+
+    `bytes_up` and `bytes_down` count headers and payloads, repeated calls included.
+    """
+
+    def __init__(
+        self,
+        control: Transport,
+        data: Transport,
+        grant: Grant,
+        *,
+        rpc_deadline_s: float,
+        unreachable_s: float,
+        rng: random.Random,
+    ) -> None:
+        """Assign only; a call may take `rpc_deadline_s`, all its repetitions `unreachable_s`."""
+        self._control = control
+        self._data = data
+        self._grant = grant
+        self._rpc_deadline_s = rpc_deadline_s
+        self._policy = RetryPolicy(max_wait_s=_MAX_RETRY_WAIT_S, budget_s=unreachable_s)
+        self._rng = rng
+        self.bytes_up = 0
+        self.bytes_down = 0
+
+    async def close(self) -> None:
+        """Close both transports."""
+        await self._control.close()
+        await self._data.close()
+
+    async def poll(
+        self,
+        known_epoch: int,
+        known: Iterable[wire.FragmentState],
+        outstanding: Iterable[RoundKey],
+    ) -> wire.PollReply:
+        """Wait for news, at most some seconds."""
+        request = wire.PollRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            known_epoch=known_epoch,
+            known=known,
+            outstanding=[key_message(key) for key in outstanding],
+            wait_s=_POLL_WAIT_S,
+        )
+        reply = await self._call(self._control, "fragment.poll", request, wait_s=_POLL_WAIT_S)
+        return wire.PollReply.FromString(reply.header)
+
+    async def submit(
+        self, sent: Outstanding, lane_id: int, *, codec: str, digest: bytes, payload: Buffer
+    ) -> wire.SubmitReply:
+        """Deliver one lane of a contribution."""
+        header = wire.SubmitHeader(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            key=key_message(sent.key),
+            lane_id=lane_id,
+            sent_at_inner_step=sent.sent_at_inner_step,
+            weight_tokens=sent.weight_tokens,
+            weight_steps=sent.weight_steps,
+            is_flush=sent.is_flush,
+            codec=codec,
+            digest=digest,
+        )
+        reply = await self._call(self._data, "fragment.submit", header, payload)
+        return wire.SubmitReply.FromString(reply.header)
+
+    async def decline(self, key: RoundKey, reason: str) -> None:
+        """Say that there is nothing valid to contribute."""
+        request = wire.DeclineRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            key=key_message(key),
+            reason=reason,
+        )
+        await self._call(self._control, "fragment.decline", request)
+
+    async def upload(self, fragment_id: int, lane_id: int, payload: Buffer) -> wire.Ack:
+        """Deliver one lane of the initial parameters, float32."""
+        header = wire.UploadHeader(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            fragment_id=fragment_id,
+            lane_id=lane_id,
+            digest=blake3.blake3(payload).digest(),
+        )
+        reply = await self._call(self._data, "fragment.upload", header, payload)
+        return wire.Ack.FromString(reply.header)
+
+    async def fetch(
+        self,
+        fragment_id: int,
+        version: int,
+        lane_id: int,
+        kind: wire.FetchKind,
+        *,
+        max_reply_bytes: int,
+    ) -> tuple[wire.FetchReply, Buffer]:
+        """Take one lane of a published version."""
+        header = wire.FetchHeader(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            fragment_id=fragment_id,
+            version=version,
+            lane_id=lane_id,
+            kind=kind,
+        )
+        reply = await self._call(
+            self._data, "fragment.fetch", header, max_reply_bytes=max_reply_bytes
+        )
+        return wire.FetchReply.FromString(reply.header), reply.payload
+
+    async def _call(
+        self,
+        transport: Transport,
+        method: str,
+        message: Message,
+        payload: Buffer = b"",
+        *,
+        wait_s: float = 0.0,
+        max_reply_bytes: int = 0,
+    ) -> Reply:
+        """Call until it is answered.
+
+        Raises:
+            CoordinatorUnavailable: If no answer came for `unreachable_s`, or one that no
+                repetition can mend.
+        """
+        header = message.SerializeToString()
+
+        async def attempt() -> Reply:
+            self.bytes_up += len(header) + len(payload)
+            reply = await transport.call(
+                method,
+                header,
+                payload,
+                deadline_s=self._rpc_deadline_s + wait_s,
+                max_reply_bytes=max_reply_bytes,
+            )
+            self.bytes_down += len(reply.header) + len(reply.payload)
+            return reply
+
+        try:
+            return await retry(attempt, self._policy, self._rng)
+        except TransportError as error:
+            what = (
+                f"gave no answer to {method} for {self._policy.budget_s:g} s"
+                if error.is_retryable
+                else f"failed at {method}"
+            )
+            raise CoordinatorUnavailable(
+                f"the syncer at {transport.peer} {what}: {error}"
+            ) from error

@@ -1,0 +1,241 @@
+"""`diloco status` and `diloco coordinator`: tables, JSON and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from diloco.cli import control
+from diloco.cli.control import as_plain
+from diloco.cli.tables import fragments_table, islands_table, run_line, status_view
+from diloco.errors import ConfigError, CoordinatorUnavailable
+from protos.control_pb2 import (
+    FragmentStatus,
+    Grant,
+    IslandStatus,
+    ReportRequest,
+    StatusReply,
+)
+from transport.contracts import IncomingCall, Reply
+from transport.grpc_server import GrpcServer
+
+REPLY = StatusReply(
+    run="demo",
+    state="running",
+    syncer_address="127.0.0.1:4712",
+    syncer_epoch=3,
+    islands=[
+        IslandStatus(island="west", incarnation=1, island_slot=1),
+        IslandStatus(
+            island="east",
+            incarnation=2,
+            island_slot=0,
+            report_age_s=0.25,
+            last_report=ReportRequest(
+                inner_step=120,
+                loss_nats=2.34567,
+                tokens_per_s=15360.4,
+                fragments_in_flight=2,
+                bytes_up=3 << 20,
+                bytes_down=5 << 10,
+                blocked_s=1.25,
+                utilisation=0.9312,
+                state="training",
+            ),
+        ),
+        IslandStatus(island="north", island_slot=2),
+    ],
+    fragments=[
+        FragmentStatus(
+            fragment_id=0,
+            version=5,
+            attempt=1,
+            digest="0123456789abcdef" * 4,
+            contributors=["east", "west"],
+            age_s=3725.04,
+            phase="open",
+        ),
+        FragmentStatus(fragment_id=1, phase="unfounded"),
+    ],
+)
+
+
+def shown(renderable: object, width: int = 200) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def rows(renderable: object) -> list[list[str]]:
+    """Cells of every line below the header, where two blanks part them."""
+    return [
+        [cell.strip() for cell in line.split("  ") if cell.strip()]
+        for line in shown(renderable).splitlines()[1:]
+    ]
+
+
+def app() -> typer.Typer:
+    app = typer.Typer()
+    control.register(app)
+    return app
+
+
+@pytest.fixture
+def coordinator() -> Iterator[str]:
+    """Address of a server that answers `control.status` with REPLY."""
+
+    async def answer(_: IncomingCall) -> Reply:
+        return Reply(REPLY.SerializeToString())
+
+    async def serve() -> None:
+        server = GrpcServer("127.0.0.1:0", {"control.status": answer})
+        await server.start()
+        address.append(server.address)
+        stop.append((asyncio.get_running_loop(), done := asyncio.Event()))
+        ready.set()
+        await done.wait()
+        await server.stop(0)
+
+    address: list[str] = []
+    stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+    ready = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(20)
+    yield address[0]
+    loop, done = stop[0]
+    loop.call_soon_threadsafe(done.set)
+    thread.join()
+
+
+def test_islands_stand_in_slot_order_with_what_they_last_reported() -> None:
+    assert rows(islands_table(REPLY)) == [
+        [
+            "east", "2", "training", "120", "2.3457", "15,360", "2", "3 MiB", "5 KiB", "1.2 s",
+            "93.1%", "0.2 s ago",
+        ],
+        ["west", "1", "not heard yet", *["-"] * 9],
+        ["north", "-", "not joined", *["-"] * 9],
+    ]  # fmt: skip
+
+
+def test_fragments_show_version_attempt_age_and_contributors() -> None:
+    assert rows(fragments_table(REPLY)) == [
+        ["0", "5", "1", "open", "3,725.0 s", "0123456789ab", "east, west"],
+        ["1", "0", "0", "unfounded", "0.0 s", "-", "-"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "absent"),
+    [
+        ({}, ["demo", "running", "127.0.0.1:4712", "epoch 3"], ["timeline"]),
+        ({"syncer_address": ""}, ["not there yet"], []),
+        ({"timeline": 2}, ["timeline 2"], []),
+        ({"state": "failed", "message": "quorum lost"}, ["failed", "quorum lost"], []),
+    ],
+    ids=["running", "no-syncer", "resumed", "failed"],
+)
+def test_first_line_says_what_state_the_run_is_in(
+    changes: dict[str, object], words: list[str], absent: list[str]
+) -> None:
+    reply = StatusReply()
+    reply.CopyFrom(REPLY)
+    reply.MergeFrom(StatusReply(**changes))
+    if "syncer_address" in changes:
+        reply.syncer_address = ""
+
+    text = shown(run_line(reply))
+
+    assert all(word in text for word in words), text
+    assert not any(word in text for word in absent), text
+
+
+def test_view_of_a_run_that_nobody_joined_is_whole() -> None:
+    text = shown(status_view(StatusReply(run="demo", state="waiting for islands")))
+
+    assert "waiting for islands" in text
+    assert "island" in text and "fragment" in text
+
+
+def test_view_fits_a_narrow_terminal() -> None:
+    lines = shown(status_view(REPLY), width=80).splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert any("east" in line for line in lines)
+
+
+def test_plain_values_keep_integers_and_say_what_is_not_set() -> None:
+    plain = as_plain(REPLY)
+
+    assert plain["syncer_epoch"] == 3
+    assert plain["islands"][0]["last_report"] is None
+    assert plain["islands"][1]["last_report"]["bytes_up"] == 3 << 20
+    assert plain["fragments"][0]["contributors"] == ["east", "west"]
+    assert as_plain(Grant(roles=[1, 2]))["roles"] == [1, 2]
+
+
+def test_status_prints_tables(coordinator: str) -> None:
+    result = CliRunner().invoke(app(), ["status", coordinator], env={"COLUMNS": "200"})
+
+    assert result.exit_code == 0
+    assert "training" in result.output
+    assert "unfounded" in result.output
+
+
+def test_status_prints_one_line_of_json(coordinator: str) -> None:
+    result = CliRunner().invoke(app(), ["status", coordinator, "--json"])
+
+    assert json.loads(result.output) == as_plain(REPLY)
+    assert result.output.count("\n") == 1
+
+
+def test_coordinator_that_cannot_be_reached_is_named_with_the_next_command() -> None:
+    result = CliRunner().invoke(app(), ["status", "127.0.0.1:1"])
+
+    assert isinstance(result.exception, CoordinatorUnavailable)
+    assert result.exception.exit_code == 30
+    message = str(result.exception)
+    assert "127.0.0.1:1" in message
+    assert message.endswith("diloco coordinator RUN.toml")
+
+
+@pytest.mark.parametrize("address", ["localhost", "localhost:", ":4711", "host:0", "host:65536"])
+def test_address_without_host_or_port_is_refused(address: str) -> None:
+    result = CliRunner().invoke(app(), ["status", address])
+
+    assert isinstance(result.exception, ConfigError)
+    assert repr(address) in str(result.exception)
+
+
+def test_coordinator_refuses_a_bad_override_before_it_starts(tmp_path: Path) -> None:
+    run_file = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
+    state_dir = tmp_path / "state"
+    arguments = ["--set", f"coordinator.state_dir={state_dir}", "--set", "outer.overlap_steps=-1"]
+
+    result = CliRunner().invoke(app(), ["coordinator", str(run_file), *arguments])
+
+    assert isinstance(result.exception, ConfigError)
+    assert "outer.overlap_steps" in str(result.exception)
+    assert not state_dir.exists()
+
+
+def test_importing_the_commands_is_light() -> None:
+    program = (
+        "import sys, diloco.cli.control\n"
+        "heavy = {'torch', 'grpc', 'pydantic', 'google.protobuf'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,131 @@
+"""`diloco plan`: what is shown is what will be done; no torch parameter is allocated."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from diloco.cli import island
+from diloco.errors import ConfigError
+
+RUN = """
+[run]
+name = "small"
+seed = 1
+inner_steps = 20
+
+[model]
+preset = "tiny"
+
+[data]
+sequence_length = 32
+
+[inner.optimizer]
+lr = 2e-3
+
+[outer]
+preset = "streaming"
+inner_steps_per_round = 4
+num_fragments = 2
+
+[coordinator]
+state_dir = "runs/small"
+
+[transport]
+link = "thin-5M-60ms"
+
+[islands.east]
+ranks = 1
+tokens_per_inner_step = 128
+
+[islands.west]
+ranks = 1
+tokens_per_inner_step = 256
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def plan(*arguments: object) -> str:
+    app = typer.Typer()
+    island.register(app)
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_json_has_fragments_schedule_bytes_and_tokens(run_file: Path) -> None:
+    planned = json.loads(plan(run_file, "--json"))
+
+    # tiny: embedding and head 256 x 32; a layer has 2 x 32 x 32 + 2 x 32 x 16 in its attention,
+    # 3 x 32 x 96 in its feed-forward, 2 norms; one last norm.
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 2 * 32
+    assert planned["parameters"] == 2 * 256 * 32 + 2 * layer + 32
+    assert [fragment["fragment_id"] for fragment in planned["fragments"]] == [0, 1]
+    assert planned["tokens"] == {"east": 20 * 128, "west": 20 * 256}
+    assert planned["round_bytes_up"] == sum(f["bytes_up"] for f in planned["fragments"])
+    for fragment in planned["fragments"]:
+        # int4 in blocks of 128: 64 bytes and a 2-byte scale.
+        blocks = fragment["float32_bytes"] // (4 * 128)
+        assert fragment["bytes_up"] == fragment["bytes_down"]
+        assert abs(fragment["bytes_up"] - 66 * blocks) <= 16
+
+
+def test_schedule_lists_the_first_two_periods_and_the_last(run_file: Path) -> None:
+    planned = json.loads(plan(run_file, "--json"))
+
+    steps = [(send["inner_step"], send["merge_step"]) for send in planned["sends"]]
+    # H = 4, P = 2, tau = 1: due at 2, 4, 6, ...; the flush takes what would merge at 20 or later.
+    assert steps == [(2, 3), (4, 5), (6, 7), (8, 9), (16, 17), (18, 19)]
+    assert planned["num_sends"] == 9
+    assert planned["is_flushed"]
+
+
+def test_alternatives_are_multiples_of_the_run(run_file: Path) -> None:
+    own, dense, parallel = json.loads(plan(run_file, "--json"))["ways"]
+
+    assert (own["name"], own["times"]) == ("this run", 1.0)
+    assert own["transfers"] == 9 + 2
+    assert parallel["bytes_up"] == parallel["bytes_down"] == 4 * 41120 * 20
+    assert 1.0 < dense["times"] < parallel["times"]
+    # 5 Mbit/s each way, 60 ms round trip a transfer.
+    expected_s = 8 * parallel["bytes_up"] / 5e6 + 20 * 0.060
+    assert parallel["transfer_s"] == pytest.approx(expected_s, rel=1e-12)
+
+
+def test_tables_name_every_fragment_and_the_flush(run_file: Path) -> None:
+    text = plan(run_file)
+
+    assert "41,120 parameters in 2 fragments; 20 inner steps, 9 sends" in text
+    assert "all (flush, published in float32)" in text
+    assert "thin-5M-60ms" in text
+
+
+def test_without_a_link_no_time_is_claimed(run_file: Path) -> None:
+    text = plan(run_file, "--set", "transport.link=")
+
+    assert "no transport.link, so no times" in text
+    planned = json.loads(plan(run_file, "--set", "transport.link=", "--json"))
+    assert {way["transfer_s"] for way in planned["ways"]} == {None}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("outer.num_fragments=99", "outer.num_fragments = 99 is outside"),
+        ("transport.link=none-such", "transport.link = 'none-such'.*thin-5M-60ms"),
+    ],
+    ids=["more-fragments-than-tensors", "unknown-link"],
+)
+def test_impossible_run_is_refused_with_its_field(
+    run_file: Path, override: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(run_file, "--set", override)

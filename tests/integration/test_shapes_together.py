@@ -1,0 +1,44 @@
+"""Islands of different shape in one run, real processes and real gRPC, against islands of one rank.
+
+Everything is float32 on two rounds with H = 4, so differences come from the layout of the inner
+training alone: parameters may differ by 1e-4 and losses by 5e-6 (layout parity).
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.run_files import FinishedRun, run_to_end, write_run
+
+SHAPES = {"fsdp": "dp_shard = 2", "one": "", "tp": "tp = 2"}
+SINGLE = dict.fromkeys(SHAPES, "")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def published(run: FinishedRun) -> torch.Tensor:
+    return torch.cat([lane.published for record in run.last_records() for lane in record.lanes])
+
+
+def test_shapes_together_equal_islands_of_one_rank(tmp_path: Path) -> None:
+    mixed = run_to_end(write_run(tmp_path / "mixed", SHAPES, codec="float32"))
+    single = run_to_end(write_run(tmp_path / "single", SINGLE, codec="float32"))
+
+    assert len(mixed.ending_digests()) == 1, "published bytes are the same on every rank"
+    assert mixed.ending_digests() == {tuple(r.digest.hex() for r in mixed.last_records())}
+    torch.testing.assert_close(published(mixed), published(single), rtol=0, atol=1e-4)
+    for island in SHAPES:
+        differences = [
+            abs(a - b) for a, b in zip(mixed.losses(island), single.losses(island), strict=True)
+        ]
+        assert len(differences) == 8
+        assert max(differences) <= 5e-6, f"{island}: {differences}"
+    versions = {island: mixed.of_kind(island, "fragment_merged") for island in SHAPES}
+    assert {event["version"] for event in versions["tp"]} >= {1, 2}, "two rounds and the flush"
+
+
+def test_shapes_together_with_int4_hold_the_same_bytes(tmp_path: Path) -> None:
+    run = run_to_end(write_run(tmp_path, SHAPES, codec="int4", tied=True))
+
+    assert run.ending_digests() == {tuple(r.digest.hex() for r in run.last_records())}

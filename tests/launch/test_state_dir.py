@@ -1,0 +1,127 @@
+"""Locks, endpoints and the end of a syncer that its coordinator left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from diloco.launch.state_dir import (
+    Endpoint,
+    Held,
+    StateDir,
+    acquire,
+    hold,
+    holder,
+    read_endpoint,
+    stop_syncer,
+    write_pid,
+)
+
+HOLDER = """
+import signal, sys, time
+from pathlib import Path
+from diloco.launch.state_dir import hold
+signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[2] == "stubborn" else signal.SIG_DFL)
+with hold(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def other_process(path: Path, manner: str = "meek") -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a lock."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path), manner], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_lock_is_free_again_when_its_context_or_its_process_ends(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert holder(path) is None
+
+    with other_process(path) as process:
+        assert holder(path) == process.pid
+        with pytest.raises(Held, match=f"held by process {process.pid}"), hold(path):
+            pass
+        process.kill()
+        process.wait()
+        assert holder(path) is None
+
+    with hold(path):
+        assert holder(path) is not None
+    assert holder(path) is None
+
+
+def test_lock_passes_to_a_process_that_inherits_its_descriptor(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    descriptor = acquire(path)
+    program = "import sys; print('up', flush=True); sys.stdin.read()"
+
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(descriptor,),
+    ) as process:
+        write_pid(descriptor, process.pid)
+        os.close(descriptor)
+
+        assert holder(path) == process.pid
+        process.kill()
+        process.wait()
+        assert holder(path) is None
+
+
+@pytest.mark.parametrize("manner", ["meek", "stubborn"])
+def test_syncer_is_stopped_whatever_it_does(
+    tmp_path: Path, manner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.launch.state_dir._STOP_S", 0.5)
+    state = StateDir(tmp_path / "state")
+    state.create()
+    stop_syncer(state)  # nobody there: nothing to do
+
+    with other_process(state.store_lock, manner) as process:
+        before = time.monotonic()
+        stop_syncer(state)
+
+        assert holder(state.store_lock) is None
+        assert process.wait() == (-15 if manner == "meek" else -9)
+        assert time.monotonic() - before < 20
+
+
+def test_endpoint_is_read_back_and_absent_before_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "syncer.json"
+
+    assert read_endpoint(path) is None
+    Endpoint("127.0.0.1:4711", 42).write(path)
+    Endpoint("127.0.0.1:4712", 43).write(path)
+
+    assert read_endpoint(path) == Endpoint("127.0.0.1:4712", 43)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=str(path)):
+        read_endpoint(path)
+
+
+def test_directory_is_its_owners_alone_and_may_be_there_already(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "runs" / "demo")
+
+    state.create()
+    state.create()
+
+    assert state.root.stat().st_mode & 0o777 == 0o700
+    assert state.store.is_dir()

@@ -1,0 +1,247 @@
+"""Reports of a syncer over a loopback network and a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from diloco.rounds.reporter import HELLO_INTERVAL_S, Reporter
+from protos.control_pb2 import (
+    Grant,
+    RoundReport,
+    RoundReportReply,
+    SyncerHelloReply,
+    SyncerHelloRequest,
+)
+from protos.fragment_pb2 import FragmentState
+from transport.contracts import IncomingCall, Reply, Server
+from transport.loopback import LoopbackNetwork, run_virtual
+
+
+class FakeRounds:
+    """Two fragments; `versions` may be changed at any time."""
+
+    def __init__(self) -> None:
+        self.versions = [0, 0]
+
+    @property
+    def states(self) -> list[FragmentState]:
+        return [
+            FragmentState(
+                fragment_id=p, version=version, attempt=1, digest=bytes([p]), contributors=["east"]
+            )
+            for p, version in enumerate(self.versions)
+        ]
+
+    def phase(self, fragment_id: int) -> str:
+        return ("open", "closing")[fragment_id]
+
+
+class FakeCoordinator:
+    """Remembers what it heard; `plan_after_s` is when it knows the plan."""
+
+    def __init__(self, network: LoopbackNetwork, *, plan_after_s: float = 0.0) -> None:
+        self.network = network
+        self.plan_after_s = plan_after_s
+        self.hellos: list[tuple[float, SyncerHelloRequest]] = []
+        self.reports: list[tuple[float, RoundReport]] = []
+        self.answer_s = 0.0
+        self.refused_reports = 0
+
+    async def up(self) -> Server:
+        handlers = {"control.syncer_hello": self._hello, "control.round_report": self._report}
+        server = self.network.server("coordinator", handlers)
+        await server.start()
+        return server
+
+    @property
+    def records(self) -> list[str]:
+        return [report.record_json for _, report in self.reports if report.record_json]
+
+    async def _hello(self, call: IncomingCall) -> Reply:
+        now = asyncio.get_running_loop().time()
+        self.hellos.append((now, SyncerHelloRequest.FromString(call.header)))
+        plan = "the plan" if now >= self.plan_after_s else ""
+        return Reply(SyncerHelloReply(plan_json=plan).SerializeToString())
+
+    async def _report(self, call: IncomingCall) -> Reply:
+        await asyncio.sleep(self.answer_s)
+        if self.refused_reports:
+            self.refused_reports -= 1
+            raise RuntimeError("disk full")
+        now = asyncio.get_running_loop().time()
+        self.reports.append((now, RoundReport.FromString(call.header)))
+        return Reply(RoundReportReply().SerializeToString())
+
+
+class Scene:
+    """One reporter, its coordinator and its rounds."""
+
+    def __init__(self, **coordinator: Any) -> None:
+        network = LoopbackNetwork()
+        self.rounds = FakeRounds()
+        self.coordinator = FakeCoordinator(network, **coordinator)
+        self.reporter = Reporter(
+            connect=lambda: network.connect("coordinator"),
+            grant=Grant(run="demo"),
+            syncer_epoch=3,
+            pid=17,
+        )
+
+    def run(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self.reporter.run(self.rounds, "here:1"))
+
+    def commit(self, fragment_id: int, version: int) -> None:
+        self.rounds.versions[fragment_id] = version
+        self.reporter.add_record({"fragment_id": fragment_id, "version": version})
+
+
+def play(story: Callable[[Scene], Coroutine[Any, Any, None]], **coordinator: Any) -> Scene:
+    async def told() -> Scene:
+        scene = Scene(**coordinator)
+        await story(scene)
+        return scene
+
+    return run_virtual(told())
+
+
+def test_plan_is_asked_for_until_an_island_has_joined_and_while_nobody_answers() -> None:
+    async def story(scene: Scene) -> None:
+        learning = asyncio.create_task(scene.reporter.learn_plan())
+        await asyncio.sleep(10)
+        assert not learning.done()
+        await scene.coordinator.up()
+        assert await learning == "the plan"
+
+    scene = play(story, plan_after_s=12.0)
+
+    times = [at for at, _ in scene.coordinator.hellos]
+    assert 12.0 <= times[-1] < 12.5
+    assert len(times) > 4
+    assert {hello.address for _, hello in scene.coordinator.hellos} == {""}
+
+
+def test_idle_syncer_repeats_its_address_and_all_states_every_two_seconds() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        running = scene.run()
+        await asyncio.sleep(5 * HELLO_INTERVAL_S + 1)
+        running.cancel()
+
+    coordinator = play(story).coordinator
+
+    assert [at for at, _ in coordinator.hellos] == [2.0 * i for i in range(6)]
+    assert [at for at, _ in coordinator.reports] == [2.0 * i for i in range(6)]
+    _, hello = coordinator.hellos[-1]
+    assert (hello.address, hello.syncer_epoch, hello.pid) == ("here:1", 3, 17)
+    _, report = coordinator.reports[-1]
+    assert (report.syncer_epoch, report.record_json, report.fatal_reason) == (3, "", "")
+    assert [(f.fragment_id, f.phase) for f in report.fragments] == [(0, "open"), (1, "closing")]
+    first = report.fragments[0]
+    assert (first.attempt, first.digest, list(first.contributors)) == (1, "00", ["east"])
+
+
+def test_change_is_told_at_once_and_a_burst_in_one_report() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        running = scene.run()
+        await asyncio.sleep(1)
+        for version in range(1, 50):
+            scene.rounds.versions[0] = version
+            scene.reporter.changed()
+        assert await scene.reporter.drain(1)
+        running.cancel()
+
+    reports = play(story).coordinator.reports
+
+    assert [report.fragments[0].version for _, report in reports] == [0, 49]
+    assert reports[1][0] - 1.0 < 0.2
+
+
+def test_age_counts_from_the_publication() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        running = scene.run()
+        await asyncio.sleep(3)
+        scene.commit(1, 1)
+        await asyncio.sleep(5)
+        running.cancel()
+
+    at, report = play(story).coordinator.reports[-1]
+
+    assert [fragment.age_s for fragment in report.fragments] == [0.0, at - 3.0]
+
+
+def test_records_are_told_once_and_in_order_however_often_the_coordinator_dies() -> None:
+    async def story(scene: Scene) -> None:
+        running = scene.run()
+        scene.commit(0, 1)
+        for version in range(2, 6):
+            scene.commit(1, version)
+            server = await scene.coordinator.up()
+            assert await scene.reporter.drain(5)
+            await server.stop(0)
+            scene.commit(0, version)
+            await asyncio.sleep(7)
+        await scene.coordinator.up()
+        scene.coordinator.refused_reports = 3
+        assert await scene.reporter.drain(10)
+        running.cancel()
+
+    scene = play(story)
+
+    expected = [(0, 1)]
+    for version in range(2, 6):
+        expected += [(1, version), (0, version)]
+    assert scene.coordinator.records == [
+        f'{{"fragment_id": {p}, "version": {version}}}' for p, version in expected
+    ]
+
+
+def test_record_that_was_not_acknowledged_is_told_again() -> None:
+    async def story(scene: Scene) -> None:
+        server = await scene.coordinator.up()
+        scene.coordinator.answer_s = 1.0
+        scene.commit(0, 1)
+        running = scene.run()
+        await asyncio.sleep(0.5)
+        await server.stop(0)  # in the middle of the report
+        scene.coordinator.answer_s = 0.0
+        await scene.coordinator.up()
+        assert await scene.reporter.drain(5)
+        running.cancel()
+
+    assert len(play(story).coordinator.records) == 1
+
+
+def test_coordinator_that_hangs_does_not_hold_up_who_reports() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        scene.coordinator.answer_s = 1e6
+        running = scene.run()
+        before = asyncio.get_running_loop().time()
+        for version in range(1, 1000):
+            scene.commit(0, version)
+        assert asyncio.get_running_loop().time() == before
+        assert not await scene.reporter.drain(2)
+        scene.coordinator.answer_s = 0.0
+        assert await scene.reporter.drain(60)
+        running.cancel()
+
+    assert len(play(story).coordinator.records) == 999
+
+
+def test_failure_is_told_with_every_report_from_then_on() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        running = scene.run()
+        await asyncio.sleep(1)
+        scene.reporter.fail("quorum lost", 50)
+        await asyncio.sleep(5)
+        running.cancel()
+
+    reports = [report for _, report in play(story).coordinator.reports]
+
+    fatal = [(report.fatal_reason, report.fatal_exit_code) for report in reports]
+    assert fatal == [("", 0), *[("quorum lost", 50)] * 3]

@@ -1,0 +1,151 @@
+"""Run files for tests with real processes, and what their runs left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diloco.config.load import load_config
+from diloco.launch.local import LocalRun
+from diloco.launch.state_dir import StateDir
+from diloco.launch.summary import read_events
+from diloco.outer.fragments import Plan
+from diloco.rounds.store import FragmentStore, VersionRecord
+
+_TEMPLATE = """
+[run]
+name = "test"
+seed = 7
+inner_steps = {inner_steps}
+
+[model]
+preset = "tiny"
+tie_embeddings = {tied}
+
+[data]
+sequence_length = 32
+
+[inner.optimizer]
+lr = 2e-3
+warmup_steps = 2
+
+[outer]
+preset = "streaming"
+inner_steps_per_round = {inner_steps_per_round}
+num_fragments = {num_fragments}
+overlap_steps = {overlap_steps}
+uplink_codec = "{codec}"
+downlink_codec = "{codec}"
+round_deadline = "{round_deadline}"
+
+[coordinator]
+state_dir = "{state_dir}"
+
+[transport]
+rpc_timeout = "10s"
+unreachable = "120s"
+
+[evaluation]
+num_sequences = 8
+"""
+_ISLAND = """
+[islands.{name}]
+ranks = {ranks}
+mesh = {{ {mesh} }}
+tokens_per_inner_step = 128
+"""
+
+
+def write_run(
+    directory: Path,
+    islands: Mapping[str, str],
+    *,
+    inner_steps: int = 8,
+    inner_steps_per_round: int = 4,
+    num_fragments: int = 2,
+    overlap_steps: int = 1,
+    codec: str = "int4",
+    tied: bool = False,
+    round_deadline: str = "60s",
+) -> Path:
+    """Write a run file; `islands` maps a name to its mesh: "", "dp_shard = 2" or "tp = 2"."""
+    text = _TEMPLATE.format(
+        inner_steps=inner_steps,
+        inner_steps_per_round=inner_steps_per_round,
+        num_fragments=num_fragments,
+        overlap_steps=overlap_steps,
+        codec=codec,
+        tied=str(tied).lower(),
+        round_deadline=round_deadline,
+        state_dir=directory / "state",
+    )
+    for name, mesh in islands.items():
+        text += _ISLAND.format(name=name, ranks=2 if mesh else 1, mesh=mesh)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "run.toml"
+    path.write_text(text)
+    return path
+
+
+class FinishedRun:
+    """What a run left behind: records and events."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self.state: StateDir = run.state
+        self.plan = Plan.from_json(self.state.plan.read_text())
+        self.stores = [FragmentStore(self.state.store, f, 4) for f in self.plan.fragments]
+        self.events: dict[str, list[dict[str, Any]]] = read_events(
+            run.config.telemetry_dir, run.config.islands
+        )
+
+    def last_records(self) -> list[VersionRecord]:
+        """Return the newest record of every fragment."""
+        recovered = [store.recover() for store in self.stores]
+        assert None not in recovered
+        return [found.record for found in recovered if found is not None]
+
+    def of_kind(self, island: str, kind: str) -> list[dict[str, Any]]:
+        """Return one island's events of one kind, of all its ranks."""
+        return [event for event in self.events[island] if event["kind"] == kind]
+
+    def losses(self, island: str) -> list[float]:
+        """Return the loss of every inner step of an island."""
+        return [event["loss"] for event in self.of_kind(island, "inner_step")]
+
+    def ending_digests(self) -> set[tuple[str, ...]]:
+        """Return the distinct digests with which ranks of all islands ended."""
+        return {
+            tuple(event["digests"])
+            for island in self.events
+            for event in self.of_kind(island, "island_ended")
+        }
+
+
+def run_to_end(run_file: Path) -> FinishedRun:
+    """Run everything on this machine and insist on success; on failure show every log."""
+    with LocalRun(load_config(run_file), run_file, ()) as run:
+        run.start()
+        code = run.wait(lambda: None)
+        run.wait_for_coordinator()
+    assert code == 0, f"exit code {code}\n{all_logs(run.state.root)}"
+    return FinishedRun(run)
+
+
+def all_logs(directory: Path) -> str:
+    """Return the end of every log below a directory."""
+    logs = sorted(directory.rglob("*.log"))
+    return "\n".join(f"--- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+
+def journal_tape(state: StateDir) -> list[dict[str, Any]]:
+    """Return the headers of all rounds that the coordinator indexed, in order."""
+    from diloco.coordinator.journal import Journal
+
+    journal = Journal(state.journal)
+    journal.open()
+    try:
+        return [json.loads(header) for header in journal.tape()]
+    finally:
+        journal.close()

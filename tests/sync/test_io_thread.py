@@ -1,0 +1,80 @@
+"""The IO thread: posted work in order, generators driven, nothing left behind."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Generator, Iterator
+from typing import Any
+
+import pytest
+
+from diloco.sync.io_thread import IoThread
+
+
+@pytest.fixture
+def io() -> Iterator[IoThread]:
+    thread = IoThread()
+    thread.start()
+    yield thread
+    thread.stop()
+
+
+def test_posted_actions_run_in_order_before_what_is_run_next(io: IoThread) -> None:
+    seen: list[int] = []
+
+    async def last() -> list[int]:
+        return [*seen, threading.get_ident()]
+
+    for number in range(5):
+        io.post(seen.append, number)
+    *numbers, thread_id = io.run(last())
+
+    assert numbers == [0, 1, 2, 3, 4]
+    assert thread_id != threading.get_ident()
+
+
+def test_generator_goes_on_after_each_of_its_waits(io: IoThread) -> None:
+    seen: list[str] = []
+
+    async def wait(name: str) -> None:
+        await asyncio.sleep(0)
+        seen.append(name)
+
+    def waits() -> Generator[Coroutine[Any, Any, None], None, None]:
+        yield wait("first")
+        seen.append("between")
+        yield wait("second")
+        seen.append("after")
+
+    io.drive(waits())
+
+    assert seen == ["first", "between", "second", "after"]
+
+
+def test_error_in_the_loop_reaches_the_training_thread(io: IoThread) -> None:
+    async def fail() -> None:
+        raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        io.drive(iter([fail()]))
+
+
+def test_stop_cancels_what_is_under_way_and_lets_it_clean_up() -> None:
+    io, seen = IoThread(), []
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            seen.append("cleaned up")
+
+    async def spawn() -> None:
+        spawned.append(asyncio.create_task(endless()))
+        await asyncio.sleep(0)
+
+    spawned: list[asyncio.Task[None]] = []
+    io.start()
+    io.run(spawn())
+    io.stop()
+
+    assert seen == ["cleaned up"]

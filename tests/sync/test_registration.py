@@ -1,0 +1,226 @@
+"""The leader's word with the coordinator: refusals, patience, reports, departure."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from diloco.errors import (
+    ConfigError,
+    CoordinatorUnavailable,
+    DilocoError,
+    FingerprintMismatch,
+    IslandFailed,
+    PlanMismatch,
+    QuorumLost,
+)
+from diloco.sync.registration import Island, IslandState, Progress, Registration
+from protos import control_pb2 as control
+from transport.contracts import IncomingCall, Reply
+from transport.loopback import LoopbackNetwork, run_virtual
+from transport.retry import RetryPolicy
+
+BUDGET_S = 30.0
+ISLAND = Island(
+    run="demo",
+    island_id="east",
+    identity_json='{"run.seed":1}',
+    plan_json="{}",
+    num_ranks=2,
+    start_id="a start",
+)
+ACCEPTED = control.JoinReply(
+    status=control.JOIN_STATUS_ACCEPTED,
+    grant=control.Grant(run="demo", island="east", incarnation=3),
+    syncers=[control.SyncerAssignment(address="syncer:1")],
+)
+NOT_YET = control.JoinReply(status=control.JOIN_STATUS_ACCEPTED, grant=ACCEPTED.grant)
+
+
+class FakeCoordinator:
+    """Answers with what it is told to, in turn, the last answer for ever; keeps what it heard."""
+
+    def __init__(
+        self,
+        joins: list[control.JoinReply] | None = None,
+        reports: list[control.ReportReply] | None = None,
+    ) -> None:
+        self.network = LoopbackNetwork()
+        self.heard: list[control.JoinRequest | control.ReportRequest | control.LeaveRequest] = []
+        self._joins = joins or [ACCEPTED]
+        self._reports = reports or [control.ReportReply()]
+        handlers = {
+            "control.join": self._join,
+            "control.report": self._report,
+            "control.leave": self._leave,
+        }
+        self.server = self.network.server("coordinator", handlers)
+
+    def registration(self) -> Registration:
+        return Registration(
+            self.network.connect("coordinator"),
+            ISLAND,
+            rpc_deadline_s=5.0,
+            policy=RetryPolicy(budget_s=BUDGET_S),
+            rng=random.Random(0),
+        )
+
+    def of(self, kind: type) -> list:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    async def _join(self, call: IncomingCall) -> Reply:
+        self.heard.append(control.JoinRequest.FromString(call.header))
+        return Reply(_next(self._joins).SerializeToString())
+
+    async def _report(self, call: IncomingCall) -> Reply:
+        self.heard.append(control.ReportRequest.FromString(call.header))
+        return Reply(_next(self._reports).SerializeToString())
+
+    async def _leave(self, call: IncomingCall) -> Reply:
+        self.heard.append(control.LeaveRequest.FromString(call.header))
+        return Reply(control.LeaveReply().SerializeToString())
+
+
+def _next(answers: list):
+    return answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+def run(
+    coordinator: FakeCoordinator, story: Callable[[Registration], Awaitable[None]], *, up: bool
+) -> None:
+    async def tell() -> None:
+        if up:
+            await coordinator.server.start()
+        await story(coordinator.registration())
+
+    run_virtual(tell())
+
+
+def test_join_says_who_asks_and_asks_again_until_a_syncer_is_there() -> None:
+    coordinator = FakeCoordinator(joins=[NOT_YET, NOT_YET, ACCEPTED])
+
+    async def story(registration: Registration) -> None:
+        reply = await registration.join()
+        assert reply.syncers[0].address == "syncer:1"
+
+    run(coordinator, story, up=True)
+    joins = coordinator.of(control.JoinRequest)
+    assert len(joins) == 3
+    assert {(join.run, join.island, join.num_ranks, join.start_id) for join in joins} == {
+        ("demo", "east", 2, "a start")
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (control.JOIN_STATUS_FINGERPRINT_MISMATCH, FingerprintMismatch),
+        (control.JOIN_STATUS_PLAN_MISMATCH, PlanMismatch),
+        (control.JOIN_STATUS_UNKNOWN_ISLAND, ConfigError),
+        (control.JOIN_STATUS_WRONG_RUN, ConfigError),
+        (control.JOIN_STATUS_VERSION_MISMATCH, ConfigError),
+    ],
+    ids=["fingerprint", "plan", "island", "run", "version"],
+)
+def test_refusal_is_an_error_with_the_coordinators_words(
+    status: control.JoinStatus, expected: type[DilocoError]
+) -> None:
+    refusal = control.JoinReply(status=status, message="outer.local_mix: 0.0 here, 0.5 there")
+
+    async def story(registration: Registration) -> None:
+        with pytest.raises(expected, match=r"'east'.*outer.local_mix: 0.0 here, 0.5 there") as info:
+            await registration.join()
+        assert info.value.exit_code == expected.exit_code
+
+    run(FakeCoordinator(joins=[refusal]), story, up=True)
+
+
+@pytest.mark.parametrize(
+    ("up", "words"), [(False, "gave no answer to control.join"), (True, "no syncer registered")]
+)
+def test_join_ends_when_nobody_came_in_time(up: bool, words: str) -> None:
+    async def story(registration: Registration) -> None:
+        with pytest.raises(CoordinatorUnavailable, match=words):
+            await registration.join()
+        assert asyncio.get_running_loop().time() < BUDGET_S + 2.0
+
+    run(FakeCoordinator(joins=[NOT_YET]), story, up=up)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "expected"),
+    [(50, QuorumLost), (40, IslandFailed), (30, CoordinatorUnavailable), (7, DilocoError)],
+)
+def test_stop_in_a_report_becomes_the_error_of_its_exit_code(
+    exit_code: int, expected: type[DilocoError]
+) -> None:
+    stop = control.ReportReply(stop=True, reason="west is missing", exit_code=exit_code)
+    coordinator = FakeCoordinator(reports=[control.ReportReply(), stop])
+    stops: list[DilocoError] = []
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        progress = Progress(IslandState.TRAINING, inner_step=5, loss_nats=2.5)
+        registration.start_reporting(lambda: progress, stops.append)
+        await asyncio.sleep(10)
+
+    run(coordinator, story, up=True)
+    (error,) = stops
+    assert (type(error), error.exit_code, str(error)) == (expected, exit_code, "west is missing")
+    reports = coordinator.of(control.ReportRequest)
+    assert len(reports) == 2
+    assert {(r.grant.incarnation, r.state, r.inner_step, r.loss_nats) for r in reports} == {
+        (3, "training", 5, 2.5)
+    }
+
+
+def test_reports_survive_a_coordinator_that_is_away() -> None:
+    coordinator = FakeCoordinator()
+    stops: list[DilocoError] = []
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        registration.start_reporting(Progress, stops.append)
+        await asyncio.sleep(2.5)
+        await coordinator.server.stop(0)
+        await asyncio.sleep(20)
+        before = len(coordinator.heard)
+        await coordinator.server.start()
+        await asyncio.sleep(2.5)
+        assert len(coordinator.heard) >= before + 2
+
+    run(coordinator, story, up=True)
+    assert stops == []
+
+
+def test_leave_stops_reports_and_says_the_last_word() -> None:
+    coordinator = FakeCoordinator()
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        registration.start_reporting(Progress, lambda error: None)
+        await asyncio.sleep(1.5)
+        last = Progress(IslandState.FINISHED, inner_step=9)
+        await registration.leave(0, "finished", last=last, at_most_s=5.0)
+        await asyncio.sleep(10)
+
+    run(coordinator, story, up=True)
+    *_, report, leave = coordinator.heard
+    assert (report.state, report.inner_step) == ("finished", 9)
+    assert (leave.grant.incarnation, leave.exit_code, leave.reason) == (3, 0, "finished")
+
+
+def test_leave_gives_up_in_time_and_says_nothing_when_it_never_joined() -> None:
+    coordinator = FakeCoordinator()
+
+    async def story(registration: Registration) -> None:
+        await coordinator.registration().leave(1, "never joined", last=Progress(), at_most_s=5.0)
+        await registration.join()
+        await coordinator.server.stop(0)
+        began = asyncio.get_running_loop().time()
+        await registration.leave(20, "failed", last=Progress(), at_most_s=5.0)
+        assert asyncio.get_running_loop().time() - began <= 5.0
+
+    run(coordinator, story, up=True)
+    assert coordinator.of(control.LeaveRequest) == []
