@@ -85,34 +85,35 @@ async def _show(address: str, *, watch: bool, as_json: bool) -> None:
 
 
 async def _looks(address: str, *, watch: bool) -> AsyncIterator[StatusReply]:
-    """Ask the coordinator once, or every second for ever; a watcher bears with a restart."""
+    """Ask the coordinator once, or every second for ever; a watcher bears with its restart."""
     from transport.grpc_client import GrpcTransport
 
     _check_address(address)
     transport = GrpcTransport(address)
     try:
-        yield await _ask(transport, budget_s=0.0)
+        yield await _ask(transport)
         while watch:
             await asyncio.sleep(_WATCH_S)
-            yield await _ask(transport, budget_s=_RESTART_S)
+            yield await _ask(transport, patience_s=_RESTART_S)
     finally:
         await transport.close()
 
 
-async def _ask(transport: Transport, *, budget_s: float) -> StatusReply:
+async def _ask(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
     from diloco.errors import CoordinatorUnavailable
     from protos.control_pb2 import StatusReply, StatusRequest
-    from transport.contracts import PROTOCOL_VERSION
+    from transport.contracts import PROTOCOL_VERSION, Reply
     from transport.errors import TransportError
     from transport.retry import RetryPolicy, retry
 
     header = StatusRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
+
+    async def attempt() -> Reply:
+        return await transport.call("control.status", header, deadline_s=_CALL_S)
+
+    policy = RetryPolicy(max_wait_s=1.0, budget_s=patience_s)
     try:
-        reply = await retry(
-            lambda: transport.call("control.status", header, deadline_s=_CALL_S),
-            RetryPolicy(max_wait_s=1.0, budget_s=budget_s),
-            random.Random(),
-        )
+        reply = await (retry(attempt, policy, random.Random()) if patience_s else attempt())
     except TransportError as error:
         raise CoordinatorUnavailable(
             f"no coordinator answered at {transport.peer}: {error}\n"

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from diloco.cli import control, island, local
+from diloco.cli import configuration, control, island, local
 from diloco.errors import DilocoError
 
 app = typer.Typer(
@@ -42,19 +43,15 @@ def _options(
     )
 
 
-control.register(app)
-island.register(app)
-local.register(app)
+for subject in (control, island, local, configuration):
+    subject.register(app)
 
 
 def main() -> None:
     """Run the command line; an error of the product ends in its exit code and one message."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
-    except typer.Abort:
-        sys.exit(130)
+        app()
     except DilocoError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        message = Text.assemble(("error: ", "bold red"), str(error))
+        Console(stderr=True).print(message, soft_wrap=True)
         sys.exit(error.exit_code)

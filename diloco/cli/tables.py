@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +12,7 @@ from transport.units import format_bytes
 _STATE_STYLE = {"running": "green", "finished": "bold green", "failed": "bold red"}
 _DIGEST_CHARACTERS = 12
 _UNKNOWN = "-"
+_TEXTS = frozenset({"island", "state", "phase", "digest", "contributors"})
 
 
 def status_view(reply: StatusReply) -> RenderableType:
@@ -43,7 +44,6 @@ def islands_table(reply: StatusReply) -> Table:
     table = _table(
         "island", "incarnation", "state", "inner step", "loss", "tokens/s", "in flight",
         "up", "down", "blocked", "utilisation", "heard",
-        num_texts=1,
     )  # fmt: skip
     for island in sorted(reply.islands, key=lambda island: island.island_slot):
         table.add_row(*_island_cells(island))
@@ -52,26 +52,25 @@ def islands_table(reply: StatusReply) -> Table:
 
 def fragments_table(reply: StatusReply) -> Table:
     """Show one row a fragment: its newest published version and its current attempt."""
-    table = _table(
-        "fragment", "version", "attempt", "phase", "age", "digest", "contributors", num_texts=0
-    )
+    table = _table("fragment", "version", "attempt", "phase", "age", "digest", "contributors")
     for fragment in reply.fragments:
         table.add_row(*_fragment_cells(fragment))
     return table
 
 
-def _table(*columns: str, num_texts: int) -> Table:
-    """Lay out columns; all but the first `num_texts` hold figures and stand to the right."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < num_texts else "right")
+def _table(*columns: str) -> Table:
+    """Lay out columns, figures to the right; a narrow terminal folds them and loses nothing."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for column in columns:
+        justify: JustifyMethod = "left" if column in _TEXTS else "right"
+        table.add_column(column, justify=justify, overflow="fold")
     return table
 
 
 def _island_cells(island: IslandStatus) -> tuple[str, ...]:
     name, incarnation = island.island, str(island.incarnation or _UNKNOWN)
     if not island.HasField("last_report"):
-        state = "not heard yet" if island.incarnation else "not joined"
+        state = "joined" if island.incarnation else "not joined"
         return (name, incarnation, state, *[_UNKNOWN] * 9)
     report = island.last_report
     return (

@@ -13,6 +13,7 @@ Source: design.md section 2; protocol.md sections 6 and 13.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -304,18 +306,16 @@ class _Rank:
                 self._sum_bytes()
             record.renew(IslandState.TRAINING, session)
             if self._is_evaluated_after(inner_step):
-                with session.global_parameters():
-                    self._evaluate("published")
+                self._evaluate("published", session.global_parameters())
 
     def finish(self) -> None:
         """Evaluate, flush, evaluate what is published, and leave."""
         session, record = self._session, self._record
-        self._evaluate("local")
+        self._evaluate("local", contextlib.nullcontext())
         record.renew(IslandState.FLUSHING, session)
         self._io.drive(session.finishing())
         wall_s = record.wall_s
-        with session.global_parameters():
-            self._evaluate("published")
+        self._evaluate("published", session.global_parameters())
         self._io.run(self._exchange.stop())
         record.ended(session, self._exchange, wall_s=wall_s)
         record.renew(IslandState.FINISHED, session)
@@ -328,8 +328,9 @@ class _Rank:
         is_last = inner_step == self._config.run.inner_steps
         return every > 0 and inner_step % every == 0 and not is_last
 
-    def _evaluate(self, parameters: str) -> None:
-        with self._record.evaluating():
+    def _evaluate(self, parameters: str, in_place: AbstractContextManager[None]) -> None:
+        """Measure the held-out loss of the parameters that are the model's in a context."""
+        with self._record.evaluating(), in_place:
             loss = self._trainer.evaluate(self._config.evaluation.num_sequences)
         self._record.evaluated(self._session.inner_step, parameters, loss)
 

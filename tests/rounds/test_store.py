@@ -1,0 +1,441 @@
+"""The durable record of a version: it exists if and only if it is valid, byte by byte."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.compression.base import to_bytes
+from diloco.compression.registry import get_codec
+from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.outer.optimizer import OuterOptimizer
+from diloco.rounds.publication import LaneState, PublicationRules, lane_digest, publish_lane
+from diloco.rounds.state import Contributor, RoundKey
+from diloco.rounds.store import FragmentStore, RecordInvalid, VersionRecord, recompute
+
+# 128 blocks, 65,536 bytes a lane: two lanes.
+FRAGMENT = make_plan([TensorSpec("w", (32768,))], num_fragments=1).fragments[0]
+RULES = PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 2))
+RETAINED = 2
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FragmentStore:
+    store = FragmentStore(tmp_path / "state" / "store", FRAGMENT, RETAINED)
+    assert store.recover() is None
+    return store
+
+
+def path_of(store: FragmentStore, version: int) -> Path:
+    return store._path(version)
+
+
+def first(seed: int = 0) -> VersionRecord:
+    generator = torch.Generator().manual_seed(seed)
+    vectors = [torch.randn(lane.numel, generator=generator) for lane in FRAGMENT.lanes]
+    return VersionRecord(
+        version=0,
+        fragment_id=0,
+        timeline=0,
+        key=None,
+        is_flush=False,
+        payload_codec="float32",
+        lane_digests=tuple(lane_digest(vector) for vector in vectors),
+        lanes=tuple(LaneState(v, v, torch.zeros_like(v)) for v in vectors),
+    )
+
+
+def following(
+    before: VersionRecord,
+    *,
+    rules: PublicationRules = RULES,
+    is_flush: bool = False,
+    attempt: int = 0,
+) -> VersionRecord:
+    """The next version, from two islands' seeded contributions."""
+    generator = torch.Generator().manual_seed(100 + before.version)
+    codec = get_codec(rules.uplink_codec)
+    contributions = {
+        island: [
+            bytes(to_bytes(codec.encode(torch.randn(lane.numel, generator=generator))))
+            for lane in FRAGMENT.lanes
+        ]
+        for island in ("a", "b")
+    }
+    contributors = tuple(
+        Contributor(island, 1, tokens, 24, 24, (b"\x01" * 32, b"\x02" * 32))
+        for island, tokens in (("a", 300), ("b", 100))
+    )
+    made = [
+        publish_lane(
+            state,
+            [contributions[c.island][lane_id] for c in contributors],
+            [c.weight_tokens for c in contributors],
+            rules,
+            version=before.version,
+            is_flush=is_flush,
+        )
+        for lane_id, state in enumerate(before.lanes)
+    ]
+    return VersionRecord(
+        version=before.version + 1,
+        fragment_id=0,
+        timeline=0,
+        key=RoundKey(0, 0, before.version, attempt),
+        is_flush=is_flush,
+        payload_codec=rules.payload_codec(is_flush).name,
+        lane_digests=tuple(lane.digest for lane in made),
+        lanes=tuple(lane.state for lane in made),
+        payloads=tuple(lane.payload for lane in made),
+        contributors=contributors,
+        contributions=contributions,
+        refused={"c": "declined: not finite"},
+    )
+
+
+def commit(store: FragmentStore, num_versions: int) -> list[VersionRecord]:
+    """Commit version 0 and some more."""
+    records = [first()]
+    while len(records) <= num_versions:
+        records.append(following(records[-1]))
+    for record in records:
+        store.commit(record)
+    return records
+
+
+def assert_same(found: VersionRecord, made: VersionRecord) -> None:
+    assert found.header() == made.header()
+    assert found.key == made.key
+    assert found.payloads == made.payloads
+    assert {k: [bytes(x) for x in v] for k, v in found.contributions.items()} == made.contributions
+    for one, other in zip(found.lanes, made.lanes, strict=True):
+        for name in ("theta", "published", "momentum"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+
+
+def test_an_empty_store_has_no_version(store: FragmentStore) -> None:
+    assert store.recover() is None
+
+
+def test_a_record_comes_back_as_it_was_written(store: FragmentStore) -> None:
+    records = commit(store, 2)
+
+    for record in records:
+        assert_same(store.load(record.version), record)
+    recovered = store.recover()
+    assert recovered is not None
+    assert_same(recovered.record, records[2])
+    assert recovered.attempt == 0
+
+
+def test_the_outcomes_of_retained_rounds_are_recovered(store: FragmentStore) -> None:
+    commit(store, 2)
+
+    recovered = store.recover()
+
+    assert recovered is not None
+    assert sorted(recovered.past) == [0, 1]
+    assert recovered.past[1].attempt == 0
+    assert recovered.past[1].contributors == {("a", 1), ("b", 1)}
+    assert recovered.past[1].refused == {"c": "declined: not finite"}
+
+
+def test_only_the_retained_versions_are_kept(store: FragmentStore) -> None:
+    commit(store, 5)
+
+    kept = [path.name for path in path_of(store, 0).parent.glob("*.record")]
+    assert sorted(kept) == [path_of(store, version).name for version in (3, 4, 5)]
+    with pytest.raises(RecordInvalid, match="does not exist"):
+        store.load(2)
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+def borders(data: bytes) -> dict[str, int]:
+    """Offsets at which a section of a record ends."""
+    header_bytes = int.from_bytes(data[8:16], "little")
+    at = 48 + header_bytes
+    ends = {"magic": 8, "length": 16, "prefix": 48, "header": at}
+    for section in json.loads(data[48:at])["sections"]:
+        at += section["bytes"]
+        ends[section["name"]] = at
+    assert at == len(data)
+    return ends
+
+
+def assert_previous(store: FragmentStore, records: list[VersionRecord]) -> None:
+    with pytest.raises(RecordInvalid):
+        store.load(records[-1].version)
+    recovered = store.recover()
+    assert recovered is not None
+    assert_same(recovered.record, records[-2])
+
+
+def test_a_record_torn_at_any_border_does_not_exist(store: FragmentStore) -> None:
+    records = commit(store, 2)
+    path = path_of(store, 2)
+    data = path.read_bytes()
+    ends = borders(data)
+    assert "contribution/b/1" in ends
+
+    for end in sorted({0, 1, *ends.values(), *(end - 1 for end in ends.values())} - {len(data)}):
+        path.write_bytes(data[:end])
+        assert_previous(store, records)
+
+
+def test_a_record_with_any_bit_flipped_does_not_exist(store: FragmentStore) -> None:
+    records = commit(store, 2)
+    path = path_of(store, 2)
+    data = path.read_bytes()
+    ends = sorted(borders(data).values())
+
+    for begin, end in zip([0, *ends], ends, strict=False):
+        for at, bit in ((begin, 0), ((begin + end) // 2, 4), (end - 1, 7)):
+            damaged = bytearray(data)
+            damaged[at] ^= 1 << bit
+            path.write_bytes(damaged)
+            assert_previous(store, records)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data + b"\x00",
+        lambda data: data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
+        lambda data: bytes(len(data)),
+        lambda data: b"",
+    ],
+    ids=["longer", "second-half-zero", "all-zero", "empty"],
+)
+def test_other_damage(store: FragmentStore, damage: Callable[[bytes], bytes]) -> None:
+    records = commit(store, 1)
+    path = path_of(store, 1)
+
+    path.write_bytes(damage(path.read_bytes()))
+
+    assert_previous(store, records)
+
+
+def test_the_record_of_another_version_or_fragment_is_not_taken(
+    store: FragmentStore, tmp_path: Path
+) -> None:
+    commit(store, 1)
+    other = replace(FRAGMENT, fragment_id=1)
+
+    os.replace(path_of(store, 1), path_of(store, 7))
+    with pytest.raises(RecordInvalid):
+        store.load(7)
+    with pytest.raises(RecordInvalid, match="belong"):
+        elsewhere = FragmentStore(tmp_path, other, RETAINED)
+        elsewhere.recover()
+        path_of(elsewhere, 0).write_bytes(path_of(store, 0).read_bytes())
+        elsewhere.load(0)
+
+
+def test_a_record_of_another_plan_is_not_taken(store: FragmentStore, tmp_path: Path) -> None:
+    store.commit(first())
+    other = make_plan([TensorSpec("w", (32768 + 256,))], num_fragments=1).fragments[0]
+    assert len(other.lanes) == len(FRAGMENT.lanes)
+
+    with pytest.raises(RecordInvalid, match="plan has"):
+        FragmentStore(tmp_path / "state" / "store", other, RETAINED).load(0)
+
+
+def test_a_damaged_version_in_between_does_not_hide_the_newest(store: FragmentStore) -> None:
+    records = commit(store, 2)
+    path_of(store, 1).write_bytes(b"rot")
+
+    recovered = store.recover()
+
+    assert recovered is not None
+    assert_same(recovered.record, records[2])
+    assert sorted(recovered.past) == [1]
+
+
+def test_what_a_killed_writer_left_is_removed_and_is_no_version(store: FragmentStore) -> None:
+    records = commit(store, 1)
+    leftover = path_of(store, 2).with_name(path_of(store, 2).name + ".tmp")
+    leftover.write_bytes(path_of(store, 1).read_bytes())
+
+    recovered = store.recover()
+
+    assert recovered is not None
+    assert_same(recovered.record, records[1])
+    assert not leftover.exists()
+
+
+def test_a_version_is_written_again_over_a_damaged_one(store: FragmentStore) -> None:
+    records = commit(store, 2)
+    path_of(store, 2).write_bytes(b"torn")
+
+    store.commit(records[2])
+
+    assert_same(store.load(2), records[2])
+
+
+# -- power loss ----------------------------------------------------------------------------------
+
+
+def test_every_write_is_synced_before_the_record_has_its_name(
+    store: FragmentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    sync, rename = os.fsync, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        steps.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        sync(descriptor)
+
+    def note_rename(source: Path, target: Path) -> None:
+        steps.append(f"rename {Path(target).name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_rename)
+
+    store.commit(first())
+
+    name = path_of(store, 0).name
+    assert steps == [f"sync {name}.tmp", f"rename {name}", "sync fragment-0000"]
+
+
+def test_the_directories_of_a_new_store_are_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    sync = os.fsync
+
+    def note_sync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+
+    FragmentStore(tmp_path / "state" / "store", FRAGMENT, RETAINED).recover()
+
+    assert synced == [tmp_path.name, "state", "store"]
+
+
+# -- expiries ------------------------------------------------------------------------------------
+
+
+def attempt_file(store: FragmentStore) -> Path:
+    return path_of(store, 0).parent / "attempt.json"
+
+
+def test_a_restart_opens_the_attempt_after_the_last_recorded(store: FragmentStore) -> None:
+    commit(store, 1)
+    for attempt in range(3):
+        store.record_expiry(RoundKey(0, 0, 1, attempt))
+
+        recovered = store.recover()
+
+        assert recovered is not None
+        assert (recovered.record.version, recovered.attempt) == (1, attempt + 1)
+
+
+def test_an_expiry_of_an_earlier_version_is_over_with_it(store: FragmentStore) -> None:
+    records = commit(store, 1)
+    store.record_expiry(RoundKey(0, 0, 1, 0))
+    store.commit(following(records[1], attempt=1))
+
+    recovered = store.recover()
+
+    assert recovered is not None
+    assert (recovered.record.version, recovered.attempt) == (2, 0)
+    assert recovered.past[1].attempt == 1
+
+
+def test_an_expiry_counts_again_when_the_next_version_is_torn(store: FragmentStore) -> None:
+    records = commit(store, 1)
+    store.record_expiry(RoundKey(0, 0, 1, 0))
+    store.commit(following(records[1], attempt=1))
+    path_of(store, 2).write_bytes(b"torn")
+
+    recovered = store.recover()
+
+    assert recovered is not None
+    assert (recovered.record.version, recovered.attempt) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:10],
+        lambda data: data[:-1],
+        lambda data: data.replace(b"1", b"0"),
+        lambda data: bytes(len(data)),
+    ],
+    ids=["empty", "without-body", "torn", "changed", "zero"],
+)
+def test_after_a_damaged_expiry_record_no_announced_attempt_is_opened_again(
+    store: FragmentStore, damage: Callable[[bytes], bytes]
+) -> None:
+    commit(store, 1)
+    store.record_expiry(RoundKey(0, 0, 1, 0))
+    path = attempt_file(store)
+
+    path.write_bytes(damage(path.read_bytes()))
+
+    recovered = store.recover()
+    assert recovered is not None
+    assert recovered.attempt > 1000
+
+
+# -- recomputing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("up", "down"), [("float32", "float32"), ("int4", "int4"), ("int4", "float32")]
+)
+def test_retained_versions_are_recomputed_bit_by_bit(
+    store: FragmentStore, up: str, down: str
+) -> None:
+    rules = PublicationRules(up, down, RULES.optimizer)
+    records = [first()]
+    for is_flush in (False, False, True):
+        records.append(following(records[-1], rules=rules, is_flush=is_flush))
+    for record in records:
+        store.commit(record)
+
+    for version in (2, 3):
+        before, after = store.load(version - 1), store.load(version)
+        assert recompute(before, after, rules) == after.lane_digests
+
+
+def test_recomputing_sees_a_changed_weight(store: FragmentStore) -> None:
+    records = commit(store, 2)
+    contributors = records[2].contributors
+    changed = replace(
+        records[2],
+        contributors=(replace(contributors[0], weight_tokens=301), *contributors[1:]),
+    )
+
+    assert recompute(records[1], changed, RULES) != changed.lane_digests
+
+
+def test_a_version_is_recomputed_from_its_predecessor_only(store: FragmentStore) -> None:
+    records = commit(store, 2)
+
+    with pytest.raises(ValueError, match="version 2 cannot be recomputed from version 0"):
+        recompute(records[0], records[2], RULES)
+    with pytest.raises(ValueError, match="version 0"):
+        recompute(records[0], records[0], RULES)
+
+
+def test_the_order_of_contributors_is_part_of_the_bits(store: FragmentStore) -> None:
+    # Arrival order plays no part: the record's contributors are sorted, and three floats added
+    # in another order differ.
+    record = commit(store, 1)[1]
+    values = torch.tensor([1e8, 1.0, -1e8])
+
+    assert [c.island for c in record.contributors] == sorted(record.contributions)
+    assert float(values[0] + values[1] + values[2]) != float(values[0] + values[2] + values[1])
