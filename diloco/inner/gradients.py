@@ -62,7 +62,7 @@ def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:
 
     Returns:
         The norm before scaling, equal to the bit on all ranks of each mesh; NaN or infinite if a
-        gradient is, and then the gradients are useless too.
+        gradient is, and then so is what the optimizer makes of it.
     """
     local: list[Tensor] = []
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
@@ -78,7 +78,7 @@ def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:
     square = sum(_sum_of_squares(mesh, owned) for mesh, owned in groups.items())
     norm = math.sqrt(square)
     factor = max_norm / (norm + 1e-6)
-    if factor < 1 or math.isnan(factor):
+    if factor < 1:
         torch._foreach_mul_(local, factor)
     return norm
 

@@ -168,7 +168,7 @@ class FragmentStore:
             data = path.read_bytes()
         except FileNotFoundError as error:
             raise RecordInvalid(f"{path} does not exist") from error
-        return _decode(path, data, self._fragment)
+        return _decode(path, data, version, self._fragment)
 
     def _attempt_after(self, version: int) -> int:
         path = self._directory / "attempt.json"
@@ -241,7 +241,7 @@ def _encode(record: VersionRecord) -> list[Buffer]:
     return [prefix, header, *(data for _, data in sections)]
 
 
-def _decode(path: Path, data: bytes, fragment: Fragment) -> VersionRecord:
+def _decode(path: Path, data: bytes, version: int, fragment: Fragment) -> VersionRecord:
     if len(data) < _PREFIX.size:
         raise RecordInvalid(f"{path} is torn: {len(data)} bytes")
     magic, header_bytes, digest = _PREFIX.unpack_from(data)
@@ -257,8 +257,12 @@ def _decode(path: Path, data: bytes, fragment: Fragment) -> VersionRecord:
         if blake3.blake3(body).hexdigest() != entry["digest"]:
             raise RecordInvalid(f"{path} is torn or damaged in section {entry['name']}")
         sections[entry["name"]] = body
-    if at != len(data) or header["fragment_id"] != fragment.fragment_id:
-        raise RecordInvalid(f"{path} does not belong to fragment {fragment.fragment_id}")
+    if at != len(data):
+        raise RecordInvalid(f"{path} has {len(data) - at} bytes after its last section")
+    if (header["version"], header["fragment_id"]) != (version, fragment.fragment_id):
+        raise RecordInvalid(
+            f"{path} is version {header['version']} of fragment {header['fragment_id']}"
+        )
     return _from_header(path, header, sections, fragment)
 
 

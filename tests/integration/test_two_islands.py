@@ -64,13 +64,14 @@ def test_two_sites_train_one_model_and_a_third_that_differs_is_refused(tmp_path:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
 
     with processes() as started:
-        coordinator = start(started, "coordinator", run_file)
+        policy = ("--set", "evaluation.every_inner_steps=4")
+        coordinator = start(started, "coordinator", run_file, *policy)
         assert coordinator.stdout is not None
         assert "listens on" in coordinator.stdout.readline()
         island = ("island", run_file, "--island")
         refused = start(started, *island, "east", "--set", "outer.local_mix=0.5")
         refusal = end(refused)
-        # run.inner_steps is policy: the coordinator's 8 win over this site's 99.
+        # Policy is the coordinator's: its 8 inner steps win over this site's 99.
         east = start(started, *island, "east", "--set", "run.inner_steps=99")
         west = start(started, *island, "west", launcher=(*torchrun, "--nproc-per-node", "2"))
         ends = {"east": end(east), "west": end(west), "coordinator": end(coordinator, 30)}
@@ -88,6 +89,9 @@ def test_two_sites_train_one_model_and_a_third_that_differs_is_refused(tmp_path:
     assert len({tuple(e["digests"]) for e in ended}) == 1
     assert len([e for e in told["west", 0] if e["kind"] == "inner_step"]) == 8
     assert not [e for e in told["west", 1] if e["kind"] == "inner_step"]
+    assert [
+        (e["inner_step"], e["parameters"]) for e in told["west", 1] if e["kind"] == "evaluated"
+    ] == [(4, "published"), (8, "local"), (8, "published")]
     evaluated = {
         who: {e["parameters"]: e["nats_per_byte"] for e in lines if e["kind"] == "evaluated"}
         for who, lines in told.items()

@@ -71,7 +71,7 @@ class Site:
         process = subprocess.Popen(
             [sys.executable, "-m", "diloco", *arguments],
             cwd=self.root,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.root), **environ},
             stderr=subprocess.PIPE,
             text=True,
         )

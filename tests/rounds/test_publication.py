@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import blake3
 import pytest
 import torch
@@ -105,12 +107,13 @@ def test_an_island_that_applies_the_payload_holds_the_published_bytes(codec: str
 def test_what_quantisation_lost_is_in_the_next_difference() -> None:
     lane, zero = state(), torch.zeros(NUMEL)
     error = []
-    for _ in range(4):
+    for _ in range(3):
         lane = publish(lane, [zero], down="int4", optimizer=SGD).state
         error.append(float((lane.theta - lane.published).abs().max()))
 
-    # Each publication is within half a scale of what was missing: at most a 14th of it.
-    assert all(after <= before / 13 for before, after in zip(error, error[1:], strict=False))
+    # Each publication is within half a scale of what was missing, a 14th of it (13: the scale is
+    # rounded to 8 bits), and theta, below 4, is rounded to 2^-22 when the two are added.
+    assert all(after <= before / 13 + 2**-22 for before, after in pairwise(error))
 
 
 def test_the_lane_that_is_published_from_stays_as_it_is() -> None:

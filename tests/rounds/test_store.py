@@ -230,9 +230,9 @@ def test_the_record_of_another_version_or_fragment_is_not_taken(
     other = replace(FRAGMENT, fragment_id=1)
 
     os.replace(path_of(store, 1), path_of(store, 7))
-    with pytest.raises(RecordInvalid):
+    with pytest.raises(RecordInvalid, match="version 1 of fragment 0"):
         store.load(7)
-    with pytest.raises(RecordInvalid, match="belong"):
+    with pytest.raises(RecordInvalid, match="version 0 of fragment 0"):
         elsewhere = FragmentStore(tmp_path, other, RETAINED)
         elsewhere.recover()
         path_of(elsewhere, 0).write_bytes(path_of(store, 0).read_bytes())
@@ -429,13 +429,3 @@ def test_a_version_is_recomputed_from_its_predecessor_only(store: FragmentStore)
         recompute(records[0], records[2], RULES)
     with pytest.raises(ValueError, match="version 0"):
         recompute(records[0], records[0], RULES)
-
-
-def test_the_order_of_contributors_is_part_of_the_bits(store: FragmentStore) -> None:
-    # Arrival order plays no part: the record's contributors are sorted, and three floats added
-    # in another order differ.
-    record = commit(store, 1)[1]
-    values = torch.tensor([1e8, 1.0, -1e8])
-
-    assert [c.island for c in record.contributors] == sorted(record.contributions)
-    assert float(values[0] + values[1] + values[2]) != float(values[0] + values[2] + values[1])

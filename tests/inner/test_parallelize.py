@@ -1,0 +1,75 @@
+"""Meshes and layouts that are refused; what the accepted ones do is in test_layout_parity."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from diloco.errors import ConfigError
+from diloco.inner import parallelize
+from diloco.inner.model import build_model
+from diloco.inner.parallelize import IslandMesh, make_mesh
+from tests.distributed import run_ranks
+from tests.inner.small_island import CPU, SEQUENCE_LENGTH, debug_shape
+
+REFUSED_UNDER_TP = {
+    "model.ffn_dim = 97": {"ffn_dim": 97},
+    "model.num_kv_heads = 1": {"num_kv_heads": 1},
+    "model.vocab_size = 257": {"vocab_size": 257},
+    "data.sequence_length = 33": {"sequence_length": 33},
+}
+
+
+def test_one_rank_needs_no_process_group():
+    mesh = make_mesh(CPU)
+
+    assert mesh == IslandMesh(CPU, None)
+    assert (mesh.tp_size, mesh.dp_size, mesh.dp_coordinate, mesh.dp_group) == (1, 1, 0, None)
+
+
+@pytest.mark.parametrize(("dp_shard", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_mesh_of_more_ranks_than_there_are_is_refused(dp_shard, tp):
+    message = rf"dp_shard = {dp_shard}, tp = {tp} needs {dp_shard * tp} ranks, the island has 1"
+
+    with pytest.raises(ConfigError, match=message):
+        make_mesh(CPU, dp_shard=dp_shard, tp=tp)
+
+
+def describe(island_rank):
+    """Sizes and coordinates of both meshes of 2 ranks, and how a tensor-parallel island refuses."""
+    rows = []
+    for axis in ("dp_shard", "tp"):
+        mesh = make_mesh(CPU, **{axis: 2})
+        has_group = mesh.dp_group is not None
+        rows.append((mesh.tp_size, mesh.dp_size, mesh.dp_coordinate, has_group))
+    refusals = {}
+    for path, change in REFUSED_UNDER_TP.items():
+        sequence_length = change.get("sequence_length", SEQUENCE_LENGTH)
+        sizes = {key: value for key, value in change.items() if key != "sequence_length"}
+        model = build_model(dataclasses.replace(debug_shape(), **sizes))
+        try:
+            parallelize.parallelize(model, make_mesh(CPU, tp=2), sequence_length=sequence_length)
+        except ConfigError as error:
+            refusals[path] = str(error)
+    return rows, refusals
+
+
+def test_two_ranks_take_other_sequences_under_fsdp_and_the_same_under_tp():
+    for island_rank, (rows, refusals) in enumerate(run_ranks(describe, 2)):
+        assert rows == [(1, 2, island_rank, True), (2, 1, 0, False)]
+        assert refusals == {
+            path: f"{path} is not a multiple of the mesh's tp = 2; change one of them"
+            for path in REFUSED_UNDER_TP
+        }
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_model_on_one_rank_is_materialised_and_tied_as_declared(is_tied):
+    model = build_model(debug_shape(is_tied=is_tied))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+    parallelize.parallelize(model, make_mesh(CPU), sequence_length=SEQUENCE_LENGTH)
+
+    assert {p.device for p in model.parameters()} == {CPU}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (model.head.weight is model.embed.weight) == is_tied
