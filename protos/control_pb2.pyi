@@ -54,7 +54,7 @@ class Grant(_message.Message):
     def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., island: _Optional[str] = ..., incarnation: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., expiry_unix_s: _Optional[float] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan_json", "join_token", "num_ranks", "start_id")
+    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan_json", "join_token", "num_ranks", "start_id", "corpus_sha256")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     ISLAND_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class JoinRequest(_message.Message):
     JOIN_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     START_ID_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_SHA256_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run: str
     island: str
@@ -71,7 +72,8 @@ class JoinRequest(_message.Message):
     join_token: bytes
     num_ranks: int
     start_id: str
-    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., join_token: _Optional[bytes] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ...) -> None: ...
+    corpus_sha256: str
+    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., join_token: _Optional[bytes] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ..., corpus_sha256: _Optional[str] = ...) -> None: ...
 
 class SyncerAssignment(_message.Message):
     __slots__ = ("address", "fragment_ids")

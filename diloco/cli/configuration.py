@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from diloco.cli.options import Overrides
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
@@ -20,10 +22,7 @@ def config(
     explain: Annotated[
         bool, typer.Option("--explain", help="List every key: class, default, range, meaning.")
     ] = False,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a value; repeatable."),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Check a run file and print it with every default filled in, or explain all keys.
 

@@ -6,10 +6,11 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from diloco.cli.options import Overrides, RunFile
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from google.protobuf.message import Message
@@ -21,11 +22,6 @@ _CALL_S = 5.0
 _WATCH_S = 1.0
 _RESTART_S = 15.0
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file; repeatable."),
-]
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
@@ -34,7 +30,7 @@ def register(app: typer.Typer) -> None:
 
 
 def coordinator(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run.")],
+    run_file: RunFile,
     overrides: Overrides = None,
 ) -> None:
     """Coordinate a run and keep its syncer alive; prints the address that islands need.

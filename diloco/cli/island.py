@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco.cli.options import Overrides, RunFile
+
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.table import Table
 
     from diloco.config.schema import Config
     from diloco.launch.forecast import Forecast
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file; repeatable."),
-]
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run.")]
 
 
 def register(app: typer.Typer) -> None:

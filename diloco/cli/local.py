@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco.cli.options import Overrides, RunFile
+
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
 
@@ -28,11 +30,8 @@ def register(app: typer.Typer) -> None:
 
 
 def local(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file."),
-    ] = None,
+    run_file: RunFile,
+    overrides: Overrides = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Move an earlier run in state_dir aside first.")
     ] = False,

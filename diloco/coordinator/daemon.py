@@ -125,6 +125,7 @@ class Coordinator:
             island=request.island,
             identity_json=request.identity_json,
             plan_json=request.plan_json,
+            corpus_sha256=request.corpus_sha256,
             start_id=request.start_id,
         )
         if joined.verdict is not JoinVerdict.ACCEPTED:

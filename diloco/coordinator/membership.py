@@ -74,6 +74,7 @@ class Membership:
     identity_json: str
     identity_difference: Callable[[str, str], list[str]]
     plan_json: str = ""
+    corpus_sha256: str = ""
     members: dict[str, Member] = field(init=False)
     fatal_reason: str = ""
     fatal_exit_code: int = 0
@@ -88,13 +89,22 @@ class Membership:
             kind, _, island = key.partition("/")
             if kind == "plan":
                 self.plan_json = value
+            elif kind == "corpus":
+                self.corpus_sha256 = value
             elif kind == "island" and island in self.members:
                 self.members[island] = Member(self.members[island].slot, **json.loads(value))
 
     def join(
-        self, *, run: str, island: str, identity_json: str, plan_json: str, start_id: str
+        self,
+        *,
+        run: str,
+        island: str,
+        identity_json: str,
+        plan_json: str,
+        corpus_sha256: str,
+        start_id: str,
     ) -> Joined:
-        """Accept or refuse one start of an island.
+        """Accept or refuse one start of an island; the first one fixes the plan and the text.
 
         A repeated join of one start gets the same incarnation, even when a later start has fenced
         it; another start of the island gets the next one, which fences the earlier.
@@ -125,11 +135,18 @@ class Membership:
                 f"the plan of island {island!r} (there) differs from the run's (here):\n  "
                 + "\n  ".join(_plan_difference(self.plan_json, plan_json)),
             )
+        if self.plan_json and corpus_sha256 != self.corpus_sha256:
+            return Joined(
+                JoinVerdict.FINGERPRINT_MISMATCH,
+                f"the text of island {island!r} has sha256 {corpus_sha256} (there), the run's has "
+                f'{self.corpus_sha256} (here): data.source = "stdlib" needs the same release of '
+                f"Python on every island",
+            )
         if start_id in member.incarnations:
             return Joined(JoinVerdict.ACCEPTED, incarnation=member.incarnations[start_id])
         incarnation = member.incarnation + 1
         incarnations = {**member.incarnations, start_id: incarnation}
-        entries = [] if self.plan_json else [("plan", plan_json)]
+        entries = [] if self.plan_json else [("plan", plan_json), ("corpus", corpus_sha256)]
         entries.append(_island_entry(island, incarnations, exit_code=None))
         return Joined(JoinVerdict.ACCEPTED, incarnation=incarnation, entries=tuple(entries))
 

@@ -145,10 +145,10 @@ class _Rank:
         parallelize(model, mesh, sequence_length=config.data.sequence_length)
         parameters = canonical_parameters(model)
         plan = build_plan(config, parameters)
-        reply = self._join(plan)
+        corpus = TextCorpus.from_stdlib()
+        reply = self._join(plan, corpus)
         self._config = with_policy(config, reply.policy_json)
         initialise_(model, config.run.seed)
-        corpus = TextCorpus.from_stdlib()
         if self._is_leader:
             self._write_manifest(corpus, reply, plan)
         self._trainer = self._build_trainer(model, mesh, corpus, reply.island_slot)
@@ -158,7 +158,7 @@ class _Rank:
             dist.barrier(self._groups.start)
         logger.info("training begins, island=%s plan=%s", config.island_id, plan.fingerprint())
 
-    def _join(self, plan: Plan) -> JoinReply:
+    def _join(self, plan: Plan, corpus: TextCorpus) -> JoinReply:
         """Let the leader join and everybody have the answer."""
         answer: list[bytes | None] = [None]
         if self._is_leader:
@@ -168,6 +168,7 @@ class _Rank:
                 island_id=config.island_id,
                 identity_json=identity_json(config),
                 plan_json=plan.to_json(),
+                corpus_sha256=corpus.sha256,
                 num_ranks=self._job.num_ranks,
                 start_id=secrets.token_hex(16),
             )

@@ -99,6 +99,7 @@ class Island:
     island_id: str
     identity_json: str
     plan_json: str
+    corpus_sha256: str
     num_ranks: int
     start_id: str
 
@@ -141,6 +142,7 @@ class Registration:
             island=island.island_id,
             identity_json=island.identity_json,
             plan_json=island.plan_json,
+            corpus_sha256=island.corpus_sha256,
             num_ranks=island.num_ranks,
             start_id=island.start_id,
         ).SerializeToString()

@@ -22,6 +22,7 @@ def machine() -> Membership:
 def join(membership: Membership, island: str = "east", start_id: str = "a", **changes) -> Joined:
     """Join as the coordinator does it: decide, write, apply."""
     request = {"run": "demo", "identity_json": IDENTITY, "plan_json": PLAN, **changes}
+    request.setdefault("corpus_sha256", "5a")
     joined = membership.join(island=island, start_id=start_id, **request)
     membership.apply(joined.entries)
     return joined
@@ -46,7 +47,12 @@ def test_join_that_was_not_applied_has_changed_nothing() -> None:
     membership = machine()
 
     first = membership.join(
-        run="demo", island="east", identity_json=IDENTITY, plan_json=PLAN, start_id="a"
+        run="demo",
+        island="east",
+        identity_json=IDENTITY,
+        plan_json=PLAN,
+        corpus_sha256="5a",
+        start_id="a",
     )
     second = join(membership, plan_json=OTHER_PLAN)
 
@@ -58,7 +64,7 @@ def test_join_that_was_not_applied_has_changed_nothing() -> None:
 def test_repeated_join_has_nothing_to_write() -> None:
     membership = machine()
 
-    assert [key for key, _ in join(membership).entries] == ["plan", "island/east"]
+    assert [key for key, _ in join(membership).entries] == ["plan", "corpus", "island/east"]
     assert [key for key, _ in join(membership, "west").entries] == ["island/west"]
     assert join(membership).entries == ()
 
@@ -86,10 +92,16 @@ def test_repeated_join_has_nothing_to_write() -> None:
             JoinVerdict.PLAN_MISMATCH,
             ["'east'", "tensors[0].shape[1]: 5 here, 6 there"],
         ),
+        (
+            "east",
+            {"corpus_sha256": "5b"},
+            JoinVerdict.FINGERPRINT_MISMATCH,
+            ["'east'", "5b (there)", "5a (here)", "same release of Python"],
+        ),
         ("east", {"plan_json": ""}, JoinVerdict.PLAN_MISMATCH, ["no usable plan"]),
         ("east", {"plan_json": "{}"}, JoinVerdict.PLAN_MISMATCH, ["no usable plan"]),
     ],
-    ids=["run", "island", "identity", "identity-key", "plan", "plan-empty", "plan-malformed"],
+    ids=["run", "island", "identity", "key", "plan", "text", "plan-empty", "plan-malformed"],
 )
 def test_mismatch_is_refused_naming_both_values_and_leaves_no_trace(
     island: str, changes: dict[str, str], verdict: JoinVerdict, words: list[str]

@@ -128,7 +128,7 @@ class RawIsland:
 
 
 class Incoming:
-    """Lane 0 of an island's contribution, its payload `read_s` away; the contract's IncomingCall."""
+    """Lane 0 of a contribution as its handler sees it, the payload `read_s` away."""
 
     method, peer = "fragment.submit", "test"
 
@@ -633,7 +633,7 @@ def test_what_no_round_can_take_is_invalid(setting: Setting, changes: dict[str, 
     "changes",
     [
         {"codec": "int4"},
-        {"grant": grant("a", 0)},
+        {"grant": grant("a", timeline=1)},
         {"grant": grant("b")},
         {"lane_id": 9},
         {"key": key_message(RoundKey(0, 0, 1, 0))},

@@ -27,6 +27,7 @@ ISLAND = Island(
     island_id="east",
     identity_json='{"run.seed":1}',
     plan_json="{}",
+    corpus_sha256="5a",
     num_ranks=2,
     start_id="a start",
 )
