@@ -125,7 +125,7 @@ class FinishedRun:
 
 def run_to_end(run_file: Path) -> FinishedRun:
     """Run everything on this machine and insist on success; on failure show every log."""
-    with LocalRun(load_config(run_file), run_file, ()) as run:
+    with LocalRun(load_config(run_file)) as run:
         run.start()
         code = run.wait(lambda: None)
         run.wait_for_coordinator()

@@ -32,6 +32,12 @@ def register(app: typer.Typer) -> None:
 def local(
     run_file: RunFile,
     overrides: Overrides = None,
+    islands: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Dry run: only the first N islands, links not shaped; 0: all."
+        ),
+    ] = 0,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Move an earlier run in state_dir aside first.")
     ] = False,
@@ -47,14 +53,16 @@ def local(
     from rich.console import Console
 
     from diloco.config.load import load_config
-    from diloco.launch.local import LocalRun, make_room
+    from diloco.launch.local import LocalRun, make_room, without_links
 
     console = Console(quiet=as_json)
     config = load_config(run_file, overrides or ())
+    if islands:
+        config = without_links(config, islands)
     moved = make_room(Path(config.coordinator.state_dir), fresh=fresh)
     if moved is not None:
         console.print(f"the earlier run is now in {moved}", highlight=False)
-    with LocalRun(config, run_file, overrides or ()) as run:
+    with LocalRun(config) as run:
         run.start()
         console.print(
             f"run {config.run.name}: coordinator at {run.address}; logs and events in "

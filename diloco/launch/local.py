@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.launch.state_dir import StateDir, read_endpoint, stop_syncer
@@ -35,8 +36,6 @@ class LocalRun:
     """The processes of one run; use it as a context manager, so that nothing outlives it."""
 
     config: Config
-    run_file: Path
-    overrides: Sequence[str]
     coordinator: subprocess.Popen[bytes] | None = None
     islands: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     coordinator_restarts: int = 0
@@ -46,6 +45,11 @@ class LocalRun:
     def state(self) -> StateDir:
         """Where coordinator and syncer keep what is durable."""
         return StateDir(Path(self.config.coordinator.state_dir))
+
+    @property
+    def _run_file(self) -> Path:
+        """The run as every process reads it, overrides included."""
+        return self.state.root / "local.toml"
 
     @property
     def address(self) -> str:
@@ -72,6 +76,7 @@ class LocalRun:
             CoordinatorUnavailable: If no address appears in time; names the log.
         """
         self.state.create()
+        self._run_file.write_text(resolved_toml(self.config))
         self.config.telemetry_dir.mkdir(parents=True, exist_ok=True)
         self._start_coordinator()
         deadline = time.monotonic() + _START_S
@@ -85,7 +90,7 @@ class LocalRun:
                 )
             time.sleep(_LOOK_S)
         for island in sorted(self.config.islands):
-            arguments = ["island", *self._arguments(), "--island", island]
+            arguments = ["island", str(self._run_file), "--island", island]
             arguments += ["--coordinator", self.address]
             arguments += ["--output", str(self.config.telemetry_dir)]
             self.islands[island] = self._spawn(arguments, f"island-{island}")
@@ -130,10 +135,7 @@ class LocalRun:
         self._start_coordinator()
 
     def _start_coordinator(self) -> None:
-        self.coordinator = self._spawn(["coordinator", *self._arguments()], "coordinator")
-
-    def _arguments(self) -> list[str]:
-        return [str(self.run_file), *(part for text in self.overrides for part in ("--set", text))]
+        self.coordinator = self._spawn(["coordinator", str(self._run_file)], "coordinator")
 
     def _log(self, name: str) -> Path:
         return self.state.root / f"{name}.log"
@@ -143,6 +145,22 @@ class LocalRun:
         self._logs.append(log)
         command = [sys.executable, "-m", "diloco", "--log-level", "info", *arguments]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def without_links(config: Config, num_islands: int) -> Config:
+    """Keep the first islands of a run and take the shaped link away: a dry run of the training.
+
+    Raises:
+        ConfigError: If the run has fewer islands.
+    """
+    if not 1 <= num_islands <= len(config.islands):
+        raise ConfigError(
+            f"--islands {num_islands}: the run file has {len(config.islands)} islands, give 1 to "
+            f"{len(config.islands)}"
+        )
+    kept = {name: config.islands[name] for name in sorted(config.islands)[:num_islands]}
+    transport = config.transport.model_copy(update={"link": ""})
+    return config.model_copy(update={"islands": kept, "transport": transport})
 
 
 def make_room(state_dir: Path, *, fresh: bool) -> Path | None:

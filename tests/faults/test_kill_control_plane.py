@@ -61,7 +61,7 @@ def test_random_kills_lose_no_version_and_count_nothing_twice(tmp_path: Path) ->
     run_file = write_run(tmp_path, dict.fromkeys(ISLANDS, ""), inner_steps=700)
     config = load_config(run_file)
 
-    with LocalRun(config, run_file, ()) as run:
+    with LocalRun(config) as run:
         killer = Killer(run, random.Random(SEED))
         run.start()
         code = run.wait(killer.look)

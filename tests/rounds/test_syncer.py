@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -1034,39 +1034,49 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return truth(run.records), {name: island.published for name, island in islands.items()}
 
 
+async def kill_again_and_again(run: VirtualRun, rng: random.Random) -> None:
+    while True:
+        await asyncio.sleep(rng.choice([rng.uniform(0.0, 1.0), rng.uniform(0.0, 4.0)]))
+        await run.kill_syncer()
+        await asyncio.sleep(rng.choice([0.0, rng.uniform(0.0, 3.0)]))
+        run.worker = SlowWorker(rng.uniform(0.0, 0.2), rng.uniform(0.0, 0.2))
+        await run.start_syncer()
+
+
+async def disturbed(
+    run: VirtualRun, *disturbances: Coroutine[Any, Any, None]
+) -> tuple[dict[str, VirtualIsland], list[BaseException | None]]:
+    """Run all islands while something else goes on; returns them and how they ended."""
+    run.worker = SlowWorker(0.1, 0.1)
+    await run.start_syncer()
+    islands = {name: run.island(name) for name in run.setting.islands}
+    others = [asyncio.create_task(disturbance) for disturbance in disturbances]
+    ends = await asyncio.gather(
+        *(island.run() for island in islands.values()), return_exceptions=True
+    )
+    for other in others:
+        other.cancel()
+    for end in await asyncio.gather(*others, return_exceptions=True):
+        assert isinstance(end, asyncio.CancelledError), end
+    return islands, ends
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_whose_syncer_is_killed_at_any_moment_publishes_the_same_bytes(
     tmp_path: Path, undisturbed: tuple[Any, Any], seed: int
 ) -> None:
-    rng = random.Random(seed)
     setting = whole(tmp_path)
-
-    async def kill_again_and_again(run: VirtualRun) -> int:
-        num_kills = 0
-        while True:
-            await asyncio.sleep(rng.uniform(0.0, 2.5))
-            await run.kill_syncer()
-            num_kills += 1
-            await asyncio.sleep(rng.choice([0.0, rng.uniform(0.0, 3.0)]))
-            run.worker = SlowWorker(rng.uniform(0.0, 0.2), rng.uniform(0.0, 0.2))
-            await run.start_syncer()
-            await asyncio.sleep(1.0)
 
     async def scenario() -> tuple[VirtualRun, dict[str, VirtualIsland]]:
         run = VirtualRun(setting)
-        run.worker = SlowWorker(0.1, 0.1)
-        await run.start_syncer()
-        islands = {name: run.island(name) for name in setting.islands}
-        killer = asyncio.create_task(kill_again_and_again(run))
-        await asyncio.gather(*(island.run() for island in islands.values()))
-        killer.cancel()
-        await asyncio.gather(killer, return_exceptions=True)
+        islands, ends = await disturbed(run, kill_again_and_again(run, random.Random(seed)))
+        assert ends == [None, None]
         return run, islands
 
     run, islands = run_virtual(scenario())
 
     records, published = undisturbed
-    assert run.epoch > 8
+    assert run.epoch > 5
     assert truth(run.records) == records
     assert {name: island.published for name, island in islands.items()} == published
     assert islands["a"].values() == islands["b"].values()
@@ -1075,15 +1085,66 @@ def test_a_run_whose_syncer_is_killed_at_any_moment_publishes_the_same_bytes(
         assert not island.kinds("round_expired")
         assert not island.kinds("digest_mismatch")
         assert island.kinds("syncer_restarted")
+    assert_recomputed(setting)
+
+
+def assert_recomputed(setting: Setting) -> None:
+    """Every retained version follows from the one before, bit by bit."""
     for fragment in setting.plan().fragments:
         store = FragmentStore(setting.directory, fragment, 4)
         last = store.recover()
         assert last is not None
-        for version in range(last.record.version - 3, last.record.version + 1):
+        for version in range(max(1, last.record.version - 3), last.record.version + 1):
             after = store.load(version)
             assert after.lane_digests == recompute(
                 store.load(version - 1), after, setting.publication()
             )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_kills_stalls_and_divergence_islands_never_disagree(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    setting = replace(whole(tmp_path), round_deadline_s=6.0, islands=("a", "b", "c"))
+
+    def stray(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
+        wander(island, inner_step, parameters)
+        if rng.random() < 0.03:
+            parameters["u"].fill_(float("nan"))
+
+    async def stall(islands: list[VirtualIsland]) -> None:
+        while True:
+            await asyncio.sleep(rng.uniform(0.0, 10.0))
+            for island in islands:
+                step_s = rng.choice([1.0, 1.0, 1.0, 0.1, 9.0])
+                island.setting = replace(island.setting, step_s=step_s)
+
+    async def scenario() -> tuple[VirtualRun, dict[str, VirtualIsland], list[Any]]:
+        run = VirtualRun(replace(setting, inner_step=stray))
+        made: list[VirtualIsland] = []
+        make = run.island
+        run.island = lambda name: made.append(make(name)) or made[-1]  # type: ignore[method-assign]
+        islands, ends = await disturbed(run, kill_again_and_again(run, rng), stall(made))
+        return run, islands, ends
+
+    run, islands, ends = run_virtual(scenario())
+
+    made = truth(run.records)
+    for (_, version), header in made.items():
+        assert len({c["island"] for c in header["contributors"]}) == len(header["contributors"])
+        assert bool(header["contributors"]) == bool(version)
+    for island in islands.values():
+        for event in island.kinds("fragment_merged"):
+            header = made[event["fragment_id"], event["version"]]
+            assert event["digest"] == header["digest"]
+            is_counted = island.name in {c["island"] for c in header["contributors"]}
+            assert (event["outcome"] == "included") == is_counted
+        assert not island.kinds("digest_mismatch")
+    if any(ends):
+        # A stall of three deadlines in a row is a lost quorum, for everybody.
+        assert all(isinstance(end, QuorumLost) for end in ends), ends
+    else:
+        assert len({str(island.values()) for island in islands.values()}) == 1
+    assert_recomputed(setting)
 
 
 def test_nothing_is_left_behind_at_the_end_of_a_run(tmp_path: Path) -> None:

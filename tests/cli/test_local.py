@@ -1,0 +1,82 @@
+"""`diloco local` as a user types it: a whole run, its summary, and what is refused."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.config.load import load_config
+from diloco.launch.build import build_publication_rules
+from diloco.launch.local import make_room, without_links
+from diloco.launch.state_dir import StateDir
+from diloco.launch.traffic import data_parallel_traffic
+from diloco.outer.fragments import Plan
+from diloco.rounds.store import FragmentStore, recompute
+from tests.run_files import write_run
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def local(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "diloco", "local", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+
+
+def test_local_runs_to_a_summary_that_can_be_checked(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=12)
+    config = load_config(run_file)
+    state = StateDir(Path(config.coordinator.state_dir))
+
+    first = local(str(run_file), "--json")
+    again = local(str(run_file))
+    fresh = local(str(run_file), "--fresh", "--islands", "1", "--set", "run.inner_steps=4")
+
+    assert first.returncode == 0, first.stdout + first.stderr
+    summary = json.loads(first.stdout)
+    assert summary["are_digests_equal"]
+    assert summary["are_versions_recomputed"]
+    assert [i["island"] for i in summary["islands"]] == ["east", "west"]
+    assert [f["version"] for f in summary["fragments"]] == [4, 3]
+    assert all(i["tokens"] == 12 * 128 for i in summary["islands"])
+    assert again.returncode == 2
+    assert "--fresh" in again.stderr
+    assert fresh.returncode == 0, fresh.stdout + fresh.stderr
+    moved = StateDir(state.root.with_name("state.1"))
+    assert json.loads((moved.root / "summary.json").read_text()) == summary
+    plan = Plan.from_json(moved.plan.read_text())
+    traffic = data_parallel_traffic(plan, 12)
+    named = {a["name"]: a["bytes_up"] for a in summary["alternatives"]}
+    assert named["data parallel at every inner step"] == traffic.bytes_up
+    assert traffic.bytes_up == 12 * 4 * sum(f.numel for f in plan.fragments)
+    assert Path(state.root / "summary.json").exists()
+    # The check is a check: with another outer learning rate the bytes are not the same.
+    store = FragmentStore(moved.store, plan.fragments[0], 4)
+    rules = build_publication_rules(config)
+    other = replace(rules, optimizer=replace(rules.optimizer, lr=0.6))
+    before, record = store.load(2), store.load(3)
+    assert recompute(before, record, rules) == record.lane_digests
+    assert recompute(before, record, other) != record.lane_digests
+
+
+def test_dry_run_keeps_the_first_islands_and_takes_the_link_away(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path, {"b": "", "a": ""}), ['transport.link="thin-5M-60ms"'])
+
+    kept = without_links(config, 1)
+
+    assert list(kept.islands) == ["a"]
+    assert kept.transport.link == ""
+    with pytest.raises(Exception, match="--islands 3: the run file has 2 islands"):
+        without_links(config, 3)
+
+
+def test_an_earlier_run_is_moved_to_the_first_free_name(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    (tmp_path / "state.1").mkdir()
+    state.mkdir()
+    (state / "secret").touch()
+
+    assert make_room(state, fresh=True) == tmp_path / "state.2"
+    assert make_room(state, fresh=False) is None
