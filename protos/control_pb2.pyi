@@ -194,7 +194,7 @@ class FragmentStatus(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message")
+    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +203,7 @@ class StatusReply(_message.Message):
     SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     islands: _containers.RepeatedCompositeFieldContainer[IslandStatus]
@@ -211,7 +212,8 @@ class StatusReply(_message.Message):
     syncer_epoch: int
     state: str
     message: str
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    inner_steps: int
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ...) -> None: ...
 
 class SyncerHelloRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid")

@@ -46,7 +46,7 @@ def islands_table(reply: StatusReply) -> Table:
         "up", "down", "blocked", "utilisation", "heard",
     )  # fmt: skip
     for island in sorted(reply.islands, key=lambda island: island.island_slot):
-        table.add_row(*_island_cells(island))
+        table.add_row(*_island_cells(island, reply.inner_steps))
     return table
 
 
@@ -67,7 +67,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _island_cells(island: IslandStatus) -> tuple[str, ...]:
+def _island_cells(island: IslandStatus, inner_steps: int) -> tuple[str, ...]:
     name, incarnation = island.island, str(island.incarnation or _UNKNOWN)
     if not island.HasField("last_report"):
         state = "joined" if island.incarnation else "not joined"
@@ -77,7 +77,7 @@ def _island_cells(island: IslandStatus) -> tuple[str, ...]:
         name,
         incarnation,
         report.state,
-        str(report.inner_step),
+        f"{report.inner_step}/{inner_steps}",
         f"{report.loss_nats:.4f}" if report.inner_step else _UNKNOWN,
         f"{report.tokens_per_s:,.0f}",
         str(report.fragments_in_flight),

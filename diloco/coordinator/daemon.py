@@ -224,6 +224,7 @@ class Coordinator:
             syncer_epoch=self._syncer_epoch,
             state=self._state(),
             message=membership.fatal_reason,
+            inner_steps=json.loads(self._policy_json)["run.inner_steps"],
         )
         for island, member in membership.members.items():
             seen = self._islands.get(island)

@@ -33,6 +33,7 @@ from transport.grpc_server import GrpcServer
 
 REPLY = StatusReply(
     run="demo",
+    inner_steps=325,
     state="running",
     syncer_address="127.0.0.1:4712",
     syncer_epoch=3,
@@ -120,7 +121,7 @@ def coordinator() -> Iterator[str]:
 def test_islands_stand_in_slot_order_with_what_they_last_reported() -> None:
     assert rows(islands_table(REPLY)) == [
         [
-            "east", "2", "training", "120", "2.3457", "15,360", "2", "3 MiB", "5 KiB", "1.2 s",
+            "east", "2", "training", "120/325", "2.3457", "15,360", "2", "3 MiB", "5 KiB", "1.2 s",
             "93.1%", "0.2 s ago",
         ],
         ["west", "1", "joined", *["-"] * 9],
