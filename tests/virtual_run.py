@@ -21,7 +21,7 @@ from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.service import Worker
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer, SyncerRules
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
@@ -187,7 +187,7 @@ class VirtualRun:
         self.setting = setting
         self.network = LoopbackNetwork()
         self.incarnations = MemoryIncarnations()
-        self.records: list[VersionRecord] = []
+        self.records: list[Mapping[str, Any]] = []
         self.worker: Worker = InlineWorker()
         self.epoch = 0
 

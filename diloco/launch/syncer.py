@@ -38,7 +38,6 @@ from transport.grpc_client import GrpcTransport
 
 if TYPE_CHECKING:  # torch is imported once the store is ours
     from diloco.config.schema import Config
-    from diloco.rounds.store import VersionRecord
     from diloco.rounds.syncer import Syncer
 
 logger = logging.getLogger(__name__)
@@ -184,9 +183,6 @@ def _build_syncer(
     )
     plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
 
-    def on_record(record: VersionRecord) -> None:
-        reporter.add_record(record.header())
-
     return Syncer(
         plan,
         SyncerRules(
@@ -202,7 +198,7 @@ def _build_syncer(
             grant, secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=time.time()
         ),
         worker=worker,
-        on_record=on_record,
+        on_record=reporter.add_record,
         on_change=reporter.changed,
     )
 

@@ -65,14 +65,14 @@ class Hooks:
     Args:
         worker: Does the work on tensors and files.
         spawn: Runs a piece of work beside the handlers; its failure ends the process.
-        on_record: Hears of every durable record, also of the one found at the start.
+        on_record: Hears the header of every durable record, also of those found at the start.
         on_change: Hears of every change of state.
         on_lost: Hears that the run cannot go on.
     """
 
     worker: Worker
     spawn: Callable[[Coroutine[Any, Any, None]], None]
-    on_record: Callable[[VersionRecord], None]
+    on_record: Callable[[Mapping[str, Any]], None]
     on_change: Callable[[], None]
     on_lost: Callable[[Lost], None]
 
@@ -107,7 +107,9 @@ class FragmentService:
         for island, incarnation in incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
-            self._hold(recovered.record)
+            self.record = replace(recovered.record, contributions={})
+            for header in recovered.headers:
+                self._hooks.on_record(header)
             version, attempt, past = recovered.record.version, recovered.attempt, recovered.past
             self._perform(self.rounds.founded(version, attempt, past, _now()))
 
@@ -337,7 +339,7 @@ class FragmentService:
     def _hold(self, record: VersionRecord) -> None:
         """Serve a durable version from memory; contributions are left to the disk."""
         self.record = replace(record, contributions={})
-        self._hooks.on_record(record)
+        self._hooks.on_record(record.header())
 
 
 def _verify(payload: Buffer, digest: bytes, codec_name: str, numel: int) -> None:

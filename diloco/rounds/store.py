@@ -102,11 +102,15 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a store held when it was opened: the newest valid version and the next attempt."""
+    """What a store held when it was opened: the newest valid version and the next attempt.
+
+    `headers` are those of all valid records, oldest first: some may not have been reported yet.
+    """
 
     record: VersionRecord
     attempt: int
     past: Mapping[int, PastRound]
+    headers: tuple[Mapping[str, Any], ...]
 
 
 class FragmentStore:
@@ -124,6 +128,7 @@ class FragmentStore:
         for leftover in self._directory.glob("*.tmp"):
             leftover.unlink()
         past: dict[int, PastRound] = {}
+        headers: list[Mapping[str, Any]] = []
         newest: VersionRecord | None = None
         for version in sorted(self._versions(), reverse=True):
             try:
@@ -132,6 +137,7 @@ class FragmentStore:
                 logger.warning("record skipped, %s", error)
                 continue
             newest = newest or record
+            headers.insert(0, record.header())
             if record.key is not None:
                 past[record.key.version] = PastRound(
                     record.key.attempt,
@@ -140,7 +146,7 @@ class FragmentStore:
                 )
         if newest is None:
             return None
-        return Recovered(newest, self._attempt_after(newest.version), past)
+        return Recovered(newest, self._attempt_after(newest.version), past, tuple(headers))
 
     def commit(self, record: VersionRecord) -> None:
         """Write a version durably, then forget what is no longer retained."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, outcome_me
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.service import FragmentService, Hooks, Worker
 from diloco.rounds.state import Admission, FragmentRounds, Lost, RoundRules
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
@@ -56,7 +56,7 @@ class SyncerRules:
 class Syncer:
     """Serves the rounds of all fragments of `plan`.
 
-    `on_record` hears of every durable record (also those found at start), `on_change` of every
+    `on_record` hears every durable record's header (also at the start), `on_change` of every
     change of state; neither may block. `ended` is set when the run cannot go on: `fatal` says why,
     or `failure` is what broke in this process (a restart recovers the durable truth).
     """
@@ -71,7 +71,7 @@ class Syncer:
         incarnations: IncarnationStore,
         is_granted: Callable[[Grant], bool],
         worker: Worker,
-        on_record: Callable[[VersionRecord], None],
+        on_record: Callable[[Mapping[str, Any]], None],
         on_change: Callable[[], None],
     ) -> None:
         """Assign only; `start` reads the stores."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from diloco.errors import (
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.messages import key_message, outcome_of
 from diloco.rounds.state import OutcomeKind, RoundKey
-from diloco.rounds.store import FragmentStore, VersionRecord, recompute
+from diloco.rounds.store import FragmentStore, recompute
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun, grant
@@ -1023,12 +1023,11 @@ def wander(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
         parameter.sub_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-def truth(records: list[VersionRecord]) -> dict[tuple[int, int], Any]:
+def truth(records: list[Mapping[str, Any]]) -> dict[tuple[int, int], Any]:
     """What became durable, by fragment and version; every version must have been one thing."""
     made: dict[tuple[int, int], Any] = {}
-    for record in records:
-        header = {**record.header()}
-        assert made.setdefault((record.fragment_id, record.version), header) == header
+    for header in records:
+        assert made.setdefault((header["fragment_id"], header["version"]), header) == header
     return made
 
 
