@@ -142,8 +142,8 @@ async def _status(address: str) -> StatusReply | None:
 def _line(reply: StatusReply) -> str:
     """Say where the run stands in one line."""
     islands = "; ".join(
-        f"{i.island} step {i.last_report.inner_step}/{reply.inner_steps} loss {i.last_report.loss_nats:.3f} "
-        f"{i.last_report.tokens_per_s:,.0f} tokens/s"
+        f"{i.island} step {i.last_report.inner_step}/{reply.inner_steps} "
+        f"loss {i.last_report.loss_nats:.3f} {i.last_report.tokens_per_s:,.0f} tokens/s"
         for i in reply.islands
     )
     versions = ", ".join(str(fragment.version) for fragment in reply.fragments)
