@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias, cast
@@ -11,6 +10,7 @@ from typing import TypeAlias, cast
 import grpc
 import grpc.aio
 
+from transport.addresses import is_loopback, split_address
 from transport.contracts import Buffer, Handlers
 from transport.dispatch import as_peer_error, dispatch
 from transport.errors import FrameError, TransportError
@@ -50,10 +50,8 @@ class GrpcServer:
         Raises:
             ValueError: If `bind` is not ``host:port``, or not loopback and `insecure` is false.
         """
-        host, separator, port = bind.rpartition(":")
-        if not (separator and host and port.isdecimal() and int(port) < 1 << 16):
-            raise ValueError(f"bind = {bind!r}: expected host:port, such as 127.0.0.1:0")
-        if not (insecure or _is_loopback(host)):
+        host, _ = split_address(bind)
+        if not (insecure or is_loopback(host)):
             raise ValueError(
                 f"bind = {bind!r} can be reached from other machines and TLS is not there yet: "
                 "bind to 127.0.0.1, or set insecure = true on a network that you trust"
@@ -162,12 +160,3 @@ class _GrpcCall:
         if isinstance(await self._context.read(), bytes):
             raise FrameError(f"the caller sent more than the {reader.payload_bytes} bytes declared")
         return reader.payload
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -87,15 +87,20 @@ async def _looks(address: str, *, watch: bool) -> AsyncIterator[StatusReply]:
     _check_address(address)
     transport = GrpcTransport(address)
     try:
-        yield await _ask(transport)
+        yield await ask_status(transport)
         while watch:
             await asyncio.sleep(_WATCH_S)
-            yield await _ask(transport, patience_s=_RESTART_S)
+            yield await ask_status(transport, patience_s=_RESTART_S)
     finally:
         await transport.close()
 
 
-async def _ask(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
+async def ask_status(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
+    """Ask a coordinator how its run stands.
+
+    Raises:
+        CoordinatorUnavailable: If it does not answer in time, `patience_s` of trying included.
+    """
     from diloco.errors import CoordinatorUnavailable
     from protos.control_pb2 import StatusReply, StatusRequest
     from transport.contracts import PROTOCOL_VERSION, Reply
@@ -138,10 +143,9 @@ def as_plain(message: Message) -> dict[str, Any]:
 
 def _check_address(address: str) -> None:
     from diloco.errors import ConfigError
+    from transport.addresses import split_address
 
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(
-            f"{address!r} is not an address: write HOST:PORT as the coordinator printed it, such "
-            f"as 127.0.0.1:4711"
-        )
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise ConfigError(f"{error}: write it as the coordinator printed it") from None

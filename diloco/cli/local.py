@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from pathlib import Path
@@ -20,8 +19,8 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.launch.summary import Summary
     from protos.control_pb2 import StatusReply
 
-_CALL_S = 2.0
 _LINE_EVERY_S = 10.0
+_SHOWN_LINES = 6
 
 
 def register(app: typer.Typer) -> None:
@@ -53,27 +52,27 @@ def local(
     from rich.console import Console
 
     from diloco.config.load import load_config
-    from diloco.launch.local import LocalRun, make_room, without_links
+    from diloco.launch.ending import Interrupted, raising_on_signals
+    from diloco.launch.forecast import forecast
+    from diloco.launch.local import insist_on_no_events, make_room, without_links
 
     console = Console(quiet=as_json)
     config = load_config(run_file, overrides or ())
     if islands:
         config = without_links(config, islands)
+    forecast(config)  # what only the parameters can tell is refused before anything is touched
     moved = make_room(Path(config.coordinator.state_dir), fresh=fresh)
+    insist_on_no_events(config.telemetry_dir)
     if moved is not None:
         console.print(f"the earlier run is now in {moved}", highlight=False)
-    with LocalRun(config) as run:
-        run.start()
-        console.print(
-            f"run {config.run.name}: coordinator at {run.address}; logs and events in "
-            f"{config.coordinator.state_dir}",
-            highlight=False,
-        )
-        code = _watch(run, console)
-        if code == 0:
-            run.wait_for_coordinator()
+    try:
+        with raising_on_signals():
+            code = _run(config, console)
+    except Interrupted as interrupted:
+        Console(stderr=True).print("stopped: every process of the run has ended")
+        raise typer.Exit(interrupted.exit_code) from None
     if code != 0:
-        console.print(_failure_text(config), highlight=False, style="red")
+        Console(stderr=True).print(_failure_text(config), highlight=False, style="red")
         raise typer.Exit(code)
     with console.status("recomputing the last versions from their contributions"):
         summary = _summary(config)
@@ -85,6 +84,23 @@ def local(
     console.print(f"summary: {path}", highlight=False)
     if not (summary.are_digests_equal and summary.are_versions_recomputed):
         raise typer.Exit(1)
+
+
+def _run(config: Config, console: Console) -> int:
+    """Run every process to its end; returns the first failure, or 0."""
+    from diloco.launch.local import LocalRun
+
+    with LocalRun(config) as run:
+        run.start()
+        console.print(
+            f"run {config.run.name}: coordinator at {run.address}; logs and events in "
+            f"{config.coordinator.state_dir}",
+            highlight=False,
+        )
+        code = _watch(run, console)
+        if code == 0:
+            run.wait_for_coordinator()
+    return code
 
 
 def _watch(run: LocalRun, console: Console) -> int:
@@ -122,21 +138,17 @@ def _watch(run: LocalRun, console: Console) -> int:
 
 async def _status(address: str) -> StatusReply | None:
     """Ask the coordinator; None while it does not answer (it may be starting again)."""
-    from protos.control_pb2 import StatusReply, StatusRequest
-    from transport.contracts import PROTOCOL_VERSION
-    from transport.errors import TransportError
+    from diloco.cli.control import ask_status
+    from diloco.errors import CoordinatorUnavailable
     from transport.grpc_client import GrpcTransport
 
     transport = GrpcTransport(address)
-    request = StatusRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
     try:
-        reply = await transport.call("control.status", request, deadline_s=_CALL_S)
-    except TransportError:
-        await asyncio.sleep(0)
+        return await ask_status(transport)
+    except CoordinatorUnavailable:
         return None
     finally:
         await transport.close()
-    return StatusReply.FromString(reply.header)
 
 
 def _line(reply: StatusReply) -> str:
@@ -151,21 +163,22 @@ def _line(reply: StatusReply) -> str:
 
 
 def _failure_text(config: Config) -> str:
+    from diloco.launch.logs import tail
+
     lines = ["The run failed. What the islands said last:"]
     for island in sorted(config.islands):
         log = Path(config.coordinator.state_dir) / f"island-{island}.log"
-        last = log.read_text(errors="replace").splitlines()[-3:] if log.exists() else []
-        lines += [f"  {island} ({log}):", *(f"    {line}" for line in last)]
+        said = tail(log, _SHOWN_LINES).splitlines()
+        lines += [f"  {island} ({log}):", *(f"    {line}" for line in said)]
     return "\n".join(lines)
 
 
 def _summary(config: Config) -> Summary:
-    from diloco.launch.build import build_publication_rules, build_schedule
+    from diloco.launch.build import build_publication_rules, build_schedule, link_profile
     from diloco.launch.state_dir import StateDir
     from diloco.launch.summary import read_events, summarise
     from diloco.outer.fragments import Plan
     from diloco.rounds.store import FragmentStore
-    from transport.link import find_profile
 
     state = StateDir(Path(config.coordinator.state_dir))
     plan = Plan.from_json(state.plan.read_text())
@@ -177,5 +190,5 @@ def _summary(config: Config) -> Summary:
         build_publication_rules(config),
         stores=[FragmentStore(state.store, fragment, retained) for fragment in plan.fragments],
         events=read_events(config.telemetry_dir, config.islands),
-        link=find_profile(config.transport.link) if config.transport.link else None,
+        link=link_profile(config),
     )

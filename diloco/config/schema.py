@@ -8,7 +8,6 @@ tensors) is checked when the plan is made. Raw tables before validation are `Any
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -28,6 +27,7 @@ from diloco.config.fields import (
     with_preset,
 )
 from diloco.errors import ConfigError
+from transport.addresses import is_loopback, split_address
 from transport.framing import check_chunk_bytes
 from transport.units import parse_bytes, parse_duration
 
@@ -236,7 +236,8 @@ class OuterConfig(Section):
     )
     round_deadline: Policy[Duration] = Field(
         default="60s",
-        description="Time after the first contribution at which a round without quorum ends",
+        description="Time after the first complete contribution at which a round without quorum "
+        "ends",
     )
     on_member_lost: Policy[Annotated[Literal["stop"], later("wait", "shrink")]] = Field(
         default="stop", description="What happens when an island stays away: all islands stop"
@@ -305,22 +306,22 @@ class CoordinatorConfig(Section):
         is_bind = info.field_name != "address"
         if not is_bind and not value:
             return value
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise ValueError('must be HOST:PORT, such as "127.0.0.1:0", port 0 to 65535')
-        if is_bind and info.data.get("insecure") is False and not _is_loopback(host):
+        try:
+            host, _ = split_address(value)
+        except ValueError:
+            raise ValueError('must be HOST:PORT, such as "127.0.0.1:0", port 0 to 65535') from None
+        if is_bind and info.data.get("insecure") is False and not is_loopback(host):
             raise ValueError(
                 "is not on this machine's loopback, and traffic is not encrypted yet; "
                 "set coordinator.insecure = true on a network that you trust"
             )
+        coordinator = info.data.get("listen", value)
+        if is_bind and is_loopback(host) and not is_loopback(split_address(coordinator)[0]):
+            raise ValueError(
+                f"only this machine reaches it, but islands elsewhere reach the coordinator at "
+                f"listen = {coordinator} and would be sent here; give it a host like listen's"
+            )
         return value
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class RetryConfig(Section):

@@ -8,10 +8,10 @@ Source: protocol.md section 8.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 
 from diloco.errors import ConfigError
+from transport.addresses import is_wildcard, split_address
 from transport.contracts import Handlers
 from transport.grpc_server import GrpcServer
 
@@ -21,7 +21,13 @@ _RETRY_WAIT_S = 0.2
 
 
 async def listen(
-    bind: str, recorded: str, handlers: Handlers, *, insecure: bool, busy_s: float = 10.0
+    bind: str,
+    recorded: str,
+    handlers: Handlers,
+    *,
+    insecure: bool,
+    chunk_bytes: int,
+    busy_s: float = 10.0,
 ) -> GrpcServer:
     """Serve `handlers` at `bind`; where its port is 0, at the port of `recorded`.
 
@@ -30,18 +36,19 @@ async def listen(
         recorded: ``host:port`` bound before a restart; empty: draw a free port.
         handlers: Coroutines by method name.
         insecure: Allow an address that other machines can reach, without encryption.
+        chunk_bytes: Chunk size of replies.
         busy_s: Seconds for which a busy port is tried again: its last owner may be ending.
 
     Raises:
         ConfigError: If the address cannot be bound.
     """
-    host, _, port = bind.rpartition(":")
-    if port == "0" and recorded:
-        bind = f"{host}:{recorded.rpartition(':')[2]}"
+    host, port = split_address(bind)
+    if port == 0 and recorded:
+        bind = f"{host}:{split_address(recorded)[1]}"
     loop = asyncio.get_running_loop()
     until = loop.time() + busy_s
     while True:
-        server = GrpcServer(bind, handlers, insecure=insecure)
+        server = GrpcServer(bind, handlers, insecure=insecure, chunk_bytes=chunk_bytes)
         try:
             await server.start()
         except OSError as error:
@@ -65,19 +72,12 @@ def advertised(bound: str, public: str) -> str:
     Raises:
         ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and `public` is empty.
     """
-    host, _, port = bound.rpartition(":")
-    if not _is_wildcard(host):
+    host, port = split_address(bound)
+    if not is_wildcard(host):
         return bound
     if not public:
         raise ConfigError(
             f"{bound} listens on every address of this machine, which tells islands none: set "
             f'coordinator.address = "HOST:PORT" as they reach the coordinator'
         )
-    return f"{public.rpartition(':')[0]}:{port}"
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        return False
+    return f"{split_address(public)[0]}:{port}"

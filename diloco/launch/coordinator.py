@@ -158,6 +158,7 @@ async def _coordinate(
         earlier.address if earlier else "",
         coordinator.handlers,
         insecure=config.coordinator.insecure,
+        chunk_bytes=config.transport.chunk_bytes,
     )
     try:
         address = advertised(server.address, config.coordinator.address)

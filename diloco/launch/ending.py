@@ -1,25 +1,28 @@
-"""How a process of the control plane learns that it must end."""
+"""How a process learns that it must end, so that nothing it started outlives it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def stop_on_signals() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; the second one ends the process."""
+    """Return an event that the first SIGTERM, SIGINT or SIGHUP sets; a second ends the process."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
+    numbers = _heeded()
 
     def stop() -> None:
-        for number in _SIGNALS:
+        for number in numbers:
             loop.remove_signal_handler(number)
         stopping.set()
 
-    for number in _SIGNALS:
+    for number in numbers:
         loop.add_signal_handler(number, stop)
     return stopping
 
@@ -36,3 +39,43 @@ async def first_of(*waits: Awaitable[object]) -> None:
     for end in ends:
         if isinstance(end, Exception):
             raise end
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to end; carries its number."""
+
+    def __init__(self, number: int) -> None:
+        """Keep the number of the signal."""
+        super().__init__(number)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as shells have it."""
+        return 128 + self.number
+
+
+@contextlib.contextmanager
+def raising_on_signals() -> Iterator[None]:
+    """Turn the first SIGINT, SIGTERM or SIGHUP into `Interrupted`; a second one ends the process.
+
+    For programs without an event loop; call it in the main thread.
+    """
+    numbers = _heeded()
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _heeded() -> list[signal.Signals]:
+    """Signals that ask for the end; one that our starter ignores (nohup) stays ignored."""
+    return [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

@@ -11,7 +11,6 @@ of somebody else's job and supervises nothing.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -20,14 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, IslandFailed
+from diloco.launch.ending import Interrupted, raising_on_signals
+from diloco.launch.logs import tail
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ _LOOK_S = 0.1
 _AGREED_S = 6.0
 #: Seconds between asking a rank to end and insisting.
 _END_S = 5.0
-_SHOWN_LINES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +49,6 @@ class _RankProcess:
     def code(self) -> int | None:
         """None while it lives; negative: the signal that ended it."""
         return self.process.poll()
-
-
-class _Interrupted(BaseException):
-    """SIGINT or SIGTERM arrived."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def run_island(config: Config, island: str, coordinator_address: str, output_dir: Path) -> int:
@@ -104,7 +95,7 @@ def _join_job(config: Config, coordinator_address: str, output_dir: Path) -> int
 
 def _supervise(config: Config, coordinator_address: str, output_dir: Path, resolved: Path) -> int:
     ranks: list[_RankProcess] = []
-    with tempfile.TemporaryDirectory(prefix="diloco-") as meeting, _raising_on_signals():
+    with tempfile.TemporaryDirectory(prefix="diloco-") as meeting, raising_on_signals():
         try:
             for island_rank in range(config.island.ranks):
                 arguments = ["--config", str(resolved), "--island", config.island_id]
@@ -113,7 +104,7 @@ def _supervise(config: Config, coordinator_address: str, output_dir: Path, resol
                 log = output_dir / f"{config.island_id}-{island_rank}.log"
                 ranks.append(_start(config, island_rank, arguments, log))
             return _watch(config.island_id, ranks)
-        except _Interrupted as interrupted:
+        except Interrupted as interrupted:
             name = signal.Signals(interrupted.number).name
             logger.warning("stopping island %s, signal=%s", config.island_id, name)
             return 128 + interrupted.number
@@ -163,7 +154,7 @@ def _watch(island: str, ranks: Sequence[_RankProcess]) -> int:
         first.process.pid,
         how,
         first.log,
-        _tail(first.log),
+        tail(first.log),
     )
     return code if code in _OWN_EXIT_CODES else IslandFailed.exit_code
 
@@ -190,26 +181,3 @@ def _wait(ranks: Sequence[_RankProcess], at_most_s: float) -> None:
     until = time.monotonic() + at_most_s
     while time.monotonic() < until and any(rank.code is None for rank in ranks):
         time.sleep(_LOOK_S)
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    return "\n".join(lines[-_SHOWN_LINES:])
-
-
-@contextlib.contextmanager
-def _raising_on_signals() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into `_Interrupted`; the second one ends this process."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL)
-        raise _Interrupted(number)
-
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -19,7 +19,14 @@ from typing import IO
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, CoordinatorUnavailable
-from diloco.launch.state_dir import StateDir, read_endpoint, stop_syncer
+from diloco.launch.logs import tail
+from diloco.launch.state_dir import (
+    StateDir,
+    holder,
+    make_directory,
+    read_endpoint,
+    stop_syncer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +46,7 @@ class LocalRun:
     coordinator: subprocess.Popen[bytes] | None = None
     islands: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     coordinator_restarts: int = 0
+    _seen_alive: float = 0.0
     _logs: list[IO[bytes]] = field(default_factory=list)
 
     @property
@@ -73,21 +81,19 @@ class LocalRun:
         """Start the coordinator, wait for its address, start the islands.
 
         Raises:
+            ConfigError: If a directory cannot be made.
             CoordinatorUnavailable: If no address appears in time; names the log.
         """
         self.state.create()
         self._run_file.write_text(resolved_toml(self.config))
-        self.config.telemetry_dir.mkdir(parents=True, exist_ok=True)
+        make_directory(self.config.telemetry_dir, "telemetry.dir")
         self._start_coordinator()
         deadline = time.monotonic() + _START_S
         while not self.address:
             assert self.coordinator is not None
             code = self.coordinator.poll()
             if code is not None or time.monotonic() > deadline:
-                raise CoordinatorUnavailable(
-                    f"the coordinator did not start (exit code {code}); its log is "
-                    f"{self._log('coordinator')}:\n{_tail(self._log('coordinator'))}"
-                )
+                raise self._coordinator_failed("did not start", code)
             time.sleep(_LOOK_S)
         for island in sorted(self.config.islands):
             arguments = ["island", str(self._run_file), "--island", island]
@@ -100,6 +106,9 @@ class LocalRun:
 
         Returns:
             0, or the exit code of the first island that failed.
+
+        Raises:
+            CoordinatorUnavailable: If the coordinator ended for good and the islands did not.
         """
         codes: dict[str, int] = {}
         first_failure = 0
@@ -127,12 +136,25 @@ class LocalRun:
         """Start a coordinator that died again; one that ended the run is left alone."""
         assert self.coordinator is not None
         code = self.coordinator.poll()
-        if code is None or not (code < 0 or code == 1):
+        if code is None:
+            self._seen_alive = time.monotonic()
+            return
+        if code >= 0 and code != 1:
+            if time.monotonic() - self._seen_alive > _END_S:
+                raise self._coordinator_failed("ended before the islands", code)
             return
         logger.warning("coordinator died, starting it again, exit_code=%d", code)
         time.sleep(_RESTART_WAIT_S)
         self.coordinator_restarts += 1
         self._start_coordinator()
+
+    def _coordinator_failed(self, how: str, code: int | None) -> CoordinatorUnavailable:
+        log = self._log("coordinator")
+        error = CoordinatorUnavailable(
+            f"the coordinator {how} (exit code {code}); its log is {log}:\n{tail(log)}"
+        )
+        error.exit_code = code or error.exit_code
+        return error
 
     def _start_coordinator(self) -> None:
         self.coordinator = self._spawn(["coordinator", str(self._run_file)], "coordinator")
@@ -174,15 +196,22 @@ def make_room(state_dir: Path, *, fresh: bool) -> Path | None:
         Where an earlier run was moved to; None when there was none.
 
     Raises:
-        ConfigError: If there is one and `fresh` is false.
+        ConfigError: If there is one and `fresh` is false, or if it is still under way.
     """
-    if not state_dir.exists() or not any(state_dir.iterdir()):
+    if not state_dir.is_dir() or not any(state_dir.iterdir()):
         return None
+    state = StateDir(state_dir)
+    if (pid := holder(state.coordinator_lock)) is not None:
+        raise ConfigError(
+            f"a run is under way in {state_dir} (coordinator: process {pid}). Watch it with diloco "
+            f"status, stop it, or give another coordinator.state_dir"
+        )
     if not fresh:
         raise ConfigError(
             f"{state_dir} already holds a run. Give another coordinator.state_dir "
             f"(--set coordinator.state_dir=runs/NAME), or move it aside by itself with --fresh"
         )
+    stop_syncer(state)  # one that outlived its run would go on writing to the old place
     moved = next(path for path in _numbered(state_dir) if not path.exists())
     state_dir.rename(moved)
     return moved
@@ -209,6 +238,13 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _tail(log: Path) -> str:
-    """Return the last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-10:])
+def insist_on_no_events(directory: Path) -> None:
+    """Refuse a telemetry directory in which another run's events would be mixed with this one's.
+
+    Raises:
+        ConfigError: If there are events.
+    """
+    if any(directory.glob("events-*.jsonl")):
+        raise ConfigError(
+            f"telemetry.dir = {directory} already holds the events of a run; give another one"
+        )

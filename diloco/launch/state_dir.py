@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.durable import read_json, write_json
+from diloco.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,13 @@ class StateDir:
     root: Path
 
     def create(self) -> None:
-        """Make the directory, open to its owner only, if it is not there."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.store.mkdir(mode=0o700, exist_ok=True)
+        """Make the directory, open to its owner only, if it is not there.
+
+        Raises:
+            ConfigError: If it cannot be made.
+        """
+        make_directory(self.root, "coordinator.state_dir")
+        make_directory(self.store, "coordinator.state_dir")
 
     @property
     def coordinator_lock(self) -> Path:
@@ -120,6 +125,20 @@ class StateDir:
     def plan(self) -> Path:
         """The run's plan, once the syncer has learned it."""
         return self.store / "plan.json"
+
+
+def make_directory(path: Path, key: str) -> None:
+    """Make a directory that a key of the configuration names, open to its owner only.
+
+    Raises:
+        ConfigError: If it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: cannot make the directory {path}: {error.strerror}; choose another one"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

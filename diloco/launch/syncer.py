@@ -128,6 +128,7 @@ async def _serve(
             bound or "",
             syncer.handlers,
             insecure=config.coordinator.insecure,
+            chunk_bytes=config.transport.chunk_bytes,
         )
         write_json(state.bound, server.address)
         address = advertised(server.address, config.coordinator.address)
@@ -168,19 +169,12 @@ def _build_syncer(
 ) -> Syncer:
     import torch
 
-    from diloco.outer.optimizer import OuterOptimizer
-    from diloco.rounds.publication import PublicationRules
+    from diloco.launch.build import build_publication_rules
     from diloco.rounds.store import FragmentStore
     from diloco.rounds.syncer import Syncer, SyncerRules
 
     torch.set_num_threads(1)
     outer = config.outer
-    optimizer = OuterOptimizer(
-        outer.optimizer.name,
-        outer.optimizer.lr,
-        outer.optimizer.momentum,
-        outer.optimizer.momentum_ramp_rounds,
-    )
     plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
 
     return Syncer(
@@ -188,7 +182,7 @@ def _build_syncer(
         SyncerRules(
             timeline=TIMELINE,
             islands=tuple(sorted(config.islands)),
-            publication=PublicationRules(outer.uplink_codec, outer.downlink_codec, optimizer),
+            publication=build_publication_rules(config),
             round_deadline_s=outer.round_deadline_s,
         ),
         [FragmentStore(state.store, part, outer.retained_versions) for part in plan.fragments],

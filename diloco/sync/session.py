@@ -50,7 +50,8 @@ class DiLoCo:
     """The outer loop of one rank of an island.
 
     Every rank of the island makes the same calls in the same order. `inner_step` counts completed
-    inner steps.
+    inner steps; `overwritten_steps` those whose local effect a merge replaced, each fragment by its
+    share of the parameters.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class DiLoCo:
         self._ledgers = [FragmentLedger(timeline, f.fragment_id) for f in plan.fragments]
         self._anchors: list[Mapping[int, Tensor]] = []
         self._broken_in_a_row = [0] * len(plan.fragments)
+        numel = sum(fragment.numel for fragment in plan.fragments)
+        self._shares = [fragment.numel / numel for fragment in plan.fragments]
         self.inner_step = 0
         self.blocked_s = 0.0
-        self.overwritten_steps = 0
+        self.overwritten_steps = 0.0
 
     def __repr__(self) -> str:
         """Say where the island stands: inner step, versions, what is in flight."""
@@ -242,9 +245,8 @@ class DiLoCo:
         assert verdict is not None
         p = ledger.fragment_id
         local_mix = 0.0 if sent.is_flush else self._local_mix
-        self.overwritten_steps += ledger.settle(
-            verdict, attempt=standing.attempt, local_mix=local_mix
-        )
+        overwritten = ledger.settle(verdict, attempt=standing.attempt, local_mix=local_mix)
+        self.overwritten_steps += overwritten * self._shares[p]
         is_merged = verdict is not Verdict.EXPIRED
         if is_merged:
             staged = self._exchange.staged(p)

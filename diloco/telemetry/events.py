@@ -120,7 +120,7 @@ class IslandEnded(Event):
     undisturbed_step_s: float
     utilisation: float
     goodput: float
-    overwritten_steps: int
+    overwritten_steps: float
     bytes_up: int
     bytes_down: int
     digests: tuple[str, ...]

@@ -1,17 +1,21 @@
 """`diloco local` as a user types it: a whole run, its summary, and what is refused."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco.config.load import load_config
+from diloco.errors import ConfigError
 from diloco.launch.build import build_publication_rules
-from diloco.launch.local import make_room, without_links
-from diloco.launch.state_dir import StateDir
+from diloco.launch.local import insist_on_no_events, make_room, without_links
+from diloco.launch.state_dir import StateDir, hold, holder
 from diloco.launch.traffic import data_parallel_traffic
 from diloco.outer.fragments import Plan
 from diloco.rounds.store import FragmentStore, recompute
@@ -68,7 +72,7 @@ def test_dry_run_keeps_the_first_islands_and_takes_the_link_away(tmp_path: Path)
 
     assert list(kept.islands) == ["a"]
     assert kept.transport.link == ""
-    with pytest.raises(Exception, match="--islands 3: the run file has 2 islands"):
+    with pytest.raises(ConfigError, match="--islands 3: the run file has 2 islands"):
         without_links(config, 3)
 
 
@@ -80,3 +84,79 @@ def test_an_earlier_run_is_moved_to_the_first_free_name(tmp_path: Path) -> None:
 
     assert make_room(state, fresh=True) == tmp_path / "state.2"
     assert make_room(state, fresh=False) is None
+
+
+def test_a_run_under_way_is_not_moved_aside(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.create()
+
+    with (
+        hold(state.coordinator_lock),
+        pytest.raises(ConfigError, match=f"under way in .* process {os.getpid()}"),
+    ):
+        make_room(state.root, fresh=True)
+
+    assert state.root.exists()
+
+
+def test_events_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
+    insist_on_no_events(tmp_path)
+    (tmp_path / "events-east-0.jsonl").touch()
+
+    with pytest.raises(ConfigError, match=r"telemetry.dir = .* already holds the events"):
+        insist_on_no_events(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("outer.num_fragments=500", "outer.num_fragments"),
+        ("transport.link=nope", "transport.link"),
+        ("coordinator.state_dir=/proc/nope", "coordinator.state_dir"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_touched(
+    tmp_path: Path, override: str, words: str
+) -> None:
+    run_file = write_run(tmp_path, {"east": "", "west": ""})
+
+    refused = local(str(run_file), "--json", "--set", override)
+
+    assert refused.returncode == 2, refused.stderr
+    assert words in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert refused.stdout == ""
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_ends_every_process_of_the_run(tmp_path: Path, number: signal.Signals) -> None:
+    run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=100_000)
+    state = StateDir(tmp_path / "state")
+    command = [sys.executable, "-m", "diloco", "local", str(run_file)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    until = time.monotonic() + 90
+    while holder(state.store_lock) is None and time.monotonic() < until:
+        time.sleep(0.1)
+
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 128 + number, said.decode()
+    assert holder(state.coordinator_lock) is None
+    assert holder(state.store_lock) is None
+    assert _processes_with(str(tmp_path)) == []
+
+
+def _processes_with(text: str) -> list[str]:
+    """Command lines of living processes that name `text`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if text in command and int(entry.name) != os.getpid():
+                found.append(command)
+    return found

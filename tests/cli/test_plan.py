@@ -129,3 +129,13 @@ def test_impossible_run_is_refused_with_its_field(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         plan(run_file, "--set", override)
+
+
+@pytest.mark.parametrize(
+    "shipped", sorted(Path(__file__).parents[2].glob("configs/runs/*.toml")), ids=lambda p: p.stem
+)
+def test_every_shipped_run_file_can_be_planned(shipped: Path) -> None:
+    planned = json.loads(plan(shipped, "--json"))
+
+    assert planned["fragments"]
+    assert planned["parameters"] > 0

@@ -386,10 +386,21 @@ def test_local_part_without_a_selected_island_is_refused() -> None:
 def test_bind_beyond_loopback_is_accepted_when_declared_insecure(tmp_path: Path) -> None:
     config = load_config(
         write(tmp_path, MINIMAL),
-        ["coordinator.insecure=true", "coordinator.listen=0.0.0.0:7000"],
+        [
+            "coordinator.insecure=true",
+            "coordinator.listen=0.0.0.0:7000",
+            "coordinator.syncer_listen=0.0.0.0:0",
+        ],
     )
 
     assert config.coordinator.listen == "0.0.0.0:7000"
+
+
+def test_syncer_that_other_sites_cannot_reach_is_refused(tmp_path: Path) -> None:
+    overrides = ["coordinator.insecure=true", "coordinator.listen=0.0.0.0:7000"]
+
+    with pytest.raises(ConfigError, match=r"syncer_listen.*only this machine reaches it"):
+        load_config(write(tmp_path, MINIMAL), overrides)
 
 
 @pytest.mark.parametrize("address", ["[::1]:0", "localhost:0", "127.8.8.8:65535"])

@@ -67,7 +67,7 @@ def test_loopback_binds_need_nothing(bind: str) -> None:
 
 @pytest.mark.parametrize("bind", ["127.0.0.1", ":80", "", "127.0.0.1:http", "127.0.0.1:65536"])
 def test_a_bind_without_host_or_port_is_refused(bind: str) -> None:
-    with pytest.raises(ValueError, match="expected host:port"):
+    with pytest.raises(ValueError, match="must be HOST:PORT"):
         GrpcServer(bind, {})
 
 
