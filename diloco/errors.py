@@ -8,7 +8,6 @@
       CoordinatorUnavailable        30   control or data plane unreachable for too long
       IslandFailed                  40   a rank of the island died
       QuorumLost                    50   three EXPIRED attempts in a row of one fragment
-      RoundExpired                  -    reported as an event; training goes on
 
 A message says what was attempted, with which values, and what to do.
 """
@@ -81,5 +80,7 @@ class QuorumLost(DilocoError):
     exit_code = 50
 
 
-class RoundExpired(DilocoError):
-    """An attempt ended without a publication; nothing moved."""
+def error_of_exit_code(exit_code: int) -> type[DilocoError]:
+    """Return the error with which a process ends that another process told to end."""
+    kinds = (CodecError, CoordinatorUnavailable, FingerprintMismatch, IslandFailed, QuorumLost)
+    return {kind.exit_code: kind for kind in kinds}.get(exit_code, DilocoError)

@@ -23,6 +23,7 @@ class JoinStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOIN_STATUS_UNKNOWN_ISLAND: _ClassVar[JoinStatus]
     JOIN_STATUS_WRONG_RUN: _ClassVar[JoinStatus]
     JOIN_STATUS_VERSION_MISMATCH: _ClassVar[JoinStatus]
+    JOIN_STATUS_RUN_UNDER_WAY: _ClassVar[JoinStatus]
 ROLE_UNSPECIFIED: Role
 ROLE_ISLAND: Role
 ROLE_SYNCER: Role
@@ -34,6 +35,7 @@ JOIN_STATUS_PLAN_MISMATCH: JoinStatus
 JOIN_STATUS_UNKNOWN_ISLAND: JoinStatus
 JOIN_STATUS_WRONG_RUN: JoinStatus
 JOIN_STATUS_VERSION_MISMATCH: JoinStatus
+JOIN_STATUS_RUN_UNDER_WAY: JoinStatus
 
 class Grant(_message.Message):
     __slots__ = ("run", "timeline", "island", "incarnation", "roles", "expiry_unix_s", "mac")

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from diloco.errors import (
-    CodecError,
     ConfigError,
     CoordinatorUnavailable,
     DilocoError,
     FingerprintMismatch,
     IslandFailed,
     PlanMismatch,
-    QuorumLost,
+    error_of_exit_code,
 )
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
     JOIN_STATUS_PLAN_MISMATCH,
+    JOIN_STATUS_RUN_UNDER_WAY,
     Grant,
     JoinReply,
     JoinRequest,
@@ -46,14 +46,8 @@ logger = logging.getLogger(__name__)
 _REFUSALS: dict[int, type[DilocoError]] = {
     JOIN_STATUS_FINGERPRINT_MISMATCH: FingerprintMismatch,
     JOIN_STATUS_PLAN_MISMATCH: PlanMismatch,
+    JOIN_STATUS_RUN_UNDER_WAY: IslandFailed,
 }
-_STOPS: tuple[type[DilocoError], ...] = (
-    FingerprintMismatch,
-    CodecError,
-    CoordinatorUnavailable,
-    IslandFailed,
-    QuorumLost,
-)
 _REPORT_S = 1.0
 _ASK_AGAIN_S = 0.2
 
@@ -266,7 +260,6 @@ class Registration:
 
 
 def _stop_error(reply: ReportReply, island_id: str) -> DilocoError:
-    kinds = {kind.exit_code: kind for kind in _STOPS}
-    error = kinds.get(reply.exit_code, DilocoError)(reply.reason, island_id=island_id)
+    error = error_of_exit_code(reply.exit_code)(reply.reason, island_id=island_id)
     error.exit_code = reply.exit_code
     return error
