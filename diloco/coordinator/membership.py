@@ -153,9 +153,9 @@ class Membership:
             # A grant would fence the start that trains, and this one could not take its place.
             return Joined(
                 JoinVerdict.RUN_UNDER_WAY,
-                f"island {island!r} has started in this run before and rounds were published since; "
-                f"coming back into a run under way is not supported yet. Start the run again, every "
-                f"island of it, in an empty coordinator.state_dir",
+                f"island {island!r} has started in this run before, and rounds were published; "
+                f"coming back into a run under way is not supported yet. Start the run again, "
+                f"every island of it, in an empty coordinator.state_dir",
             )
         incarnation = member.incarnation + 1
         incarnations = {**member.incarnations, start_id: incarnation}

@@ -64,9 +64,8 @@ class IslandMesh:
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
         """Group of the ranks that take different sequences; None if this rank takes them all."""
-        return (
-            None if self.device_mesh is None or self.dp_size == 1 else self.device_mesh.get_group()
-        )
+        mesh = self.device_mesh
+        return mesh.get_group() if mesh is not None and self.dp_size > 1 else None
 
     def _size(self, axis: str) -> int:
         if self.device_mesh is None or self.device_mesh.mesh_dim_names != (axis,):
@@ -118,7 +117,6 @@ def parallelize(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None
         _check_divisible_by_tp(model, mesh.tp_size, sequence_length)
         _apply_tensor_parallel(model, mesh)
     elif mesh.dp_size > 1:
-        model.tie_()
         _apply_fsdp(model, mesh)
     model.to_empty(device=mesh.device)
     model.tie_()
@@ -130,7 +128,6 @@ def _check_divisible_by_tp(model: Llama, tp: int, sequence_length: int) -> None:
     for path, value in (
         ("data.sequence_length", sequence_length),
         ("model.num_kv_heads", shape.num_kv_heads),
-        ("model.num_heads", shape.num_heads),
         ("model.ffn_dim", shape.ffn_dim),
         ("model.vocab_size", shape.vocab_size),
     ):

@@ -35,6 +35,14 @@ def test_mesh_of_more_ranks_than_there_are_is_refused(dp_shard, tp):
         make_mesh(CPU, dp_shard=dp_shard, tp=tp)
 
 
+def test_fsdp_and_tp_at_once_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+
+    with pytest.raises(ConfigError, match="dp_shard = 2, tp = 2: both at once are not supported"):
+        make_mesh(CPU, dp_shard=2, tp=2)
+
+
 def describe(island_rank):
     """Sizes and coordinates of both meshes of 2 ranks, and how a tensor-parallel island refuses."""
     rows = []
