@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ inner_steps = {inner_steps}
 
 [model]
 preset = "tiny"
+ffn_dim = {ffn_dim}
 tie_embeddings = {tied}
 
 [data]
@@ -68,9 +69,13 @@ def write_run(
     overlap_steps: int = 1,
     codec: str = "int4",
     tied: bool = False,
+    ffn_dim: int = 96,
     round_deadline: str = "60s",
 ) -> Path:
-    """Write a run file; `islands` maps a name to its mesh: "", "dp_shard = 2" or "tp = 2"."""
+    """Write a run file; `islands` maps a name to its mesh: "", "dp_shard = 2" or "tp = 2".
+
+    A lane has at least 64 KiB, so a fragment of this model has one; more with a larger `ffn_dim`.
+    """
     text = _TEMPLATE.format(
         inner_steps=inner_steps,
         inner_steps_per_round=inner_steps_per_round,
@@ -78,6 +83,7 @@ def write_run(
         overlap_steps=overlap_steps,
         codec=codec,
         tied=str(tied).lower(),
+        ffn_dim=ffn_dim,
         round_deadline=round_deadline,
         state_dir=directory / "state",
     )
@@ -123,9 +129,9 @@ class FinishedRun:
         }
 
 
-def run_to_end(run_file: Path) -> FinishedRun:
+def run_to_end(run_file: Path, overrides: Sequence[str] = ()) -> FinishedRun:
     """Run everything on this machine and insist on success; on failure show every log."""
-    with LocalRun(load_config(run_file)) as run:
+    with LocalRun(load_config(run_file, overrides)) as run:
         run.start()
         code = run.wait(lambda: None)
         run.wait_for_coordinator()

@@ -328,7 +328,7 @@ class RetryConfig(Section):
     """Waiting between attempts of one call; the budget is `transport.unreachable`."""
 
     first_wait: Local[Duration] = Field(default="100ms", description="Wait after the first failure")
-    max_wait: Local[Duration] = Field(default="5s", description="Longest wait between two attempts")
+    max_wait: Local[Duration] = Field(default="1s", description="Longest wait between two attempts")
 
     @field_validator("max_wait")
     @classmethod

@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,6 +41,7 @@ from diloco.inner.model import Llama, LlamaShape, build_model, initialise_
 from diloco.inner.parallelize import IslandMesh, make_mesh, parallelize
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.build import build_plan, build_schedule, link_profile
+from diloco.launch.carrier_link import carrier_link
 from diloco.launch.job import Job, meet
 from diloco.launch.record import RankRecord
 from diloco.outer.fragments import Plan
@@ -65,6 +65,8 @@ logger = logging.getLogger(__name__)
 _LAST_WORD_S = 5.0
 #: Exit code of a rank whose supervisor died.
 _ORPHANED = 40
+#: Inner steps between two sums of the bytes that an island has moved, at most.
+_SUM_BYTES_EVERY = 10
 
 
 def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: Path) -> int:
@@ -146,12 +148,17 @@ class _Rank:
         parameters = canonical_parameters(model)
         plan = build_plan(config, parameters)
         corpus = TextCorpus.from_stdlib()
+        length = config.data.sequence_length
+        data = TextData(corpus, sequence_length=length, seed=config.run.seed)
+        # Too many held-out sequences are refused now, not after the training.
+        data.evaluation(config.evaluation.num_sequences)
         reply = self._join(plan, corpus)
         self._config = with_policy(config, reply.policy_json)
+        data.evaluation(self._config.evaluation.num_sequences)
         initialise_(model, config.run.seed)
         if self._is_leader:
             self._write_manifest(corpus, reply, plan)
-        self._trainer = self._build_trainer(model, mesh, corpus, reply.island_slot)
+        self._trainer = self._build_trainer(model, mesh, data, reply.island_slot)
         self._session = self._build_session(plan, parameters, reply, profile)
         self._io.drive(self._session.starting())
         if self._groups.start is not None:
@@ -210,17 +217,16 @@ class _Rank:
         path.write_text(json.dumps(manifest, indent=2) + "\n")
 
     def _build_trainer(
-        self, model: Llama, mesh: IslandMesh, corpus: TextCorpus, island_slot: int
+        self, model: Llama, mesh: IslandMesh, data: TextData, island_slot: int
     ) -> InnerTrainer:
         config = self._config
-        length = config.data.sequence_length
         return InnerTrainer(
             model,
             mesh=mesh,
-            data=TextData(corpus, sequence_length=length, seed=config.run.seed),
+            data=data,
             config=config.inner,
             island_slot=island_slot,
-            batch_size=config.island.tokens_per_inner_step // length,
+            batch_size=config.island.tokens_per_inner_step // data.sequence_length,
             inner_steps=config.run.inner_steps,
             clock=time.monotonic,
         )
@@ -232,9 +238,9 @@ class _Rank:
         reply: JoinReply,
         profile: LinkProfile | None,
     ) -> DiLoCo:
-        config, groups = self._config, self._groups
+        config, groups, retry = self._config, self._groups, self._config.transport.retry
         shards = LaneShards(plan, parameters, group=groups.shards)
-        link = None if profile is None else self._share(profile, plan, shards)
+        link = None if profile is None else self._shape(profile, plan, shards)
         address = reply.syncers[0].address
         exchange = self._exchange = Exchange(
             plan,
@@ -247,6 +253,8 @@ class _Rank:
                 error_feedback=config.outer.error_feedback,
                 rpc_deadline_s=config.transport.rpc_timeout_s,
                 unreachable_s=config.transport.unreachable_s,
+                first_wait_s=retry.first_wait_s,
+                max_wait_s=retry.max_wait_s,
             ),
             rng=self._rng,
             on_event=self._record.write,
@@ -267,26 +275,20 @@ class _Rank:
             on_event=self._record.write,
         )
 
-    def _share(
+    def _shape(
         self, profile: LinkProfile, plan: Plan, shards: LaneShards
     ) -> tuple[LinkState, LinkState]:
-        """Give this rank its share of the island's link: an equal, fixed part for each carrier.
-
-        Ranks are processes and cannot share one `LinkState`. So a rank whose siblings are silent
-        does not get their part: somewhat slower than the real link, never faster. Both planes of
-        the rank use the same share.
-        """
-        carriers = {
-            shards.carrier(fragment.fragment_id, lane.lane_id)
-            for fragment in plan.fragments
-            for lane in fragment.lanes
-        }
-        up, down = (
-            replace(link, bandwidth_bps=link.bandwidth_bps / len(carriers))
-            for link in (profile.up, profile.down)
+        """Give this rank its part of the island's link; both planes use it."""
+        part = carrier_link(
+            profile,
+            (
+                shards.carrier(fragment.fragment_id, lane.lane_id)
+                for fragment in plan.fragments
+                for lane in fragment.lanes
+            ),
         )
         name = f"{self._config.run.seed}/{self._config.island_id}/{self._job.island_rank}"
-        return replace(profile, up=up, down=down).states(random.Random(name).getrandbits(64))
+        return part.states(random.Random(name).getrandbits(64))
 
     def _connect(self, address: str, link: tuple[LinkState, LinkState] | None) -> Transport:
         transport = GrpcTransport(address, chunk_bytes=self._config.transport.chunk_bytes)
@@ -303,7 +305,7 @@ class _Rank:
             metrics = self._trainer.inner_step(inner_step - 1)
             record.step(metrics, is_quiet=is_quiet)
             self._io.drive(session.stepping(metrics.num_tokens))
-            if inner_step % config.outer.inner_steps_per_round == 0:
+            if inner_step % min(_SUM_BYTES_EVERY, config.outer.inner_steps_per_round) == 0:
                 self._sum_bytes()
             record.renew(IslandState.TRAINING, session)
             if self._is_evaluated_after(inner_step):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.schema import Config, IslandConfig
+from diloco.errors import ConfigError
 from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
@@ -19,6 +20,11 @@ from diloco.rounds.publication import PublicationRules
 from diloco.rounds.store import FragmentStore, VersionRecord, recompute
 from transport.link import LinkProfile
 from transport.units import format_bandwidth, format_bytes, format_duration
+
+#: An island is called slower than another when its undisturbed step takes this many times as long.
+_SLOWER = 1.1
+#: Share of wall time from which on it is worth saying why an island was blocked.
+_WORTH_SAYING = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class IslandSummary:
     published_nats_per_byte: float
     utilisation: float
     goodput: float
-    overwritten_steps: int
+    overwritten_steps: float
     blocked_s: float
     wall_s: float
     undisturbed_step_s: float
@@ -99,17 +105,19 @@ class Summary:
         for i in self.islands:
             lines.append(
                 f"  {i.island} ({i.shape}): {i.inner_steps} inner steps, {i.tokens:,} tokens in "
-                f"{format_duration(i.wall_s)}; held-out loss of the published parameters "
-                f"{i.published_nats_per_byte:.4f} nats a byte, of its own before the flush "
-                f"{i.local_nats_per_byte:.4f}."
+                f"{format_duration(i.wall_s)}, evaluations not counted; held-out loss of the "
+                f"published parameters {i.published_nats_per_byte:.4f} nats a byte, of its own "
+                f"before the flush {i.local_nats_per_byte:.4f}."
             )
             lines.append(
                 f"    utilisation {i.utilisation:.1%} (undisturbed step "
                 f"{format_duration(i.undisturbed_step_s)}), not blocked "
                 f"{1 - i.blocked_s / i.wall_s:.1%}, goodput {i.goodput:.1%}, blocked "
-                f"{i.blocked_s:.2f} s, overwritten steps {i.overwritten_steps}; moved "
+                f"{i.blocked_s:.2f} s, overwritten steps {i.overwritten_steps:.1f}; moved "
                 f"{format_bytes(i.bytes_up)} up, {format_bytes(i.bytes_down)} down."
             )
+            if (waited := _wait_text(i, self.islands)) is not None:
+                lines.append(f"    {waited}")
         versions = ", ".join(f"{f.fragment_id}: v{f.version}" for f in self.fragments)
         lines.append(
             f"  Published versions {versions}; digests "
@@ -142,6 +150,9 @@ def summarise(
         stores: Store of each fragment, in plan order.
         events: Island id -> events of all its ranks.
         link: Profile of the shaped link, None for the real one.
+
+    Raises:
+        ConfigError: If the events of an island are not those of one start from beginning to end.
     """
     return Summary(
         run=config.run.name,
@@ -183,6 +194,7 @@ def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[
 def _island_summary(
     island: str, config: IslandConfig, events: Sequence[Mapping[str, Any]]
 ) -> IslandSummary:
+    _insist_on_one_start(island, config.ranks, events)
     ended = [event for event in events if event["kind"] == "island_ended"]
     leader = next(event for event in ended if event["island_rank"] == 0)
     evaluated = {e["parameters"]: e["nats_per_byte"] for e in events if e["kind"] == "evaluated"}
@@ -202,6 +214,22 @@ def _island_summary(
         bytes_up=sum(event["bytes_up"] for event in ended),
         bytes_down=sum(event["bytes_down"] for event in ended),
         digests=tuple(leader["digests"]),
+    )
+
+
+def _insist_on_one_start(island: str, num_ranks: int, events: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the events of several starts, whose figures would be mixed.
+
+    One start ends once on every rank, and its leader makes every inner step once.
+    """
+    ended = sorted(event["island_rank"] for event in events if event["kind"] == "island_ended")
+    steps = [event["inner_step"] for event in events if event["kind"] == "inner_step"]
+    if ended == list(range(num_ranks)) and len(steps) == len(set(steps)):
+        return
+    raise ConfigError(
+        f"the events of island {island} are not those of one start: island_ended was written by "
+        f"ranks {ended} of {num_ranks}, inner steps {len(steps)} times of which {len(set(steps))} "
+        f"differ. Give every run a telemetry.dir of its own"
     )
 
 
@@ -248,6 +276,24 @@ def _alternative_text(alternative: Alternative, islands: Sequence[IslandSummary]
     if alternative.transfer_s is None:
         return text + "."
     return text + f": {format_duration(alternative.transfer_s)} of transfers on this link."
+
+
+def _wait_text(island: IslandSummary, islands: Sequence[IslandSummary]) -> str | None:
+    """Name the slowest island if waiting for it explains most of what this one was blocked.
+
+    All islands make the same number of inner steps, so a faster one waits about
+    inner_steps * (slowest undisturbed step - its own); what goes beyond is the link's.
+    """
+    slowest = max(islands, key=lambda other: other.undisturbed_step_s)
+    times = slowest.undisturbed_step_s / island.undisturbed_step_s
+    ahead_s = island.inner_steps * (slowest.undisturbed_step_s - island.undisturbed_step_s)
+    is_blocked = island.blocked_s >= _WORTH_SAYING * island.wall_s
+    if times < _SLOWER or ahead_s < island.blocked_s / 2 or not is_blocked:
+        return None
+    return (
+        f"Utilisation is lost by waiting: it mostly waited for {slowest.island}, whose inner step "
+        f"takes {times:.1f} times as long."
+    )
 
 
 def _shape_text(config: IslandConfig) -> str:

@@ -84,7 +84,7 @@ class RoundRules:
         members: Islands of every round, sorted.
         min_contributions: Quorum; None means all members that have not left the attempt.
         grace_s: Extra seconds after a quorum that is not everybody.
-        deadline_s: Seconds from the first complete contribution to expiry.
+        deadline_s: Seconds from the first complete contribution, or decline, to expiry.
         num_lanes: Lanes of the fragment; a contribution is complete when all have arrived.
         opening_floor_s: Seconds after a publication before the next attempt opens.
         max_expired_in_a_row: Expiries in a row after which the quorum is lost.
@@ -343,8 +343,7 @@ class FragmentRounds:
         if len(held.lanes) < self.rules.num_lanes:
             return admission, []
         self._tell(now, f"{lane.island} complete, {held.weight_tokens} tokens")
-        if math.isinf(self._deadline):
-            self._deadline = now + self.rules.deadline_s
+        self._begin_deadline(now)
         return admission, self._advance(now)
 
     def refused(
@@ -365,6 +364,8 @@ class FragmentRounds:
             instructions.append(DropLanes(key, island, held.incarnation))
         self.left[island] = reason
         self._tell(now, f"{island} left the attempt: {reason}")
+        # It waits for the round's end too: those that are still to come may be dead.
+        self._begin_deadline(now)
         return instructions + self._advance(now)
 
     def tick(self, now: float) -> list[Instruction]:
@@ -453,6 +454,10 @@ class FragmentRounds:
         self.members = self.rules.members
         self._tell(now, f"opened {self.key}")
         return [Opened(self.key, self.members)]
+
+    def _begin_deadline(self, now: float) -> None:
+        if math.isinf(self._deadline):
+            self._deadline = now + self.rules.deadline_s
 
     def _is_complete(self, contribution: Contribution) -> bool:
         return len(contribution.lanes) == self.rules.num_lanes

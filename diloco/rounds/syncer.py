@@ -10,6 +10,7 @@ Source: protocol.md sections 4, 5 and 8.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,17 +194,11 @@ class Syncer:
             return _reply(
                 self._fenced("the grant is not valid for this run, or a newer start has joined")
             )
-        loop = asyncio.get_running_loop()
-        until = loop.time() + max(0.0, min(request.wait_s, _MAX_POLL_S))
-        while True:
-            changed = self._changed
-            reply = self._poll_reply(request)
-            if _is_news(request, reply) or loop.time() >= until:
-                return _reply(reply)
-            try:
-                await asyncio.wait_for(changed.wait(), until - loop.time())
-            except TimeoutError:
-                continue
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
+                while not _is_news(request, self._poll_reply(request)):
+                    await self._changed.wait()
+        return _reply(self._poll_reply(request))
 
     def _poll_reply(self, request: wire.PollRequest) -> wire.PollReply:
         island, incarnation = request.grant.island, request.grant.incarnation

@@ -25,7 +25,6 @@ from transport.errors import TransportError
 from transport.retry import RetryPolicy, retry
 
 _POLL_WAIT_S = 20.0
-_MAX_RETRY_WAIT_S = 1.0
 
 
 class SyncerCalls:
@@ -41,15 +40,15 @@ class SyncerCalls:
         grant: Grant,
         *,
         rpc_deadline_s: float,
-        unreachable_s: float,
+        policy: RetryPolicy,
         rng: random.Random,
     ) -> None:
-        """Assign only; a call may take `rpc_deadline_s`, all its repetitions `unreachable_s`."""
+        """Assign only; one call may take `rpc_deadline_s`, all its repetitions the budget."""
         self._control = control
         self._data = data
         self._grant = grant
         self._rpc_deadline_s = rpc_deadline_s
-        self._policy = RetryPolicy(max_wait_s=_MAX_RETRY_WAIT_S, budget_s=unreachable_s)
+        self._policy = policy
         self._rng = rng
         self.bytes_up = 0
         self.bytes_down = 0
@@ -154,7 +153,7 @@ class SyncerCalls:
         """Call until it is answered.
 
         Raises:
-            CoordinatorUnavailable: If no answer came for `unreachable_s`, or one that no
+            CoordinatorUnavailable: If no answer came within the policy's budget, or one that no
                 repetition can mend.
         """
         header = message.SerializeToString()

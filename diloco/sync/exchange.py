@@ -10,17 +10,18 @@ Source: protocol.md sections 1, 4, 5 and 6.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import blake3
 import torch
 from torch import Tensor
 
-from diloco.compression.base import from_bytes, to_bytes
+from diloco.compression.base import to_bytes
 from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.registry import get_codec
 from diloco.errors import (
@@ -33,14 +34,17 @@ from diloco.errors import (
 )
 from diloco.outer.fragments import Plan
 from diloco.rounds.messages import outcome_of
-from diloco.rounds.publication import apply_payload, lane_digest
-from diloco.rounds.state import Outcome, RoundKey
+from diloco.rounds.publication import lane_digest
+from diloco.rounds.state import Outcome
 from diloco.sync.calls import SyncerCalls
+from diloco.sync.carried import NOT_DURABLE, CarriedFragment, FragmentView, SentLane
 from diloco.sync.ledger import Outstanding, Verdict
-from diloco.telemetry.events import DigestMismatch, Event, SyncerRestarted
+from diloco.sync.staging import stage_lane
+from diloco.telemetry.events import Event, SyncerRestarted
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
-from transport.contracts import Buffer, Transport
+from transport.contracts import Transport
+from transport.retry import RetryPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +55,6 @@ _ERROR_OF_EXIT_CODE: dict[int, type[DilocoError]] = {
     50: QuorumLost,
 }
 _DECLINED = "declined:"
-#: What the syncer has only in memory: it ends nothing before the round does, and a restart of the
-#: syncer forgets it.
-_NOT_DURABLE = (Verdict.REFUSED, Verdict.DECLINED)
 _NOT_OPEN_WAIT_S = 0.25
 _DECLINE_AGAIN_S = 1.0
 
@@ -67,58 +68,16 @@ class ExchangeRules:
         error_feedback: Whether the quantisation error joins the next contribution.
         rpc_deadline_s: Bound of one call; a call may wait for a slow link.
         unreachable_s: Seconds without any answer after which the island gives up (exit 30).
+        first_wait_s: Wait after the first call without an answer, at most.
+        max_wait_s: Longest wait between two calls.
     """
 
     uplink_codec: str
     error_feedback: bool
     rpc_deadline_s: float
     unreachable_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class FragmentView:
-    """What this rank knows of a fragment, for the training thread.
-
-    `staged_version` is the newest version of which all of this rank's lanes are verified (-1:
-    none); `key` is what is outstanding and `verdict` its end, None while it is undecided. Commands
-    that were posted and not yet carried out are not in it: hold `key` against what was sent.
-    """
-
-    key: RoundKey | None = None
-    version: int = -1
-    attempt: int = 0
-    staged_version: int = -1
-    verdict: Verdict | None = None
-    digest: str = ""
-    contributors: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Lane:
-    """Payload and residuals of one outstanding lane; `received_epoch` -1: by no syncer yet."""
-
-    payload: Buffer
-    digest: bytes
-    residual_after: Tensor | None
-    received_epoch: int = -1
-
-
-@dataclass(slots=True)
-class _Carried:
-    """One fragment as its carrier holds it."""
-
-    fragment_id: int
-    lanes: tuple[int, ...]
-    anchor: dict[int, Tensor] = field(default_factory=dict)
-    anchor_version: int = -1
-    residual: dict[int, Tensor] = field(default_factory=dict)
-    outstanding: Outstanding | None = None
-    sending: dict[int, _Lane] = field(default_factory=dict)
-    outcome: Verdict | None = None
-    state: wire.FragmentState = field(default_factory=wire.FragmentState)
-    staged: dict[int, Tensor] = field(default_factory=dict)
-    staging_version: int = -1
-    staged_version: int = -1
+    first_wait_s: float = 0.1
+    max_wait_s: float = 1.0
 
 
 class Exchange:
@@ -147,12 +106,16 @@ class Exchange:
             data,
             grant,
             rpc_deadline_s=rules.rpc_deadline_s,
-            unreachable_s=rules.unreachable_s,
+            policy=RetryPolicy(
+                first_wait_s=rules.first_wait_s,
+                max_wait_s=rules.max_wait_s,
+                budget_s=rules.unreachable_s,
+            ),
             rng=rng,
         )
         self._error_feedback = rules.error_feedback
         self._on_event = on_event
-        self._carried = {p: _Carried(p, tuple(lanes[p])) for p in sorted(lanes)}
+        self._carried = {p: CarriedFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
         self._views = {p: FragmentView() for p in self._carried}
         self._codec = get_codec(rules.uplink_codec)
         self._epoch = 0
@@ -232,35 +195,18 @@ class Exchange:
         self._spawn(self._decline(self._begin(sent), sent, reason))
 
     def settle(self, fragment_id: int, *, is_merged: bool, is_included: bool) -> None:
-        """Forget what was outstanding, after the island agreed on its end.
-
-        INCLUDED keeps the residual after the send, everything else the one before; a merge makes
-        the staged version the anchor.
-        """
+        """Forget what was outstanding, after the island agreed on its end."""
         carried = self._carried[fragment_id]
-        if is_included:
-            for lane_id, lane in carried.sending.items():
-                if lane.residual_after is not None:
-                    carried.residual[lane_id] = lane.residual_after
-        if is_merged:
-            carried.anchor, carried.anchor_version = carried.staged, carried.anchor_version + 1
-            carried.staged, carried.staged_version = {}, -1
-        carried.outstanding, carried.sending, carried.outcome = None, {}, None
+        carried.settle(is_merged=is_merged, is_included=is_included)
         self._stage_if_published(carried)
         self._notify()
 
     async def wait_for_end(self, fragment_id: int, at_most_s: float) -> None:
         """Wait until what is outstanding has ended for this rank (staged, expired, failed)."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + at_most_s
-        while self.failure is None and loop.time() < until:
-            changed = self._changed
-            view = self.view(fragment_id)
-            if view.key is None or view.verdict is Verdict.EXPIRED:
-                return
-            if view.verdict is not None and view.staged_version > view.key.version:
-                return
-            await _wait(changed, until - loop.time())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                while self.failure is None and not self.view(fragment_id).has_ended:
+                    await self._changed.wait()
 
     def fail(self, error: DilocoError) -> None:
         """Stop being able to go on; the first error stays."""
@@ -278,7 +224,7 @@ class Exchange:
                 for carried in self._carried.values()
                 if carried.outstanding is not None and carried.outcome is None
             ]
-            known = [_known(carried) for carried in self._carried.values()]
+            known = [carried.known() for carried in self._carried.values()]
             self._take(await self._calls.poll(self._epoch, known, undecided))
 
     def _take(self, reply: wire.PollReply) -> None:
@@ -309,7 +255,7 @@ class Exchange:
         previous, self._epoch = self._epoch, epoch
         num_resent = 0
         for carried in self._carried.values():
-            if carried.outcome in _NOT_DURABLE:
+            if carried.outcome in NOT_DURABLE:
                 carried.outcome = None
             if carried.outcome is None:
                 received = [lane.received_epoch for lane in carried.sending.values()]
@@ -324,28 +270,28 @@ class Exchange:
             return
         is_declined = outcome.reason.startswith(_DECLINED)
         carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
-        if carried.outcome in _NOT_DURABLE:
+        if carried.outcome in NOT_DURABLE:
             logger.warning("contribution refused, key=%s: %s", sent.key, outcome.reason)
 
     # -- contributions ---------------------------------------------------------------------------
 
-    def _begin(self, sent: Outstanding) -> _Carried:
+    def _begin(self, sent: Outstanding) -> CarriedFragment:
         carried = self._carried[sent.key.fragment_id]
         assert carried.outstanding is None, f"{sent.key} while {carried.outstanding} is out"
         carried.outstanding, carried.outcome = sent, None
         self._notify()
         return carried
 
-    def _encode(self, carried: _Carried, lane_id: int, delta: Tensor) -> _Lane:
+    def _encode(self, carried: CarriedFragment, lane_id: int, delta: Tensor) -> SentLane:
         residual = None
         if self._error_feedback:
             residual = carried.residual.setdefault(lane_id, torch.zeros_like(delta))
         encoded, residual_after = encode_with_feedback(self._codec, delta, residual)
         payload = to_bytes(encoded)
-        return _Lane(payload, blake3.blake3(payload).digest(), residual_after)
+        return SentLane(payload, blake3.blake3(payload).digest(), residual_after)
 
     async def _submit(
-        self, carried: _Carried, sent: Outstanding, lane_id: int, lane: _Lane
+        self, carried: CarriedFragment, sent: Outstanding, lane_id: int, lane: SentLane
     ) -> None:
         """Have the lane received by whichever syncer runs, until the contribution is settled."""
         while carried.outstanding is sent and self.failure is None:
@@ -364,10 +310,10 @@ class Exchange:
 
     def _take_submit_reply(
         self,
-        carried: _Carried,
+        carried: CarriedFragment,
         sent: Outstanding,
         lane_id: int,
-        lane: _Lane,
+        lane: SentLane,
         reply: wire.SubmitReply,
     ) -> None:
         match reply.status:
@@ -387,7 +333,7 @@ class Exchange:
                     self._take_outcome(outcome_of(reply.outcome))
                 self._notify()
 
-    async def _decline(self, carried: _Carried, sent: Outstanding, reason: str) -> None:
+    async def _decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
         """Repeat it until the contribution is settled: a restarted syncer has forgotten it."""
         while carried.outstanding is sent and self.failure is None:
             changed = self._changed
@@ -403,7 +349,7 @@ class Exchange:
         if not ack.is_accepted:
             self.fail(CodecError(f"initial parameters of fragment {fragment_id}: {ack.message}"))
 
-    def _check_founded(self, carried: _Carried, initial: Mapping[int, Tensor]) -> None:
+    def _check_founded(self, carried: CarriedFragment, initial: Mapping[int, Tensor]) -> None:
         state, p = carried.state, carried.fragment_id
         if state.version != 0:
             raise IslandFailed(
@@ -422,7 +368,7 @@ class Exchange:
 
     # -- staging ---------------------------------------------------------------------------------
 
-    def _stage_if_published(self, carried: _Carried) -> None:
+    def _stage_if_published(self, carried: CarriedFragment) -> None:
         """Fetch the version after the anchor as soon as it is published."""
         version = carried.anchor_version + 1
         if version < 1 or carried.state.version < version or carried.staging_version >= version:
@@ -432,10 +378,20 @@ class Exchange:
         digests = tuple(carried.state.lane_digests) if is_newest else ()
         self._spawn(self._stage(carried, version, digests))
 
-    async def _stage(self, carried: _Carried, version: int, digests: tuple[bytes, ...]) -> None:
+    async def _stage(
+        self, carried: CarriedFragment, version: int, digests: tuple[bytes, ...]
+    ) -> None:
         lanes = await asyncio.gather(
             *(
-                self._stage_lane(carried, version, lane_id, digests[lane_id] if digests else b"")
+                stage_lane(
+                    self._calls,
+                    carried.anchor[lane_id],
+                    fragment_id=carried.fragment_id,
+                    version=version,
+                    lane_id=lane_id,
+                    digest=digests[lane_id] if digests else b"",
+                    on_event=self._on_event,
+                )
                 for lane_id in carried.lanes
             )
         )
@@ -443,55 +399,7 @@ class Exchange:
         carried.staged_version = version
         self._notify()
 
-    async def _stage_lane(
-        self, carried: _Carried, version: int, lane_id: int, digest: bytes
-    ) -> Tensor:
-        """Take one lane's step to `version`, held against its digest if that is known (not b"")."""
-        if digest:
-            reply, payload = await self._fetch(carried, version, lane_id, wire.FETCH_KIND_PAYLOAD)
-            values = _stepped(reply.codec, payload, carried.anchor[lane_id])
-            if values is not None and lane_digest(values) == digest:
-                return values
-            # The anchor, a codec or the payload is not what the syncer's was: heal.
-            self._on_event(DigestMismatch(carried.fragment_id, version, lane_id))
-        reply, payload = await self._fetch(carried, version, lane_id, wire.FETCH_KIND_DENSE)
-        values = get_codec("float32").decode(from_bytes(payload), carried.anchor[lane_id].numel())
-        # Of a dense lane, the digest of the payload is the digest of the lane.
-        if lane_digest(values) != (digest or reply.digest):
-            raise CodecError(
-                f"lane {lane_id} of fragment {carried.fragment_id}, version {version}, does not "
-                f"match the syncer's digest even when fetched dense"
-            )
-        return values
-
-    async def _fetch(
-        self, carried: _Carried, version: int, lane_id: int, kind: wire.FetchKind
-    ) -> tuple[wire.FetchReply, Buffer]:
-        numel = self._plan.fragments[carried.fragment_id].lanes[lane_id].numel
-        reply, payload = await self._calls.fetch(
-            carried.fragment_id, version, lane_id, kind, max_reply_bytes=4 * numel
-        )
-        if reply.status != wire.FETCH_STATUS_OK:
-            is_fenced = reply.status == wire.FETCH_STATUS_FENCED
-            raise (IslandFailed if is_fenced else CoordinatorUnavailable)(
-                f"version {version} of fragment {carried.fragment_id}, lane {lane_id}, cannot be "
-                f"had from the syncer: {reply.message}"
-            )
-        return reply, payload
-
     # -- plumbing --------------------------------------------------------------------------------
-
-    def _view(self, carried: _Carried) -> FragmentView:
-        sent, state = carried.outstanding, carried.state
-        return FragmentView(
-            key=None if sent is None else sent.key,
-            version=state.version if state.is_founded else -1,
-            attempt=state.attempt,
-            staged_version=carried.staged_version if carried.lanes else state.version,
-            verdict=_verdict(carried),
-            digest=state.digest.hex(),
-            contributors=tuple(state.contributors),
-        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -514,44 +422,13 @@ class Exchange:
     def _notify(self) -> None:
         """Show the training thread how things stand, and wake whoever waits for a change."""
         for p, carried in self._carried.items():
-            self._views[p] = self._view(carried)
+            self._views[p] = carried.view()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
 async def _wait(event: asyncio.Event, at_most_s: float) -> None:
     """Wait for an event or for time to pass, whichever is first."""
-    try:
-        await asyncio.wait_for(event.wait(), max(0.0, at_most_s))
-    except TimeoutError:
-        return
-
-
-def _verdict(carried: _Carried) -> Verdict | None:
-    """Say how what is outstanding ended; a refused one waits for the round's end."""
-    sent, state, outcome = carried.outstanding, carried.state, carried.outcome
-    if sent is None or outcome not in _NOT_DURABLE:
-        return outcome
-    if state.version > sent.key.version:
-        return outcome
-    return Verdict.EXPIRED if state.attempt > sent.key.attempt else None
-
-
-def _stepped(codec: str, payload: Buffer, anchor: Tensor) -> Tensor | None:
-    """Take the step from the anchor that a payload tells; None where it tells none."""
-    try:
-        return apply_payload(get_codec(codec), from_bytes(payload), anchor)
-    except DilocoError:
-        return None
-
-
-def _known(carried: _Carried) -> wire.FragmentState:
-    state = carried.state
-    return wire.FragmentState(
-        fragment_id=carried.fragment_id,
-        is_founded=state.is_founded,
-        version=state.version,
-        attempt=state.attempt,
-        is_open=state.is_open,
-        wants_initial=state.wants_initial,
-    )
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(at_most_s):
+            await event.wait()

@@ -13,8 +13,18 @@ from tests.run_files import FinishedRun, run_to_end, write_run
 
 SHAPES = {"fsdp": "dp_shard = 2", "one": "", "tp": "tp = 2"}
 SINGLE = dict.fromkeys(SHAPES, "")
+#: Makes 4 or 5 lanes of every fragment.
+FFN_DIM = 768
 
 pytestmark = pytest.mark.timeout(300)
+
+
+def assert_both_ranks_carry_lanes(run: FinishedRun) -> None:
+    assert all(len(fragment.lanes) >= 3 for fragment in run.plan.fragments)
+    for island in ("fsdp", "tp"):
+        sent = run.of_kind(island, "fragment_sent")
+        carried = {(e["fragment_id"], e["island_rank"]) for e in sent if e["lanes_norm"] > 0}
+        assert carried == {(f.fragment_id, r) for f in run.plan.fragments for r in (0, 1)}
 
 
 def published(run: FinishedRun) -> torch.Tensor:
@@ -22,9 +32,10 @@ def published(run: FinishedRun) -> torch.Tensor:
 
 
 def test_shapes_together_equal_islands_of_one_rank(tmp_path: Path) -> None:
-    mixed = run_to_end(write_run(tmp_path / "mixed", SHAPES, codec="float32"))
-    single = run_to_end(write_run(tmp_path / "single", SINGLE, codec="float32"))
+    mixed = run_to_end(write_run(tmp_path / "mixed", SHAPES, codec="float32", ffn_dim=FFN_DIM))
+    single = run_to_end(write_run(tmp_path / "single", SINGLE, codec="float32", ffn_dim=FFN_DIM))
 
+    assert_both_ranks_carry_lanes(mixed)
     assert len(mixed.ending_digests()) == 1, "published bytes are the same on every rank"
     assert mixed.ending_digests() == {tuple(r.digest.hex() for r in mixed.last_records())}
     torch.testing.assert_close(published(mixed), published(single), rtol=0, atol=1e-4)
@@ -39,6 +50,7 @@ def test_shapes_together_equal_islands_of_one_rank(tmp_path: Path) -> None:
 
 
 def test_shapes_together_with_int4_hold_the_same_bytes(tmp_path: Path) -> None:
-    run = run_to_end(write_run(tmp_path, SHAPES, codec="int4", tied=True))
+    run = run_to_end(write_run(tmp_path, SHAPES, codec="int4", tied=True, ffn_dim=FFN_DIM))
 
+    assert_both_ranks_carry_lanes(run)
     assert run.ending_digests() == {tuple(r.digest.hex() for r in run.last_records())}

@@ -1,44 +1,35 @@
-"""The syncer over a virtual network: founding, grants, lanes, kills at every point, lost quorum."""
+"""The syncer over a virtual network: founding, grants, contributions, lost quorum."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import blake3
 import pytest
 import torch
 from torch import Tensor
 
 from diloco.compression.base import to_bytes
-from diloco.compression.registry import get_codec
 from diloco.errors import (
-    AggregationError,
     DilocoError,
     FingerprintMismatch,
     IslandFailed,
     QuorumLost,
 )
 from diloco.outer.optimizer import OuterOptimizer
-from diloco.rounds.messages import key_message, outcome_of
+from diloco.rounds.messages import key_message
 from diloco.rounds.state import OutcomeKind, RoundKey
-from diloco.rounds.store import FragmentStore, recompute
+from diloco.rounds.store import FragmentStore
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
+from tests.raw_island import KEY, NUMEL, Dead, Incoming, RawIsland, SlowWorker, founded, restart
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun, grant
-from transport.contracts import PROTOCOL_VERSION, Buffer, Reply
-from transport.errors import PeerReset
+from transport.contracts import PROTOCOL_VERSION
 from transport.loopback import run_virtual
 
-# -- tools: raw islands, a worker that takes time and can die --------------------------------------
-
 DESCENT = {"a": 1.0, "b": 3.0, "c": 5.0}
-NUMEL = 40_000  # two lanes
-KEY = RoundKey(0, 0, 0, 0)
 
 
 def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
@@ -50,154 +41,6 @@ def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None
 def setting(tmp_path: Path) -> Setting:
     """Two islands, one fragment of two lanes; only the raw islands below take part."""
     return Setting({"w": [0.0] * NUMEL}, descend, tmp_path, inner_steps=8)
-
-
-class RawIsland:
-    """An island that says whatever a test wants, over the wire."""
-
-    def __init__(self, run: VirtualRun, name: str, incarnation: int = 1) -> None:
-        self.transport = run.network.connect("syncer")
-        self.name = name
-        self.grant = grant(name, incarnation)
-        self.lanes = run.setting.plan().fragments[0].lanes
-        self.codec = run.setting.uplink_codec
-
-    async def call(self, method: str, header: Any, payload: Buffer = b"") -> Reply:
-        header.protocol_version = header.protocol_version or PROTOCOL_VERSION
-        header.grant.CopyFrom(self.grant)
-        return await self.transport.call(
-            method, header.SerializeToString(), payload, deadline_s=100.0, max_reply_bytes=1 << 22
-        )
-
-    async def poll(self, *outstanding: RoundKey, wait_s: float = 0.0, **known: Any) -> Any:
-        request = wire.PollRequest(
-            outstanding=[key_message(key) for key in outstanding], wait_s=wait_s, **known
-        )
-        reply = await self.call("fragment.poll", request)
-        return wire.PollReply.FromString(reply.header)
-
-    async def upload(self, value: float = 0.0) -> list[wire.Ack]:
-        return [await self.upload_lane(lane_id, value) for lane_id in range(len(self.lanes))]
-
-    async def upload_lane(self, lane_id: int, value: float = 0.0) -> wire.Ack:
-        vector = torch.full((self.lanes[lane_id].numel,), value)
-        payload = to_bytes(vector.view(torch.uint8))
-        header = wire.UploadHeader(lane_id=lane_id, digest=blake3.blake3(payload).digest())
-        return wire.Ack.FromString((await self.call("fragment.upload", header, payload)).header)
-
-    async def submit(
-        self,
-        key: RoundKey = KEY,
-        lane_id: int = 0,
-        value: float = 1.0,
-        payload: Buffer | None = None,
-        **changes: Any,
-    ) -> wire.SubmitReply:
-        if payload is None:
-            vector = torch.full((self.lanes[lane_id].numel,), value)
-            payload = to_bytes(get_codec(self.codec).encode(vector))
-        header = wire.SubmitHeader(
-            key=key_message(key),
-            lane_id=lane_id,
-            sent_at_inner_step=4,
-            weight_tokens=4,
-            weight_steps=4,
-            codec=self.codec,
-            digest=blake3.blake3(payload).digest(),
-        )
-        header.MergeFrom(wire.SubmitHeader(**changes))
-        reply = await self.call("fragment.submit", header, payload)
-        return wire.SubmitReply.FromString(reply.header)
-
-    async def contribute(self, key: RoundKey = KEY, value: float = 1.0, **changes: Any) -> None:
-        for lane_id in range(len(self.lanes)):
-            reply = await self.submit(key, lane_id, value, **changes)
-            assert reply.status == wire.SUBMIT_STATUS_RECEIVED, reply
-
-    async def decline(self, key: RoundKey = KEY) -> wire.Ack:
-        header = wire.DeclineRequest(key=key_message(key), reason="not finite")
-        return wire.Ack.FromString((await self.call("fragment.decline", header)).header)
-
-    async def end(self, key: RoundKey = KEY) -> OutcomeKind | None:
-        reply = await self.poll(key)
-        return outcome_of(reply.outcomes[0]).kind if reply.outcomes else None
-
-    async def published(self, version: int) -> list[float]:
-        """First value of every lane, fetched dense."""
-        first = []
-        for lane_id in range(len(self.lanes)):
-            header = wire.FetchHeader(version=version, lane_id=lane_id, kind=wire.FETCH_KIND_DENSE)
-            reply = await self.call("fragment.fetch", header)
-            assert wire.FetchReply.FromString(reply.header).status == wire.FETCH_STATUS_OK
-            first.append(torch.frombuffer(reply.payload, dtype=torch.float32)[0].item())
-        return first
-
-
-class Incoming:
-    """Lane 0 of a contribution as its handler sees it, the payload `read_s` away."""
-
-    method, peer = "fragment.submit", "test"
-
-    def __init__(self, island: RawIsland, read_s: float = 0.0, **changes: Any) -> None:
-        self._payload = bytes(4 * island.lanes[0].numel)
-        header = wire.SubmitHeader(
-            protocol_version=PROTOCOL_VERSION,
-            grant=island.grant,
-            key=key_message(KEY),
-            weight_tokens=4,
-            codec="float32",
-            digest=blake3.blake3(self._payload).digest(),
-        )
-        header.MergeFrom(wire.SubmitHeader(**changes))
-        self.header = header.SerializeToString()
-        self.payload_bytes = len(self._payload)
-        self.is_read = False
-        self._read_s = read_s
-
-    async def read_payload(self) -> Buffer:
-        self.is_read = True
-        await asyncio.sleep(self._read_s)
-        return self._payload
-
-
-class Dead(Exception):
-    """What a test raises where a process is to die."""
-
-
-class SlowWorker:
-    """One piece of work at a time, each taking virtual time; `Dead` ends it in the middle."""
-
-    def __init__(self, before_s: float = 0.0, after_s: float = 0.0) -> None:
-        self.before_s, self.after_s = before_s, after_s
-        self.died = asyncio.Event()
-        self._busy = asyncio.Lock()
-
-    async def run(self, work: Callable[[], Any]) -> Any:
-        async with self._busy:
-            await asyncio.sleep(self.before_s)
-            try:
-                result = work()
-            except Dead:
-                self.died.set()
-                await asyncio.Event().wait()
-            await asyncio.sleep(self.after_s)
-            return result
-
-
-async def founded(setting: Setting, names: str = "ab") -> tuple[VirtualRun, list[RawIsland]]:
-    """A run whose version 0 is durable and whose first round is open."""
-    run = VirtualRun(setting)
-    await run.start_syncer()
-    islands = [RawIsland(run, name) for name in names]
-    for island in islands:
-        await island.poll()
-    assert all(ack.is_accepted for ack in await islands[0].upload())
-    return run, islands
-
-
-async def restart(run: VirtualRun) -> None:
-    await run.kill_syncer()
-    await run.start_syncer()
 
 
 def records_of(setting: Setting) -> FragmentStore:
@@ -768,185 +611,6 @@ def test_version_0_has_no_payload_but_is_served_dense(setting: Setting) -> None:
     run_virtual(scenario())
 
 
-# -- kills at chosen points ----------------------------------------------------------------------
-
-
-def test_a_syncer_killed_after_the_ack_loses_nothing_once_the_islands_resubmit(
-    setting: Setting,
-) -> None:
-    async def scenario() -> None:
-        run, (a, b) = await founded(setting)
-        await a.contribute(value=2.0)
-        first = await a.poll(KEY)
-
-        await restart(run)
-        second = await a.poll(KEY)
-
-        assert (first.syncer_epoch, second.syncer_epoch) == (1, 2)
-        assert not second.outcomes
-        assert version_of(run) == (0, 0, True), "open at once: every island had its grant"
-        await a.contribute(value=2.0)
-        await b.contribute(value=4.0)
-        await asyncio.sleep(1.0)
-        assert await a.published(1) == [-3.0, -3.0]
-
-    run_virtual(scenario())
-
-
-def test_the_deadline_runs_in_a_restarted_syncer_though_one_island_never_comes_back(
-    setting: Setting,
-) -> None:
-    async def scenario() -> None:
-        run, (a, _) = await founded(setting)
-        await a.contribute()
-        await restart(run)
-
-        await a.contribute()
-        await asyncio.sleep(setting.round_deadline_s + 1)
-
-        assert await a.end() is OutcomeKind.EXPIRED
-
-    run_virtual(scenario())
-
-
-def dying(method: Callable[..., Any], when: str, *, on_call: int) -> Callable[..., Any]:
-    """`method`, whose n-th call ends in death before or after its work."""
-    calls = 0
-
-    def call(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == on_call and when == "before":
-            raise Dead
-        result = method(*arguments)
-        if calls == on_call:
-            raise Dead
-        return result
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ("when", "version", "end"),
-    [("before", 0, None), ("after", 1, OutcomeKind.INCLUDED)],
-    ids=["before-the-commit", "after-the-commit"],
-)
-def test_a_syncer_killed_while_closing(
-    setting: Setting,
-    monkeypatch: pytest.MonkeyPatch,
-    when: str,
-    version: int,
-    end: OutcomeKind | None,
-) -> None:
-    # The first commit is version 0.
-    monkeypatch.setattr(FragmentStore, "commit", dying(FragmentStore.commit, when, on_call=2))
-
-    async def scenario() -> None:
-        run = VirtualRun(setting)
-        run.worker = SlowWorker()
-        await run.start_syncer()
-        a, b = RawIsland(run, "a"), RawIsland(run, "b")
-        await a.poll()
-        await b.poll()
-        await a.upload()
-        await a.contribute(value=2.0)
-        await b.contribute(value=4.0)
-        await run.worker.died.wait()
-        assert await a.end() is None, "nobody hears of what may not be durable"
-        assert version_of(run)[0] == 0
-
-        run.worker = SlowWorker()
-        await restart(run)
-
-        assert version_of(run) == (version, 0, True)
-        assert await a.end() is end
-        late = await b.submit(value=4.0)
-        if version == 0:
-            assert late.status == wire.SUBMIT_STATUS_RECEIVED
-            await b.submit(lane_id=1, value=4.0)
-            await a.contribute(value=2.0)
-            await asyncio.sleep(1.0)
-        else:
-            assert late.outcome.kind == wire.OUTCOME_KIND_INCLUDED
-        assert await a.published(1) == [-3.0, -3.0]
-        assert await b.end() is OutcomeKind.INCLUDED
-
-    run_virtual(scenario())
-
-
-@pytest.mark.parametrize(
-    ("when", "attempt"), [("before", 0), ("after", 1)], ids=["before", "after"]
-)
-def test_an_expiry_is_durable_before_it_is_announced(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, when: str, attempt: int
-) -> None:
-    monkeypatch.setattr(
-        FragmentStore, "record_expiry", dying(FragmentStore.record_expiry, when, on_call=1)
-    )
-
-    async def scenario() -> None:
-        run, (a, _) = await founded(setting)
-        run.worker = SlowWorker()
-        await restart(run)
-        await a.contribute()
-        await run.worker.died.wait()
-        assert await a.end() is None
-        assert version_of(run)[1] == 0
-
-        await restart(run)
-
-        assert version_of(run) == (0, attempt, True)
-        assert await a.end() is (OutcomeKind.EXPIRED if attempt else None)
-
-    run_virtual(scenario())
-
-
-def test_a_syncer_whose_worker_fails_ends_and_says_why(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        run, (a, b) = await founded(setting)
-
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(FragmentStore, "commit", full)
-        await a.contribute()
-        await b.contribute()
-        await run.syncer.ended.wait()
-
-        assert isinstance(run.syncer.failure, OSError)
-        assert run.syncer.fatal is None
-        assert version_of(run)[0] == 0
-
-    run_virtual(scenario())
-
-
-@pytest.mark.parametrize("lost", ["newest", "all"])
-def test_an_island_ahead_of_its_syncer_is_told_that_the_store_lost_a_version(
-    setting: Setting, lost: str
-) -> None:
-    async def scenario() -> None:
-        run, (a, b) = await founded(setting)
-        await a.contribute()
-        await b.contribute()
-        await asyncio.sleep(1.0)
-        known = (await a.poll()).fragments
-        await run.kill_syncer()
-        for path in sorted(setting.directory.rglob("*.record"))[-1 if lost == "newest" else 0 :]:
-            path.write_bytes(b"rotten")
-        await run.start_syncer()
-
-        reply = await a.poll(known=known)
-        submitted = await a.submit(RoundKey(0, 0, 1, 0))
-
-        assert reply.fatal.exit_code == 30
-        assert "holds version 1" in reply.fatal.reason
-        assert submitted.status == wire.SUBMIT_STATUS_NOT_OPEN
-
-    run_virtual(scenario())
-
-
 # -- numerics and lost quorum ----------------------------------------------------------------------
 
 
@@ -994,183 +658,6 @@ def test_three_expiries_reach_the_islands_as_quorum_lost_with_the_command(tmp_pa
     # b is gone after its first round: a's sends at 8, 12 and 16 expire, each a deadline later.
     assert [event["inner_step"] for event in expired] == [9, 13]
     assert 16 + 3 * 59 <= now <= 16 + 3 * 61
-
-
-# -- kills at any moment ---------------------------------------------------------------------------
-
-
-def whole(directory: Path) -> Setting:
-    return Setting(
-        {name: [0.5] * 200 for name in ("u", "v", "w")},
-        wander,
-        directory,
-        inner_steps=22,
-        inner_steps_per_round=4,
-        num_fragments=2,
-        overlap_steps=1,
-        flush=True,
-        uplink_codec="int4",
-        downlink_codec="int4",
-        optimizer=OuterOptimizer("nesterov", 0.7, 0.9, 2),
-        tokens={"a": 3, "b": 5},
-    )
-
-
-def wander(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-    """Move as far as the seed of island and step says."""
-    generator = torch.Generator().manual_seed(ord(island) * 1000 + inner_step)
-    for parameter in parameters.values():
-        parameter.sub_(torch.randn(parameter.shape, generator=generator) * 0.1)
-
-
-def truth(records: list[Mapping[str, Any]]) -> dict[tuple[int, int], Any]:
-    """What became durable, by fragment and version; every version must have been one thing."""
-    made: dict[tuple[int, int], Any] = {}
-    for header in records:
-        assert made.setdefault((header["fragment_id"], header["version"]), header) == header
-    return made
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    run = VirtualRun(whole(tmp_path_factory.mktemp("undisturbed")))
-    islands = run_virtual(run.run())
-    assert islands["a"].values() == islands["b"].values()
-    return truth(run.records), {name: island.published for name, island in islands.items()}
-
-
-async def kill_again_and_again(run: VirtualRun, rng: random.Random, up_s: float) -> None:
-    while True:
-        await asyncio.sleep(rng.choice([rng.uniform(0.0, 1.0), rng.uniform(0.0, up_s)]))
-        await run.kill_syncer()
-        await asyncio.sleep(rng.choice([0.0, rng.uniform(0.0, 3.0)]))
-        run.worker = SlowWorker(rng.uniform(0.0, 0.2), rng.uniform(0.0, 0.2))
-        await run.start_syncer()
-
-
-async def disturbed(
-    run: VirtualRun, *disturbances: Coroutine[Any, Any, None]
-) -> tuple[dict[str, VirtualIsland], list[BaseException | None]]:
-    """Run all islands while something else goes on; returns them and how they ended."""
-    run.worker = SlowWorker(0.1, 0.1)
-    await run.start_syncer()
-    islands = {name: run.island(name) for name in run.setting.islands}
-    others = [asyncio.create_task(disturbance) for disturbance in disturbances]
-    ends = await asyncio.gather(
-        *(island.run() for island in islands.values()), return_exceptions=True
-    )
-    for other in others:
-        other.cancel()
-    for end in await asyncio.gather(*others, return_exceptions=True):
-        assert isinstance(end, asyncio.CancelledError), end
-    return islands, ends
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_run_whose_syncer_is_killed_at_any_moment_publishes_the_same_bytes(
-    tmp_path: Path, undisturbed: tuple[Any, Any], seed: int
-) -> None:
-    setting = whole(tmp_path)
-
-    async def scenario() -> tuple[VirtualRun, dict[str, VirtualIsland]]:
-        run = VirtualRun(setting)
-        islands, ends = await disturbed(run, kill_again_and_again(run, random.Random(seed), 4.0))
-        assert ends == [None, None]
-        return run, islands
-
-    run, islands = run_virtual(scenario())
-
-    records, published = undisturbed
-    assert run.epoch > 5
-    assert truth(run.records) == records
-    assert {name: island.published for name, island in islands.items()} == published
-    assert islands["a"].values() == islands["b"].values()
-    for island in islands.values():
-        assert {event["outcome"] for event in island.kinds("fragment_merged")} == {"included"}
-        assert not island.kinds("round_expired")
-        assert not island.kinds("digest_mismatch")
-        assert island.kinds("syncer_restarted")
-    assert_recomputed(setting)
-
-
-def assert_recomputed(setting: Setting) -> None:
-    """Every retained version follows from the one before, bit by bit."""
-    for fragment in setting.plan().fragments:
-        store = FragmentStore(setting.directory, fragment, 4)
-        last = store.recover()
-        assert last is not None
-        for version in range(max(1, last.record.version - 3), last.record.version + 1):
-            after = store.load(version)
-            assert after.lane_digests == recompute(
-                store.load(version - 1), after, setting.publication()
-            )
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_with_kills_stalls_and_divergence_islands_never_disagree(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    setting = replace(whole(tmp_path), round_deadline_s=6.0, islands=("a", "b", "c"))
-
-    def stray(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-        wander(island, inner_step, parameters)
-        if rng.random() < 0.03:
-            parameters["u"].fill_(float("nan"))
-
-    async def stall(islands: list[VirtualIsland]) -> None:
-        while True:
-            await asyncio.sleep(rng.uniform(0.0, 10.0))
-            for island in islands:
-                step_s = rng.choice([1.0, 1.0, 1.0, 0.1, 1.5 * setting.round_deadline_s])
-                island.setting = replace(island.setting, step_s=step_s)
-
-    async def scenario() -> tuple[VirtualRun, dict[str, VirtualIsland], list[Any]]:
-        run = VirtualRun(replace(setting, inner_step=stray))
-        made: list[VirtualIsland] = []
-        make = run.island
-        run.island = lambda name: made.append(make(name)) or made[-1]  # type: ignore[method-assign]
-        kills = kill_again_and_again(run, rng, up_s=4 * setting.round_deadline_s)
-        islands, ends = await disturbed(run, kills, stall(made))
-        return run, islands, ends
-
-    run, islands, ends = run_virtual(scenario())
-
-    made = truth(run.records)
-    for (_, version), header in made.items():
-        assert len({c["island"] for c in header["contributors"]}) == len(header["contributors"])
-        assert bool(header["contributors"]) == bool(version)
-    for island in islands.values():
-        for event in island.kinds("fragment_merged"):
-            header = made[event["fragment_id"], event["version"]]
-            assert event["digest"] == header["digest"]
-            is_counted = island.name in {c["island"] for c in header["contributors"]}
-            assert (event["outcome"] == "included") == is_counted
-        assert not island.kinds("digest_mismatch")
-    if any(ends):
-        # One that diverged for good, or stalled for three deadlines, costs the others the quorum.
-        assert all(isinstance(end, QuorumLost | AggregationError) for end in ends), ends
-    else:
-        assert len({str(island.values()) for island in islands.values()}) == 1
-    assert_recomputed(setting)
-
-
-def test_nothing_is_left_behind_at_the_end_of_a_run(tmp_path: Path) -> None:
-    setting = whole(tmp_path)
-
-    async def scenario() -> None:
-        run = VirtualRun(setting)
-        await run.start_syncer()
-        islands = [run.island(name) for name in setting.islands]
-        await asyncio.gather(*(island.run() for island in islands))
-        await asyncio.sleep(0.1)
-
-        for service in run.syncer._services.values():
-            assert service._spool == service._initial == service.rounds.contributions == {}
-        assert run.syncer._tasks == set()
-        for island in islands:
-            assert len(island.exchange._tasks) == 1, "the poll"
-            assert all(not c.sending and not c.staged for c in island.exchange._carried.values())
-
-    run_virtual(scenario())
 
 
 # -- whole islands -------------------------------------------------------------------------------
@@ -1232,22 +719,5 @@ def test_an_island_that_comes_to_a_run_under_way_is_told_so(tmp_path: Path) -> N
 
         with pytest.raises(IslandFailed, match="is at version 1"):
             await run.island("b").start()
-
-    run_virtual(scenario())
-
-
-def test_calls_of_a_killed_syncer_are_reset_not_answered(setting: Setting) -> None:
-    async def scenario() -> None:
-        run, (a, _) = await founded(setting)
-        known = await a.poll()
-        waiting = asyncio.create_task(
-            a.poll(wait_s=60.0, known=known.fragments, known_epoch=known.syncer_epoch)
-        )
-        await asyncio.sleep(1.0)
-
-        await run.kill_syncer()
-
-        with pytest.raises(PeerReset):
-            await waiting
 
     run_virtual(scenario())

@@ -1,0 +1,127 @@
+"""One fragment as its carrier holds it: anchor, residuals, what is outstanding, what is staged.
+
+Belongs to the exchange and its loop; other threads see a `FragmentView` only.
+
+Source: protocol.md section 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from diloco.rounds.state import RoundKey
+from diloco.sync.ledger import Outstanding, Verdict
+from protos import fragment_pb2 as wire
+from transport.contracts import Buffer
+
+#: What the syncer has only in memory: it ends nothing before the round does, and a restart of the
+#: syncer forgets it.
+NOT_DURABLE = (Verdict.REFUSED, Verdict.DECLINED)
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentView:
+    """What a rank knows of a fragment, for the training thread.
+
+    `staged_version` is the newest version of which all of this rank's lanes are verified (-1:
+    none); `key` is what is outstanding and `verdict` its end, None while it is undecided. Commands
+    that were posted and not yet carried out are not in it: hold `key` against what was sent.
+    """
+
+    key: RoundKey | None = None
+    version: int = -1
+    attempt: int = 0
+    staged_version: int = -1
+    verdict: Verdict | None = None
+    digest: str = ""
+    contributors: tuple[str, ...] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left to wait for on this rank."""
+        if self.key is None or self.verdict is Verdict.EXPIRED:
+            return True
+        return self.verdict is not None and self.staged_version > self.key.version
+
+
+@dataclass(slots=True)
+class SentLane:
+    """Payload and residual of one outstanding lane; `received_epoch` -1: by no syncer yet."""
+
+    payload: Buffer
+    digest: bytes
+    residual_after: Tensor | None
+    received_epoch: int = -1
+
+
+@dataclass(slots=True)
+class CarriedFragment:
+    """A fragment's lanes on one rank; `lanes` may be empty.
+
+    `outcome` is what the syncer said of `outstanding`; `state` is what it last announced.
+    `staging_version` is the newest version whose fetch was begun.
+    """
+
+    fragment_id: int
+    lanes: tuple[int, ...]
+    anchor: dict[int, Tensor] = field(default_factory=dict)
+    anchor_version: int = -1
+    residual: dict[int, Tensor] = field(default_factory=dict)
+    outstanding: Outstanding | None = None
+    sending: dict[int, SentLane] = field(default_factory=dict)
+    outcome: Verdict | None = None
+    state: wire.FragmentState = field(default_factory=wire.FragmentState)
+    staged: dict[int, Tensor] = field(default_factory=dict)
+    staging_version: int = -1
+    staged_version: int = -1
+
+    def settle(self, *, is_merged: bool, is_included: bool) -> None:
+        """Forget what was outstanding.
+
+        INCLUDED keeps the residual after the send, everything else the one before; a merge makes
+        the staged version the anchor.
+        """
+        if is_included:
+            for lane_id, lane in self.sending.items():
+                if lane.residual_after is not None:
+                    self.residual[lane_id] = lane.residual_after
+        if is_merged:
+            self.anchor, self.anchor_version = self.staged, self.anchor_version + 1
+            self.staged, self.staged_version = {}, -1
+        self.outstanding, self.sending, self.outcome = None, {}, None
+
+    def verdict(self) -> Verdict | None:
+        """Say how what is outstanding ended; a refused one waits for the round's end."""
+        sent, state = self.outstanding, self.state
+        if sent is None or self.outcome not in NOT_DURABLE:
+            return self.outcome
+        if state.version > sent.key.version:
+            return self.outcome
+        return Verdict.EXPIRED if state.attempt > sent.key.attempt else None
+
+    def view(self) -> FragmentView:
+        """Return how things stand now."""
+        sent, state = self.outstanding, self.state
+        return FragmentView(
+            key=None if sent is None else sent.key,
+            version=state.version if state.is_founded else -1,
+            attempt=state.attempt,
+            staged_version=self.staged_version if self.lanes else state.version,
+            verdict=self.verdict(),
+            digest=state.digest.hex(),
+            contributors=tuple(state.contributors),
+        )
+
+    def known(self) -> wire.FragmentState:
+        """Return what a poll compares with the syncer's state."""
+        state = self.state
+        return wire.FragmentState(
+            fragment_id=self.fragment_id,
+            is_founded=state.is_founded,
+            version=state.version,
+            attempt=state.attempt,
+            is_open=state.is_open,
+            wants_initial=state.wants_initial,
+        )

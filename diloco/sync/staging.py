@@ -1,0 +1,87 @@
+"""Verified lanes of published versions: fetch, hold against the digest, heal what differs.
+
+Staging changes neither anchor nor model.
+
+Source: protocol.md sections 1 and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from diloco.compression.base import from_bytes
+from diloco.compression.registry import get_codec
+from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError, IslandFailed
+from diloco.rounds.publication import apply_payload, lane_digest
+from diloco.sync.calls import SyncerCalls
+from diloco.telemetry.events import DigestMismatch, Event
+from protos import fragment_pb2 as wire
+from transport.contracts import Buffer
+
+
+async def stage_lane(
+    calls: SyncerCalls,
+    anchor: Tensor,
+    *,
+    fragment_id: int,
+    version: int,
+    lane_id: int,
+    digest: bytes,
+    on_event: Callable[[Event], None],
+) -> Tensor:
+    """Take one lane's step from its anchor to the next version.
+
+    A lane that does not come out as published (the anchor, a codec or the payload is not what the
+    syncer's was) is reported and taken as a whole instead.
+
+    Args:
+        calls: Way to the syncer.
+        anchor: The lane at `version` - 1, float32; unchanged.
+        fragment_id: The lane's fragment.
+        version: Version to reach.
+        lane_id: The lane.
+        digest: Of the published lane; empty when it is not known, which takes the lane as a whole.
+        on_event: Hears of a mismatch.
+
+    Raises:
+        CodecError: If even the whole lane does not match.
+        DilocoError: If the syncer does not have it, or cannot be reached.
+    """
+
+    async def fetch(kind: wire.FetchKind) -> tuple[wire.FetchReply, Buffer]:
+        reply, payload = await calls.fetch(
+            fragment_id, version, lane_id, kind, max_reply_bytes=4 * anchor.numel()
+        )
+        if reply.status != wire.FETCH_STATUS_OK:
+            is_fenced = reply.status == wire.FETCH_STATUS_FENCED
+            raise (IslandFailed if is_fenced else CoordinatorUnavailable)(
+                f"version {version} of fragment {fragment_id}, lane {lane_id}, cannot be had from "
+                f"the syncer: {reply.message}"
+            )
+        return reply, payload
+
+    if digest:
+        reply, payload = await fetch(wire.FETCH_KIND_PAYLOAD)
+        values = _step(reply.codec, payload, anchor)
+        if values is not None and lane_digest(values) == digest:
+            return values
+        on_event(DigestMismatch(fragment_id, version, lane_id))
+    reply, payload = await fetch(wire.FETCH_KIND_DENSE)
+    values = get_codec("float32").decode(from_bytes(payload), anchor.numel())
+    # Of a whole lane, the digest of the payload is the digest of the lane.
+    if lane_digest(values) != (digest or reply.digest):
+        raise CodecError(
+            f"lane {lane_id} of fragment {fragment_id}, version {version}, does not match the "
+            f"syncer's digest even when fetched as a whole"
+        )
+    return values
+
+
+def _step(codec: str, payload: Buffer, anchor: Tensor) -> Tensor | None:
+    """Apply a payload; None if it cannot be one."""
+    try:
+        return apply_payload(get_codec(codec), from_bytes(payload), anchor)
+    except DilocoError:
+        return None

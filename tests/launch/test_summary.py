@@ -1,0 +1,244 @@
+"""A summary from hand-made events and the real records of a small run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from diloco.launch.summary import Summary, read_events, summarise
+from diloco.rounds.store import FragmentStore
+from diloco.telemetry.events import Evaluated, Event, InnerStepDone, IslandEnded
+from tests.run_files import write_run
+from tests.virtual_run import Setting, VirtualRun
+from transport.link import Link, LinkProfile
+from transport.loopback import run_virtual
+
+ENDED = IslandEnded(
+    inner_step=8,
+    tokens=1024,
+    wall_s=16.0,
+    inner_s=9.0,
+    blocked_s=4.0,
+    undisturbed_step_s=1.0,
+    utilisation=0.5,
+    goodput=0.5625,
+    overwritten_steps=2.25,
+    bytes_up=100,
+    bytes_down=1000,
+    digests=(),
+)
+#: 1000 bytes a second up, 2000 down, one second of round trip.
+LINK = LinkProfile("path", up=Link(8000, 0.5), down=Link(16000, 0.5), source="test")
+
+
+def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
+    for parameter in parameters.values():
+        parameter.sub_(1.0 if island == "east" else 3.0)
+
+
+def island_events(island: str, island_rank: int, events: Sequence[Event]) -> list[dict[str, Any]]:
+    return [{"island": island, "island_rank": island_rank, **e.as_dict()} for e in events]
+
+
+class Run:
+    """A finished run of two islands: east has two ranks, west one."""
+
+    def __init__(self, directory: Path) -> None:
+        self.setting = Setting(
+            {"v": [8.0], "w": [16.0]},
+            descend,
+            directory / "store",
+            inner_steps=8,
+            islands=("east", "west"),
+            tokens={"east": 1, "west": 3},
+            num_fragments=2,
+            flush=True,
+        )
+        run_virtual(VirtualRun(self.setting).run())
+        self.plan = self.setting.plan()
+        self.stores = [
+            FragmentStore(self.setting.directory, fragment, 4) for fragment in self.plan.fragments
+        ]
+        run_file = write_run(directory, {"east": "dp_shard = 2", "west": ""})
+        self.config: Config = load_config(run_file)
+        digests = []
+        for store in self.stores:
+            recovered = store.recover()
+            assert recovered is not None
+            digests.append(recovered.record.digest.hex())
+        self.ended = replace(ENDED, digests=tuple(digests))
+        self.leader = [
+            *(InnerStepDone(step, 2.0, 0.5, 1e-3, 128, 1.0) for step in range(1, 9)),
+            Evaluated(4, "published", 9.0),
+            Evaluated(8, "local", 1.5),
+            Evaluated(8, "published", 1.25),
+        ]
+        self.events: dict[str, list[dict[str, Any]]] = {
+            "east": self.of("east", 0)
+            + island_events(
+                "east", 1, [replace(self.ended, tokens=0, bytes_up=30, bytes_down=300)]
+            ),
+            "west": self.of("west", 0),
+        }
+
+    def of(self, island: str, island_rank: int, **changes: Any) -> list[dict[str, Any]]:
+        return island_events(island, island_rank, [*self.leader, replace(self.ended, **changes)])
+
+    def summary(self, link: LinkProfile | None = None) -> Summary:
+        return summarise(
+            self.config,
+            self.plan,
+            self.setting.schedule(),
+            self.setting.publication(),
+            stores=self.stores,
+            events=self.events,
+            link=link,
+        )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_summary_of_a_run_that_can_be_trusted(run: Run) -> None:
+    summary = run.summary()
+
+    assert summary.are_digests_equal
+    assert summary.are_versions_recomputed
+    assert summary.as_dict()["are_digests_equal"] is True
+    # Sent after inner steps 2, 6 and 4, then both with the flush.
+    assert [(f.version, f.recomputed_versions) for f in summary.fragments] == [
+        (3, (3, 2, 1)),
+        (2, (2, 1)),
+    ]
+    assert {f.contributors for f in summary.fragments} == {("east", "west")}
+    east, west = summary.islands
+    assert (east.island, east.shape) == ("east", "2 ranks, dp_shard 2")
+    assert (west.island, west.shape) == ("west", "1 rank")
+    assert (east.bytes_up, east.bytes_down) == (130, 1300), "summed over ranks"
+    assert (west.bytes_up, west.bytes_down) == (100, 1000)
+    assert (east.inner_steps, east.tokens, east.wall_s) == (8, 1024, 16.0)
+    assert (east.utilisation, east.goodput, east.blocked_s) == (0.5, 0.5625, 4.0)
+    assert (east.local_nats_per_byte, east.published_nats_per_byte) == (1.5, 1.25)
+    text = summary.as_text()
+    assert "digests equal on every island" in text
+    assert "bit-equal" in text
+    assert "versions 0: v3, 1: v2" in text
+    assert "1,024 tokens in 16 s, evaluations not counted" in text
+    assert "utilisation 50.0% (undisturbed step 1 s), not blocked 75.0%, goodput 56.2%" in text
+    assert "overwritten steps 2.2;" in text
+    assert "link as it is" in text
+
+
+def test_alternatives_are_counted_and_timed_on_the_link(run: Run) -> None:
+    summary = run.summary(LINK)
+
+    # A fragment of one value is one block, 512 bytes; 3 sends and 2 of the flush. A gradient has
+    # two values; 8 inner steps. The slower direction is up.
+    assert [(a.bytes_up, a.bytes_down, a.transfer_s) for a in summary.alternatives] == [
+        (2560, 2560, pytest.approx(2.56 + 5.0)),
+        (64, 64, pytest.approx(0.064 + 8.0)),
+    ]
+    text = summary.as_text()
+    assert "link path (8 kbit/s up, 16 kbit/s down, 1 s round trip)" in text
+    # East moved 1430 bytes.
+    assert "2.5 KiB up and 2.5 KiB down an island, 3.6 times as much: 7.56 s of transfers" in text
+
+
+def test_an_island_with_other_bytes_is_told(run: Run) -> None:
+    run.events["west"] = run.of("west", 0, digests=(run.ended.digests[0], "00"))
+
+    summary = run.summary()
+
+    assert not summary.are_digests_equal
+    assert summary.are_versions_recomputed
+    assert "digests DIFFER BETWEEN ISLANDS" in summary.as_text()
+
+
+@pytest.mark.parametrize("version", [3, 1], ids=["last", "oldest_retained"])
+def test_a_version_that_its_contributions_do_not_give_is_told(run: Run, version: int) -> None:
+    store = run.stores[0]
+    record = store.load(version)
+    swapped = {
+        "east": record.contributions["west"],
+        "west": record.contributions["east"],
+    }
+    store.commit(replace(record, contributions=swapped))
+
+    summary = run.summary()
+
+    assert [f.is_bit_equal for f in summary.fragments] == [False, True]
+    assert not summary.are_versions_recomputed
+    assert summary.are_digests_equal
+    assert "NOT EQUAL" in summary.as_text()
+
+
+def two_ends(run: Run) -> list[dict[str, Any]]:
+    return run.events["east"] + island_events("east", 0, [run.ended])
+
+
+def two_starts(run: Run) -> list[dict[str, Any]]:
+    return island_events("east", 0, run.leader[:3]) + run.events["east"]
+
+
+def no_end(run: Run) -> list[dict[str, Any]]:
+    return [e for e in run.events["east"] if e["kind"] != "island_ended"]
+
+
+def no_end_of_rank_1(run: Run) -> list[dict[str, Any]]:
+    return [e for e in run.events["east"] if e["island_rank"] != 1]
+
+
+@pytest.mark.parametrize("events_of", [two_ends, two_starts, no_end, no_end_of_rank_1])
+def test_events_of_anything_but_one_start_are_refused(
+    run: Run, events_of: Callable[[Run], list[dict[str, Any]]]
+) -> None:
+    run.events["east"] = events_of(run)
+
+    with pytest.raises(ConfigError, match=r"events of island east are not .* telemetry\.dir"):
+        run.summary()
+
+
+@pytest.mark.parametrize(
+    ("east", "is_said"),
+    [
+        ({"blocked_s": 4.8}, True),
+        ({"blocked_s": 9.6}, True),
+        ({"blocked_s": 9.7}, False),
+        ({"blocked_s": 0.1}, False),
+        ({"blocked_s": 0.4, "undisturbed_step_s": 1.5}, False),
+    ],
+    ids=["slowest_is_the_cause", "half_the_cause", "link_is_the_cause", "not_blocked", "as_fast"],
+)
+def test_waiting_for_the_slowest_island_is_said(
+    run: Run, east: Mapping[str, Any], is_said: bool
+) -> None:
+    # West's inner step takes 1.6 s, east's 1 s: over 8 inner steps east is 4.8 s ahead.
+    run.events["east"] = run.of("east", 0, **east) + run.events["east"][-1:]
+    run.events["west"] = run.of("west", 0, undisturbed_step_s=1.6)
+
+    text = run.summary().as_text()
+
+    assert ("waited for west, whose inner step takes 1.6 times as long" in text) is is_said
+    assert "waited for east" not in text
+
+
+def test_events_are_read_by_island_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    events = {name: island_events(name, 0, [ENDED]) for name in ("east", "west")}
+    for name, lines in events.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"events-{name}-0.jsonl").write_text(text + '{"kind": "inner_')
+
+    found = read_events(tmp_path, ["east"])
+
+    assert found == {"east": [json.loads(json.dumps(line)) for line in events["east"]]}

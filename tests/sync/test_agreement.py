@@ -1,0 +1,75 @@
+"""The common word of an island's ranks, over real gloo."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from diloco.sync.agreement import Agreed, Agreement, Standing
+from diloco.sync.ledger import Verdict
+from tests.distributed import run_ranks
+
+
+def test_an_island_of_one_rank_agrees_with_itself() -> None:
+    agreement = Agreement(None)
+    standing = Standing(3, Verdict.EXPIRED, 2)
+
+    assert agreement.read() is None
+    agreement.start(0, [standing, Standing(-1, None, 0)])
+
+    assert agreement.read() == Agreed(0, (standing, Standing(-1, None, 0)))
+    assert agreement.read() is None
+    assert agreement.now(20, []) == Agreed(20, ())
+
+
+def test_every_verdict_survives_the_message() -> None:
+    for verdict in (None, *Verdict):
+        (agreed,) = Agreement(None).now(0, [Standing(0, verdict, 7)]).standings
+        assert agreed == Standing(0, verdict, 7)
+
+
+def agree(island_rank: int) -> dict[str, object]:
+    agreement = Agreement(dist.new_group(backend="gloo"))
+    is_leader = island_rank == 0
+    heard: dict[str, object] = {}
+
+    # The leader has staged 5 and 6, the other rank 5 and nothing.
+    staged = (5, 6) if is_leader else (5, -1)
+    # The other rank's own idea of verdict and attempt must not show.
+    verdict = Verdict.NOT_INCLUDED if is_leader else Verdict.INCLUDED
+    heard["standings"] = agreement.now(
+        0, [Standing(s, verdict, 9 if is_leader else 1) for s in staged]
+    )
+
+    heard["undecided"] = agreement.now(0, [Standing(1, None if is_leader else Verdict.EXPIRED, 0)])
+
+    heard["one fails"] = agreement.now(0 if is_leader else 20, []).exit_code
+    heard["both fail"] = agreement.now(30 if is_leader else 20, []).exit_code
+
+    # Started by both, read by one long before the other comes to it: no barrier in `start`.
+    agreement.start(0, [Standing(island_rank, Verdict.EXPIRED, 4)])
+    dist.barrier()
+    heard["read later"] = agreement.read()
+    return heard
+
+
+def test_the_smallest_staged_version_counts_and_the_leader_speaks() -> None:
+    first, second = run_ranks(agree, 2)
+
+    assert first == second
+    assert first == {
+        "standings": Agreed(
+            0, (Standing(5, Verdict.NOT_INCLUDED, 9), Standing(-1, Verdict.NOT_INCLUDED, 9))
+        ),
+        "undecided": Agreed(0, (Standing(1, None, 0),)),
+        "one fails": 20,
+        "both fail": 30,
+        "read later": Agreed(0, (Standing(0, Verdict.EXPIRED, 4),)),
+    }
+
+
+def test_the_message_is_one_small_integer_vector() -> None:
+    vector = Agreement(None)._encode(0, [Standing(0, None, 0)] * 24)
+
+    assert vector.dtype == torch.int64
+    assert vector.numel() == 1 + 3 * 24

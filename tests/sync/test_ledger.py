@@ -1,0 +1,99 @@
+"""The outcome table of a contribution: what happens to version, attempt and counters."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.rounds.state import RoundKey
+from diloco.sync.ledger import FragmentLedger, Verdict
+
+TOKENS = 100
+
+
+def ledger(*, before: int = 4, after: int = 2, attempt: int = 0) -> FragmentLedger:
+    """Version 3; `before` inner steps, a send, then `after` more."""
+    made = FragmentLedger(timeline=1, fragment_id=2, version=3, attempt=attempt)
+    for _ in range(before):
+        made.count(TOKENS)
+    made.send(24, is_flush=False)
+    for _ in range(after):
+        made.count(TOKENS)
+    return made
+
+
+def test_a_send_carries_key_and_counters_of_its_moment() -> None:
+    sent = ledger(attempt=5).outstanding
+
+    assert sent is not None
+    assert sent.key == RoundKey(1, 2, 3, 5)
+    assert (sent.sent_at_inner_step, sent.weight_tokens, sent.weight_steps) == (24, 400, 4)
+    assert not sent.is_flush
+
+
+# verdict, local_mix -> version, attempt, steps counted, steps overwritten
+TABLE = {
+    (Verdict.INCLUDED, 0.0): (4, 0, 2, 2),
+    (Verdict.INCLUDED, 0.5): (4, 0, 2, 0),
+    (Verdict.NOT_INCLUDED, 0.0): (4, 0, 0, 2),
+    (Verdict.NOT_INCLUDED, 0.5): (4, 0, 2, 0),
+    (Verdict.REFUSED, 0.0): (4, 0, 6, 2),
+    (Verdict.REFUSED, 0.5): (4, 0, 6, 0),
+    (Verdict.DECLINED, 0.0): (4, 0, 6, 2),
+    (Verdict.DECLINED, 0.5): (4, 0, 6, 0),
+    (Verdict.EXPIRED, 0.0): (3, 1, 6, 0),
+    (Verdict.EXPIRED, 0.5): (3, 1, 6, 0),
+}
+
+
+@pytest.mark.parametrize(("verdict", "local_mix"), TABLE, ids=str)
+def test_the_outcome_table(verdict: Verdict, local_mix: float) -> None:
+    version, attempt, steps, overwritten = TABLE[verdict, local_mix]
+    made = ledger()
+
+    assert made.settle(verdict, attempt=0, local_mix=local_mix) == overwritten
+
+    assert (made.version, made.attempt) == (version, attempt)
+    assert (made.steps, made.tokens) == (steps, steps * TOKENS)
+    assert made.outstanding is None
+
+
+def test_every_verdict_is_in_the_table() -> None:
+    assert {verdict for verdict, _ in TABLE} == set(Verdict)
+
+
+@pytest.mark.parametrize(
+    ("sent_attempt", "announced", "expected"),
+    [(0, 1, 1), (0, 4, 4), (2, 0, 3), (7, 65536, 65536)],
+    ids=["next", "skipped", "not-heard-yet", "after-damage"],
+)
+def test_after_an_expiry_the_attempt_last_announced_is_next_and_never_the_same(
+    sent_attempt: int, announced: int, expected: int
+) -> None:
+    made = ledger(attempt=sent_attempt)
+
+    made.settle(Verdict.EXPIRED, attempt=announced, local_mix=0.0)
+
+    assert made.send(48, is_flush=False).key == RoundKey(1, 2, 3, expected)
+
+
+def test_after_an_expiry_the_next_send_carries_the_work_of_both() -> None:
+    made = ledger()
+    made.settle(Verdict.EXPIRED, attempt=1, local_mix=0.0)
+    made.count(TOKENS)
+
+    sent = made.send(48, is_flush=True)
+
+    assert (sent.weight_tokens, sent.weight_steps) == (700, 7)
+
+
+def test_only_one_contribution_is_outstanding() -> None:
+    with pytest.raises(AssertionError, match="has one outstanding"):
+        ledger().send(48, is_flush=False)
+
+
+def test_nothing_is_settled_twice() -> None:
+    made = ledger()
+    made.settle(Verdict.INCLUDED, attempt=0, local_mix=0.0)
+
+    with pytest.raises(AssertionError, match="nothing outstanding"):
+        made.settle(Verdict.INCLUDED, attempt=0, local_mix=0.0)

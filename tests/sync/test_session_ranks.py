@@ -1,0 +1,439 @@
+"""An island of two real ranks against a real syncer over gRPC: agreement, cuts, failures.
+
+One tensor-parallel pair of parameters: a sharded matrix and a replicated norm, in two lanes, one
+on each rank. Rank 0 also hosts the syncer, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from diloco.errors import AggregationError, CodecError, DilocoError, IslandFailed
+from diloco.outer.fragments import make_plan
+from diloco.outer.optimizer import OuterOptimizer
+from diloco.outer.schedule import Schedule
+from diloco.rounds.publication import PublicationRules
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.syncer import Syncer, SyncerRules
+from diloco.sync.agreement import Agreement
+from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.io_thread import IoThread
+from diloco.sync.session import DiLoCo
+from diloco.sync.shards import LaneShards, canonical_parameters, tensor_specs
+from diloco.telemetry.events import Event
+from tests.distributed import run_ranks
+from tests.virtual_run import RUN, InlineWorker, MemoryIncarnations, grant
+from transport.contracts import Buffer, Reply
+from transport.errors import ConnectError
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
+
+ROWS, COLUMNS = 300, 128
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "irecv",
+    "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+)  # fmt: skip
+
+
+class CutWire:
+    """A gRPC transport that can be cut, one method or all of them."""
+
+    def __init__(self, address: str) -> None:
+        self._inner = GrpcTransport(address)
+        self.cut: str | None = None
+
+    @property
+    def peer(self) -> str:
+        return self._inner.peer
+
+    async def call(
+        self,
+        method: str,
+        header: bytes,
+        payload: Buffer = b"",
+        *,
+        deadline_s: float,
+        max_reply_bytes: int = 0,
+    ) -> Reply:
+        if self.cut == method:
+            raise ConnectError("cut", peer=self.peer, method=method)
+        return await self._inner.call(
+            method, header, payload, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes
+        )
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+@dataclass
+class Rank:
+    """One rank of the island, ready to train."""
+
+    session: DiLoCo
+    exchange: Exchange
+    io: IoThread
+    data: CutWire
+    parameters: dict[str, Tensor]
+    events: list[Event]
+
+    @property
+    def norm(self) -> Tensor:
+        norm = self.parameters["norm"]
+        assert isinstance(norm, DTensor)
+        return norm.to_local().detach()
+
+    def whole(self) -> dict[str, Tensor]:
+        """All parameters unsharded; collective."""
+        return {
+            name: parameter.full_tensor().detach().clone()
+            for name, parameter in self.parameters.items()
+            if isinstance(parameter, DTensor)
+        }
+
+    def train(self, inner_steps: int) -> None:
+        """Make inner steps that move every element by an amount of its own."""
+        for _ in range(inner_steps):
+            inner_step = self.session.inner_step + 1
+            generator = torch.Generator().manual_seed(inner_step)
+            with torch.no_grad():
+                for name in sorted(self.parameters):
+                    parameter = self.parameters[name]
+                    assert isinstance(parameter, DTensor)
+                    move = torch.randn(parameter.shape, generator=generator) * 0.01
+                    parameter.sub_(distribute_tensor(move, parameter.device_mesh,
+                                                     parameter.placements))  # fmt: skip
+            self.io.drive(self.session.stepping(100))
+
+
+@contextmanager
+def serving(island_rank: int, plan: Any, directory: str, down: str) -> Iterator[str]:
+    """Let rank 0 serve; gives its address to both."""
+    address: list[str | None] = [None]
+    thread = IoThread()
+
+    async def serve() -> tuple[Syncer, GrpcServer]:
+        syncer = Syncer(
+            plan,
+            SyncerRules(
+                0,
+                ("island",),
+                PublicationRules("int4", down, OuterOptimizer("nesterov", 0.7, 0.9, 0)),
+                60.0,
+            ),
+            [FragmentStore(Path(directory), fragment, 4) for fragment in plan.fragments],
+            syncer_epoch=1,
+            incarnations=MemoryIncarnations(),
+            is_granted=lambda held: held.run == RUN,
+            worker=InlineWorker(),
+            on_record=lambda header: None,
+            on_change=lambda: None,
+        )
+        await syncer.start()
+        server = GrpcServer("127.0.0.1:0", syncer.handlers)
+        await server.start()
+        address[0] = server.address
+        return syncer, server
+
+    if island_rank == 0:
+        thread.start()
+        syncer, server = thread.run(serve())
+    dist.broadcast_object_list(address, src=0)
+    assert address[0] is not None
+    try:
+        yield address[0]
+        dist.barrier()  # nobody stops the syncer while the other rank still needs it
+    finally:
+        if island_rank == 0:
+            thread.run(server.stop(0.0))
+            thread.run(syncer.stop())
+            thread.stop()
+
+
+@contextmanager
+def island(island_rank: int, *, local_mix: float = 0.0, down: str = "int4") -> Iterator[Rank]:
+    """Two ranks, H = 6, tau = 2, version 0 founded."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.Module()
+    generator = torch.Generator().manual_seed(1)
+    for name, shape, placement in (
+        ("matrix", (ROWS, COLUMNS), Shard(0)),
+        ("norm", (COLUMNS,), Replicate()),
+    ):
+        values = torch.randn(shape, generator=generator)
+        setattr(model, name, nn.Parameter(distribute_tensor(values, mesh, [placement])))
+    parameters = canonical_parameters(model)
+    plan = make_plan(tensor_specs(parameters), num_fragments=1)
+    assert len(plan.fragments[0].lanes) == 2
+    events: list[Event] = []
+    io = IoThread()
+    io.start()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        serving(island_rank, plan, directory, down) as address,
+    ):
+        shards = LaneShards(plan, parameters, group=dist.new_group(backend="gloo"))
+        assert shards.lanes_of(0) == (island_rank,)
+        data = CutWire(address)
+        exchange = Exchange(
+            plan,
+            {0: shards.lanes_of(0)},
+            control=GrpcTransport(address),
+            data=data,
+            grant=grant("island"),
+            rules=ExchangeRules("int4", False, rpc_deadline_s=30.0, unreachable_s=40.0),
+            rng=random.Random(island_rank),
+            on_event=events.append,
+        )
+        session = DiLoCo(
+            plan,
+            Schedule.make(
+                inner_steps_per_round=6, num_fragments=1, overlap_steps=2, inner_steps=100,
+                flush=True,
+            ),
+            shards,
+            exchange,
+            io,
+            Agreement(dist.new_group(backend="gloo")),
+            timeline=0,
+            local_mix=local_mix,
+            clock=time.monotonic,
+            on_event=events.append,
+        )  # fmt: skip
+        io.drive(session.starting())
+        try:
+            yield Rank(session, exchange, io, data, parameters, events)
+        finally:
+            io.run(exchange.stop())
+            io.stop()
+
+
+def beside(work: Callable[[], None]) -> threading.Thread:
+    """Run something while the training thread is in a step."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline, "waited 20 s in vain"
+        time.sleep(0.01)
+
+
+# -- the cut stream ------------------------------------------------------------------------------
+
+
+def merge_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    store = dist.distributed_c10d._get_default_store()
+    with island(island_rank) as rank:
+        rank.train(6)
+        if island_rank == 1:
+            rank.data.cut = "fragment.fetch"
+        rank.train(1)
+        before = rank.norm.clone()
+
+        def watch() -> None:
+            """Rank 0 has staged and rank 1 has not, for 1.5 s in which nobody may merge."""
+            if island_rank == 0:
+                until(lambda: rank.exchange.view(0).staged_version == 1)
+                time.sleep(1.5)
+                store.set("rank 0 has staged", "yes")
+            store.wait(["rank 0 has staged"])
+            seen["staged"] = rank.exchange.view(0).staged_version
+            seen["version"] = rank.session._ledgers[0].version
+            rank.data.cut = None
+
+        watcher = beside(watch)
+        rank.train(1)
+        watcher.join()
+
+        seen["merged"] = rank.session._ledgers[0].version
+        seen["blocked"] = rank.session.blocked_s > 1.4
+        seen["norm moved"] = not torch.equal(before, rank.norm)
+        seen["whole"] = rank.whole()
+        seen["anchor"] = {i: lane.clone() for i, lane in rank.session._anchors[0].items()}
+        return seen
+
+
+def test_with_one_stream_cut_no_rank_merges_and_both_do_when_it_is_back() -> None:
+    first, second = run_ranks(merge_with_a_cut_stream, 2)
+
+    assert (first["staged"], first["version"]) == (1, 0)
+    assert (second["staged"], second["version"]) == (-1, 0)
+    for rank in (first, second):
+        assert (rank["merged"], rank["blocked"], rank["norm moved"]) == (1, True, True)
+    # alpha = 0: both hold what was published, lane 0 in rank 0's hands, lane 1 in rank 1's.
+    published = torch.cat([first["anchor"][0], second["anchor"][1]])
+    for rank in (first, second):
+        matrix = rank["whole"]["matrix"].flatten()
+        assert torch.equal(published[: ROWS * COLUMNS], matrix)
+        assert torch.equal(published[ROWS * COLUMNS :], rank["whole"]["norm"])
+
+
+# -- replicated parameters -----------------------------------------------------------------------
+
+
+def merge_and_flush(island_rank: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    with island(island_rank, local_mix=0.5) as rank:
+        norms = []
+        for _ in range(2):
+            rank.train(6)
+            rank.train(2)
+            norms.append(rank.norm.clone())
+        rank.io.drive(rank.session.finishing())
+        norms.append(rank.norm.clone())
+        seen["norms"] = norms
+        seen["merged"] = [
+            (event["version"], event["outcome"], event["is_flush"])
+            for event in (event.as_dict() for event in rank.events)
+            if event["kind"] == "fragment_merged"
+        ]
+        seen["digests"] = rank.session.digests
+        return seen
+
+
+def test_replicated_norms_are_equal_on_both_ranks_after_every_merge() -> None:
+    first, second = run_ranks(merge_and_flush, 2)
+
+    for one, other in zip(first["norms"], second["norms"], strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(first["norms"][0], first["norms"][1])
+    expected = [(1, "included", False), (2, "included", False), (3, "included", True)]
+    assert first["merged"] == second["merged"] == expected
+    assert first["digests"] == second["digests"]
+
+
+# -- collectives ---------------------------------------------------------------------------------
+
+
+def count_collectives(island_rank: int) -> list[dict[str, int]]:
+    counts: Counter[str] = Counter()
+    a_step: list[dict[str, int]] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(dist, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            counts[name] += 1
+            return real(*arguments, **named)
+
+        return call
+
+    with (
+        island(island_rank) as rank,
+        mock.patch.multiple(dist, **{name: counted(name) for name in COLLECTIVES}),
+    ):
+        for inner_step in range(1, 14):
+            rank.session.inner_step = inner_step - 1
+            if inner_step == 8:
+                # So that the blocking step finds everything there.
+                until(lambda: rank.exchange.view(0).has_ended)
+            counts.clear()
+            rank.io.drive(rank.session.stepping(100))
+            a_step.append(dict(counts))
+    return a_step
+
+
+def test_nothing_outstanding_means_no_collective() -> None:
+    for steps in run_ranks(count_collectives, 2):
+        quiet = steps[:5] + steps[8:11]
+        assert quiet == [{}] * 8
+        # Step 6 sends (collect, then the first agreement is started), step 7 reads and starts one.
+        assert steps[5]["all_reduce"] == 1
+        assert set(steps[5]) == {"all_reduce", "all_to_all_single"}
+        assert steps[6] == {"all_reduce": 1}
+        # Step 8 reads; at most a second agreement, at once, before it distributes.
+        assert steps[7].get("all_reduce", 0) <= 1
+        assert steps[7]["all_to_all_single"] >= 1
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+def fail_while_blocked(island_rank: int) -> tuple[str, int, str]:
+    with island(island_rank) as rank:
+        rank.train(6)
+        if island_rank == 1:
+            rank.data.cut = "fragment.fetch"
+
+        def fail() -> None:
+            time.sleep(0.5)
+            rank.io.post(rank.exchange.fail, CodecError("a lane is broken"))
+
+        watcher = beside(fail) if island_rank == 1 else None
+        with pytest.raises(DilocoError) as caught:
+            rank.train(2)
+        if watcher is not None:
+            watcher.join()
+        return type(caught.value).__name__, caught.value.exit_code, str(caught.value)
+
+
+def test_a_failing_rank_makes_both_raise_with_its_exit_code() -> None:
+    first, second = run_ranks(fail_while_blocked, 2)
+
+    assert first[:2] == (IslandFailed.__name__, 20)
+    assert "another rank of this island failed with exit code 20" in first[2]
+    assert second == (CodecError.__name__, 20, "a lane is broken")
+
+
+def lose_the_syncer(island_rank: int) -> tuple[str, int]:
+    with island(island_rank) as rank:
+        rank.train(6)
+        if island_rank == 1:
+            rank.data.cut = "fragment.fetch"
+            # 40 s of trying are too long for a test: give up as if they had passed.
+            rank.exchange._calls._policy = mock.Mock(first_wait_s=0.1, max_wait_s=0.1, budget_s=1.0)
+        with pytest.raises(DilocoError) as caught:
+            rank.train(2)
+        return type(caught.value).__name__, caught.value.exit_code
+
+
+def test_a_stream_that_stays_cut_ends_the_island_with_30_on_both_ranks() -> None:
+    assert run_ranks(lose_the_syncer, 2) == [("IslandFailed", 30), ("CoordinatorUnavailable", 30)]
+
+
+def diverge_on_one_rank(island_rank: int) -> tuple[str, int, list[str]]:
+    with island(island_rank) as rank:
+        with pytest.raises(DilocoError) as caught:
+            for _ in range(8):
+                # Rows of the second half are rank 1's lane.
+                if island_rank == 1:
+                    matrix = rank.parameters["matrix"]
+                    assert isinstance(matrix, DTensor)
+                    with torch.no_grad():
+                        matrix.to_local()[-1].fill_(float("nan"))
+                rank.train(3)
+        outcomes = [
+            event.as_dict()["kind"]
+            for event in rank.events
+            if event.as_dict()["kind"] in ("round_expired", "fragment_merged")
+        ]
+        return type(caught.value).__name__, caught.value.exit_code, outcomes
+
+
+def test_a_lane_that_is_not_finite_on_one_rank_declines_for_the_island_and_ends_it() -> None:
+    first, second = run_ranks(diverge_on_one_rank, 2)
+
+    assert first == (IslandFailed.__name__, 20, ["round_expired", "round_expired"])
+    assert second == (AggregationError.__name__, 20, ["round_expired", "round_expired"])
