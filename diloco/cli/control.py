@@ -146,6 +146,8 @@ def _check_address(address: str) -> None:
     from transport.addresses import split_address
 
     try:
-        split_address(address)
+        _, port = split_address(address)
     except ValueError as error:
         raise ConfigError(f"{error}: write it as the coordinator printed it") from None
+    if port == 0:
+        raise ConfigError(f"{address!r} has no port: write it as the coordinator printed it")

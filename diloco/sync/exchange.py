@@ -26,11 +26,10 @@ from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.registry import get_codec
 from diloco.errors import (
     CodecError,
-    CoordinatorUnavailable,
     DilocoError,
     FingerprintMismatch,
     IslandFailed,
-    QuorumLost,
+    error_of_exit_code,
 )
 from diloco.outer.fragments import Plan
 from diloco.rounds.messages import outcome_of
@@ -48,12 +47,6 @@ from transport.retry import RetryPolicy
 
 logger = logging.getLogger(__name__)
 
-_ERROR_OF_EXIT_CODE: dict[int, type[DilocoError]] = {
-    20: CodecError,
-    30: CoordinatorUnavailable,
-    40: IslandFailed,
-    50: QuorumLost,
-}
 _DECLINED = "declined:"
 _NOT_OPEN_WAIT_S = 0.25
 _DECLINE_AGAIN_S = 1.0
@@ -237,7 +230,7 @@ class Exchange:
             )
             return
         if reply.HasField("fatal"):
-            error = _ERROR_OF_EXIT_CODE.get(reply.fatal.exit_code, DilocoError)
+            error = error_of_exit_code(reply.fatal.exit_code)
             self.fail(error(reply.fatal.reason, island_id=self._grant.island))
             return
         if reply.syncer_epoch > self._epoch:
