@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,7 +53,7 @@ def local(
     from rich.console import Console
 
     from diloco.config.load import load_config
-    from diloco.launch.ending import Interrupted, raising_on_signals
+    from diloco.launch.ending import Interrupted, heeding_signals
     from diloco.launch.forecast import forecast
     from diloco.launch.local import insist_on_no_events, make_room, without_links
 
@@ -66,8 +67,8 @@ def local(
     if moved is not None:
         console.print(f"the earlier run is now in {moved}", highlight=False)
     try:
-        with raising_on_signals():
-            code = _run(config, console)
+        with heeding_signals() as request:
+            code = _run(config, console, request.check)
     except Interrupted as interrupted:
         Console(stderr=True).print("stopped: every process of the run has ended")
         raise typer.Exit(interrupted.exit_code) from None
@@ -86,11 +87,11 @@ def local(
         raise typer.Exit(1)
 
 
-def _run(config: Config, console: Console) -> int:
+def _run(config: Config, console: Console, check: Callable[[], None]) -> int:
     """Run every process to its end; returns the first failure, or 0."""
     from diloco.launch.local import LocalRun
 
-    with LocalRun(config) as run:
+    with LocalRun(config, check) as run:
         run.start()
         console.print(
             f"run {config.run.name}: coordinator at {run.address}; logs and events in "

@@ -55,22 +55,44 @@ class Interrupted(BaseException):
         return 128 + self.number
 
 
+class Request:
+    """Whether a signal has asked for the end."""
+
+    def __init__(self) -> None:
+        """Begin unasked."""
+        self._number = 0
+
+    def note(self, number: int) -> None:
+        """Keep the first signal."""
+        self._number = self._number or number
+
+    def check(self) -> None:
+        """Raise `Interrupted` once asked.
+
+        To be called where nothing is half done: an exception out of the signal handler could come
+        between the birth of a child process and the moment its parent knows it.
+        """
+        if self._number:
+            raise Interrupted(self._number)
+
+
 @contextlib.contextmanager
-def raising_on_signals() -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into `Interrupted`; a second one ends the process.
+def heeding_signals() -> Iterator[Request]:
+    """Note the first SIGINT, SIGTERM or SIGHUP; a second one ends the process.
 
     For programs without an event loop; call it in the main thread.
     """
+    request = Request()
     numbers = _heeded()
 
-    def interrupt(number: int, _: FrameType | None) -> None:
+    def note(number: int, _: FrameType | None) -> None:
         for each in numbers:
             signal.signal(each, signal.SIG_DFL)
-        raise Interrupted(number)
+        request.note(number)
 
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
-        yield
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -26,7 +26,7 @@ from pathlib import Path
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, IslandFailed
-from diloco.launch.ending import Interrupted, raising_on_signals
+from diloco.launch.ending import Interrupted, Request, heeding_signals
 from diloco.launch.logs import tail
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def _join_job(config: Config, coordinator_address: str, output_dir: Path) -> int
 
 def _supervise(config: Config, coordinator_address: str, output_dir: Path, resolved: Path) -> int:
     ranks: list[_RankProcess] = []
-    with tempfile.TemporaryDirectory(prefix="diloco-") as meeting, raising_on_signals():
+    with tempfile.TemporaryDirectory(prefix="diloco-") as meeting, heeding_signals() as request:
         try:
             for island_rank in range(config.island.ranks):
                 arguments = ["--config", str(resolved), "--island", config.island_id]
@@ -103,7 +103,7 @@ def _supervise(config: Config, coordinator_address: str, output_dir: Path, resol
                 arguments += ["--rendezvous", f"file://{meeting}/rendezvous", "--supervised"]
                 log = output_dir / f"{config.island_id}-{island_rank}.log"
                 ranks.append(_start(config, island_rank, arguments, log))
-            return _watch(config.island_id, ranks)
+            return _watch(config.island_id, ranks, request)
         except Interrupted as interrupted:
             name = signal.Signals(interrupted.number).name
             logger.warning("stopping island %s, signal=%s", config.island_id, name)
@@ -135,11 +135,12 @@ def _start(config: Config, island_rank: int, arguments: Sequence[str], log: Path
     return _RankProcess(island_rank, process, log)
 
 
-def _watch(island: str, ranks: Sequence[_RankProcess]) -> int:
+def _watch(island: str, ranks: Sequence[_RankProcess], request: Request) -> int:
     """Wait until all ranks are done or one has failed; say which, and how."""
     while not (failed := [rank for rank in ranks if rank.code]):
         if all(rank.code == 0 for rank in ranks):
             return 0
+        request.check()
         time.sleep(_LOOK_S)
     first = min(failed, key=_telling)
     code = first.code

@@ -40,9 +40,13 @@ _HOPELESS = frozenset({2, 10})
 
 @dataclass(slots=True)
 class LocalRun:
-    """The processes of one run; use it as a context manager, so that nothing outlives it."""
+    """The processes of one run; use it as a context manager, so that nothing outlives it.
+
+    `check` is called often, and raises when the run must be given up.
+    """
 
     config: Config
+    check: Callable[[], None] = lambda: None
     coordinator: subprocess.Popen[bytes] | None = None
     islands: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     coordinator_restarts: int = 0
@@ -94,6 +98,7 @@ class LocalRun:
             code = self.coordinator.poll()
             if code is not None or time.monotonic() > deadline:
                 raise self._coordinator_failed("did not start", code)
+            self.check()
             time.sleep(_LOOK_S)
         for island in sorted(self.config.islands):
             arguments = ["island", str(self._run_file), "--island", island]
@@ -122,15 +127,16 @@ class LocalRun:
                 if code in _HOPELESS:
                     return code
             self._keep_coordinator()
+            self.check()
             on_look()
             time.sleep(_LOOK_S)
         return first_failure
 
     def wait_for_coordinator(self) -> None:
         """Give the coordinator time to note the end and to stop its syncer."""
-        if self.coordinator is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.coordinator.wait(_END_S)
+        assert self.coordinator is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.coordinator.wait(_END_S)
 
     def _keep_coordinator(self) -> None:
         """Start a coordinator that died again; one that ended the run is left alone."""
