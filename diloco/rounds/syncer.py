@@ -275,7 +275,8 @@ class Syncer:
             commands = "; ".join(f"diloco island RUN.toml --island {m}" for m in lost.missing)
             reason += (
                 f"; missing: {', '.join(lost.missing)}. The run stops (on_member_lost = stop). "
-                f"Start it again with every island, among them: {commands}"
+                f"Start it again in an empty coordinator.state_dir, with every island, among "
+                f"them: {commands}"
             )
         logger.error("run lost, %s", reason)
         self.fatal = wire.Fatal(exit_code=20 if lost.is_numeric else 50, reason=reason)
