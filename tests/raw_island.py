@@ -110,13 +110,14 @@ class Incoming:
 
     def __init__(self, island: RawIsland, read_s: float = 0.0, **changes: Any) -> None:
         self._payload = bytes(4 * island.lanes[0].numel)
+        self.digest = blake3.blake3(self._payload).digest()
         header = wire.SubmitHeader(
             protocol_version=PROTOCOL_VERSION,
             grant=island.grant,
             key=key_message(KEY),
             weight_tokens=4,
             codec="float32",
-            digest=blake3.blake3(self._payload).digest(),
+            digest=self.digest,
         )
         header.MergeFrom(wire.SubmitHeader(**changes))
         self.header = header.SerializeToString()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,11 +56,15 @@ class MemoryIncarnations:
         self.saved = dict(incarnations)
 
 
-class InlineRunner:
-    """The exchange lives in the loop of the caller."""
+class LoopRunner:
+    """The exchange lives in the loop of the caller, who is ahead of it as a training thread is."""
 
     def post(self, action: Callable[..., object], *arguments: object) -> None:
-        action(*arguments)
+        asyncio.get_running_loop().call_soon(action, *arguments)
+
+    async def drive(self, waits: Iterable[Coroutine[Any, Any, None]]) -> None:
+        for wait in waits:
+            await asyncio.create_task(wait)  # after what was posted
 
 
 def grant(island: str, incarnation: int = 1, timeline: int = 0) -> Grant:
@@ -123,6 +127,7 @@ class VirtualIsland:
             key: torch.nn.Parameter(torch.tensor(values, dtype=torch.float32))
             for key, values in setting.initial.items()
         }
+        self.runner = LoopRunner()
         plan = setting.plan()
         shards = LaneShards(plan, self.parameters, group=None)
         self.exchange = Exchange(
@@ -140,7 +145,7 @@ class VirtualIsland:
             setting.schedule(),
             shards,
             self.exchange,
-            InlineRunner(),
+            self.runner,
             Agreement(None),
             timeline=0,
             local_mix=setting.local_mix,
@@ -152,8 +157,7 @@ class VirtualIsland:
         return {name: parameter.tolist() for name, parameter in self.parameters.items()}
 
     async def start(self) -> None:
-        for wait in self.session.starting():
-            await wait
+        await self.runner.drive(self.session.starting())
 
     async def train(self, inner_steps: int) -> None:
         num_tokens = self.setting.tokens.get(self.name, 1)
@@ -161,15 +165,13 @@ class VirtualIsland:
             await asyncio.sleep(self.setting.step_s)
             with torch.no_grad():
                 self.setting.inner_step(self.name, self.session.inner_step + 1, self.parameters)
-            for wait in self.session.stepping(num_tokens):
-                await wait
+            await self.runner.drive(self.session.stepping(num_tokens))
             self.local.append(self.values())
             with self.session.global_parameters():
                 self.published.append(self.values())
 
     async def finish(self) -> None:
-        for wait in self.session.finishing():
-            await wait
+        await self.runner.drive(self.session.finishing())
 
     async def run(self) -> None:
         await self.start()

@@ -65,8 +65,6 @@ logger = logging.getLogger(__name__)
 _LAST_WORD_S = 5.0
 #: Exit code of a rank whose supervisor died.
 _ORPHANED = 40
-#: Inner steps between two sums of the bytes that an island has moved, at most.
-_SUM_BYTES_EVERY = 10
 
 
 def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: Path) -> int:
@@ -300,12 +298,13 @@ class _Rank:
         """Make all inner steps, the outer loop after each."""
         session, record, config = self._session, self._record, self._config
         record.begin()
+        schedule = build_schedule(config)
         for inner_step in range(1, config.run.inner_steps + 1):
             is_quiet = session.num_in_flight == 0
             metrics = self._trainer.inner_step(inner_step - 1)
             record.step(metrics, is_quiet=is_quiet)
             self._io.drive(session.stepping(metrics.num_tokens))
-            if inner_step % min(_SUM_BYTES_EVERY, config.outer.inner_steps_per_round) == 0:
+            if schedule.due(inner_step):  # no collective in a step that has none anyway
                 self._sum_bytes()
             record.renew(IslandState.TRAINING, session)
             if self._is_evaluated_after(inner_step):

@@ -110,8 +110,14 @@ class FragmentService:
             self.record = replace(recovered.record, contributions={})
             for header in recovered.headers:
                 self._hooks.on_record(header)
-            version, attempt, past = recovered.record.version, recovered.attempt, recovered.past
-            self._perform(self.rounds.founded(version, attempt, past, _now()))
+            instructions = self.rounds.founded(
+                recovered.record.version,
+                recovered.attempt,
+                recovered.past,
+                _now(),
+                expired_in_a_row=recovered.expired_in_a_row,
+            )
+            self._perform(instructions)
 
     def stop(self) -> None:
         """Let no more time pass."""

@@ -262,13 +262,23 @@ class FragmentRounds:
                 return math.inf
 
     def founded(
-        self, version: int, attempt: int, past: Mapping[int, PastRound], now: float
+        self,
+        version: int,
+        attempt: int,
+        past: Mapping[int, PastRound],
+        now: float,
+        *,
+        expired_in_a_row: int = 0,
     ) -> list[Instruction]:
         """Take the durable state: version 0 was committed, or a restart found its records."""
         self._require(Phase.UNFOUNDED, "founded")
         self.version, self.attempt, self.past = version, attempt, dict(past)
         self.phase = Phase.WAITING
+        self._expired_in_a_row = expired_in_a_row
         self._tell(now, f"founded at version {version}, attempt {attempt}")
+        if expired_in_a_row >= self.rules.max_expired_in_a_row:
+            reason = f"{expired_in_a_row} attempts in a row had expired before this restart"
+            return self._lose(self.key, reason, is_numeric=False)
         return self._open_if_due(now)
 
     def granted(self, island: str, incarnation: int, now: float) -> list[Instruction]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from diloco.compression.base import from_bytes, to_bytes
-from diloco.durable import write_durably
+from diloco.durable import sync_directory, write_durably
 from diloco.outer.fragments import Fragment
 from diloco.rounds.publication import LaneState, PublicationRules, publish_lane, version_digest
 from diloco.rounds.state import Contributor, PastRound, RoundKey
@@ -104,11 +103,13 @@ class VersionRecord:
 class Recovered:
     """What a store held when it was opened: the newest valid version and the next attempt.
 
+    `expired_in_a_row` counts the expiries recorded since that version was published.
     `headers` are those of all valid records, oldest first: some may not have been reported yet.
     """
 
     record: VersionRecord
     attempt: int
+    expired_in_a_row: int
     past: Mapping[int, PastRound]
     headers: tuple[Mapping[str, Any], ...]
 
@@ -127,6 +128,8 @@ class FragmentStore:
         _make_durably(self._directory)
         for leftover in self._directory.glob("*.tmp"):
             leftover.unlink()
+        # A writer killed between rename and fsync leaves names that a power loss would take back.
+        sync_directory(self._directory)
         past: dict[int, PastRound] = {}
         headers: list[Mapping[str, Any]] = []
         newest: VersionRecord | None = None
@@ -146,7 +149,8 @@ class FragmentStore:
                 )
         if newest is None:
             return None
-        return Recovered(newest, self._attempt_after(newest.version), past, tuple(headers))
+        attempt, expired_in_a_row = self._attempt_after(newest.version)
+        return Recovered(newest, attempt, expired_in_a_row, past, tuple(headers))
 
     def commit(self, record: VersionRecord) -> None:
         """Write a version durably, then forget what is no longer retained."""
@@ -176,16 +180,18 @@ class FragmentStore:
             raise RecordInvalid(f"{path} does not exist") from error
         return _decode(path, data, version, self._fragment)
 
-    def _attempt_after(self, version: int) -> int:
+    def _attempt_after(self, version: int) -> tuple[int, int]:
+        """Return the next attempt at the version after this one, and how many have expired."""
         path = self._directory / "attempt.json"
         if not path.exists():
-            return 0
+            return 0, 0
         checksum, _, body = path.read_bytes().partition(b"\n")
         if blake3.blake3(body).hexdigest().encode() != checksum:
             logger.warning("expiry record damaged, path=%s", path)
-            return _LATER_ATTEMPT
+            return _LATER_ATTEMPT, 0
         noted = json.loads(body)
-        return int(noted["attempt"]) if noted["version"] == version else 0
+        attempt = int(noted["attempt"]) if noted["version"] == version else 0
+        return attempt, attempt
 
     def _versions(self) -> list[int]:
         return [int(path.stem[1:]) for path in self._directory.glob("v*.record")]
@@ -324,8 +330,4 @@ def _make_durably(directory: Path) -> None:
     if not directory.parent.is_dir():
         _make_durably(directory.parent)
     directory.mkdir(exist_ok=True)
-    descriptor = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(directory.parent)

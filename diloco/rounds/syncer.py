@@ -274,12 +274,15 @@ class Syncer:
         if lost.missing:
             commands = "; ".join(f"diloco island RUN.toml --island {m}" for m in lost.missing)
             reason += (
-                f"; missing: {', '.join(lost.missing)}. The run stops (on_member_lost = stop). "
+                f". The run stops (on_member_lost = stop). "
                 f"Start it again in an empty coordinator.state_dir, with every island, among "
                 f"them: {commands}"
             )
         logger.error("run lost, %s", reason)
-        self.fatal = wire.Fatal(exit_code=20 if lost.is_numeric else 50, reason=reason)
+        # The first reason stays, so that all islands hear the same.
+        self.fatal = self.fatal or wire.Fatal(
+            exit_code=20 if lost.is_numeric else 50, reason=reason
+        )
         self.ended.set()
 
     def _notify(self) -> None:

@@ -108,7 +108,7 @@ class CarriedFragment:
             key=None if sent is None else sent.key,
             version=state.version if state.is_founded else -1,
             attempt=state.attempt,
-            staged_version=self.staged_version if self.lanes else state.version,
+            staged_version=self.staged_version,
             verdict=self.verdict(),
             digest=state.digest.hex(),
             contributors=tuple(state.contributors),

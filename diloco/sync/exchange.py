@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 _DECLINED = "declined:"
 _NOT_OPEN_WAIT_S = 0.25
 _DECLINE_AGAIN_S = 1.0
+_TELL_WAITING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,9 @@ class Exchange:
                     if wanted and uploads.get((p, lane_id)) != self._epoch:
                         uploads[p, lane_id] = self._epoch
                         self._spawn(self._upload(p, lane_id, initial[p][lane_id]))
-            await changed.wait()
+            await _wait(changed, _TELL_WAITING_S)
+            if not changed.is_set():
+                logger.info("waiting until every island has joined and version 0 is durable")
         for p, carried in self._carried.items():
             self._check_founded(carried, initial[p])
             carried.anchor, carried.anchor_version = dict(initial[p]), 0

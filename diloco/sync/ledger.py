@@ -38,7 +38,7 @@ class FragmentLedger:
     """Counters of one fragment of one island.
 
     `tokens` and `steps` run since the counters last restarted; `version` is that of the anchor;
-    `attempt` the attempt last announced for it.
+    `attempt` the attempt last announced for it; `local_steps` run since the last merge.
     """
 
     timeline: int
@@ -47,12 +47,14 @@ class FragmentLedger:
     attempt: int = 0
     tokens: int = 0
     steps: int = 0
+    local_steps: int = 0
     outstanding: Outstanding | None = None
 
     def count(self, num_tokens: int) -> None:
         """Count one inner step of `num_tokens` tokens."""
         self.tokens += num_tokens
         self.steps += 1
+        self.local_steps += 1
 
     def send(self, inner_step: int, *, is_flush: bool) -> Outstanding:
         """Make a contribution outstanding; at most one a fragment."""
@@ -76,7 +78,8 @@ class FragmentLedger:
             local_mix: alpha of the merge.
 
         Returns:
-            Inner steps whose local effect an alpha = 0 merge replaced (0 when none).
+            Inner steps whose local effect an alpha = 0 merge replaced and theta does not have:
+            those since the send when INCLUDED, else all since the last merge; else 0.
         """
         sent = self.outstanding
         assert sent is not None, f"fragment {self.fragment_id} has nothing outstanding"
@@ -86,9 +89,11 @@ class FragmentLedger:
             return 0
         self.version, self.attempt = sent.key.version + 1, 0
         steps_since_send = self.steps - sent.weight_steps
+        overwritten = steps_since_send if verdict is Verdict.INCLUDED else self.local_steps
+        self.local_steps = 0
         if verdict is Verdict.INCLUDED or (verdict is Verdict.NOT_INCLUDED and local_mix > 0):
             self.tokens -= sent.weight_tokens
             self.steps = steps_since_send
         elif verdict is Verdict.NOT_INCLUDED:
             self.tokens = self.steps = 0
-        return steps_since_send if local_mix == 0 else 0
+        return overwritten if local_mix == 0 else 0

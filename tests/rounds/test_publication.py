@@ -169,6 +169,18 @@ def test_a_difference_that_overflows_is_an_error_of_the_result() -> None:
         publish(lane, [torch.zeros(4)], down="int4", optimizer=SGD)
 
 
+def test_a_published_value_that_overflows_is_an_error_of_the_result() -> None:
+    # The difference is 7 * 2^120 less a 2048th; its scale is rounded up to 2^120, and so published
+    # comes out above theta, which is the largest float32.
+    largest = torch.finfo(torch.float32).max
+    difference = 7 * 2.0**120 * (1 - 2.0**-11)
+    lane = LaneState(torch.full((4,), largest), torch.full((4,), largest - difference),
+                     torch.zeros(4))  # fmt: skip
+
+    with pytest.raises(AggregationError, match="published is not finite"):
+        publish(lane, [torch.zeros(4)], down="int4", optimizer=SGD)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_payload_that_decodes_to_no_number_is_refused(value: float) -> None:
     vector = torch.zeros(NUMEL)

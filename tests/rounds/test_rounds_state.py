@@ -690,3 +690,34 @@ def test_a_commit_of_another_round_is_an_error() -> None:
 
     with pytest.raises(InvalidTransition):
         rounds.committed(RoundKey(0, 3, 0, 1), 0.0)
+
+
+def test_expiries_in_a_row_are_counted_over_a_restart_of_the_syncer() -> None:
+    rules = RoundRules(members=("a", "b"), num_lanes=1, deadline_s=5.0)
+    again = FragmentRounds(0, 0, rules)
+    lost = FragmentRounds(0, 0, rules)
+
+    again.founded(4, 2, {}, 0.0, expired_in_a_row=2)
+    for island in rules.members:
+        again.granted(island, 1, 0.0)
+    again.refused(again.key, "a", 1, "declined", 1.0)
+    again.refused(again.key, "b", 1, "declined", 1.0)
+    third = again.expiry_recorded(again.key, 1.0)
+    after = lost.founded(4, 3, {}, 0.0, expired_in_a_row=3)
+
+    assert [type(instruction) for instruction in (*third, *after)] == [Lost, Lost]
+    assert lost.granted("a", 1, 1.0) == []
+    assert not lost.is_open
+
+
+def test_a_new_start_may_contribute_where_the_one_before_declined() -> None:
+    rounds = FragmentRounds(0, 0, RoundRules(members=("a", "b"), num_lanes=1, deadline_s=5.0))
+    rounds.founded(0, 0, {}, 0.0)
+    for island in ("a", "b"):
+        rounds.granted(island, 1, 0.0)
+    rounds.refused(rounds.key, "a", 1, "declined", 1.0)
+
+    rounds.granted("a", 2, 2.0)
+
+    assert rounds.outcome(rounds.key, "a", 2) is None
+    assert rounds.left == {}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import blake3
 import pytest
 import torch
 from torch import Tensor
@@ -146,7 +147,9 @@ def test_a_new_start_of_the_founder_founds_with_its_own_lanes_only(
         await again.poll()
 
         assert not (await a.upload_lane(1, 7.0)).is_accepted
-        await again.upload(8.0)
+        await again.upload_lane(1, 8.0)
+        assert not (await b.poll()).fragments[0].is_founded, "not of two starts' lanes"
+        await again.upload_lane(0, 8.0)
 
         assert await b.published(0) == [8.0, 8.0]
 
@@ -164,9 +167,52 @@ def test_lanes_uploaded_side_by_side_commit_version_0_once(setting: Setting) -> 
         await asyncio.gather(*(a.upload() for _ in range(3)))
 
         assert version_of(run) == (0, 0, True)
+        assert run.syncer._services[0]._initial == {}
         return len(run.records)
 
     assert run_virtual(scenario()) == 1
+
+
+def test_initial_lanes_on_their_way_when_their_start_is_fenced_are_dropped(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        a, b, again = RawIsland(run, "a"), RawIsland(run, "b"), RawIsland(run, "a", 2)
+        await a.poll()
+        await b.poll()
+        call = Incoming(a, 5.0)
+        header = wire.UploadHeader.FromString(b"")
+        header.protocol_version, header.digest = PROTOCOL_VERSION, call.digest
+        header.grant.CopyFrom(a.grant)
+        call.header = header.SerializeToString()
+        upload = asyncio.create_task(run.syncer.handlers["fragment.upload"](call))
+        await asyncio.sleep(1.0)
+
+        await again.poll()
+
+        ack = wire.Ack.FromString((await upload).header)
+        assert ack.message == "a newer start of island 'a' has joined"
+        assert run.syncer._services[0]._initial == {}
+
+    run_virtual(scenario())
+
+
+def test_nobody_founds_an_empty_store_of_a_later_timeline(setting: Setting) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        run.syncer._rules = replace(run.syncer._rules, timeline=1)
+        a, b = RawIsland(run, "a"), RawIsland(run, "b")
+        for island in (a, b):
+            island.grant.timeline = 1
+            assert not (await island.poll()).is_fenced
+
+        assert not (await a.poll()).fragments[0].wants_initial
+        assert not (await a.upload_lane(0)).is_accepted
+
+    run_virtual(scenario())
 
 
 def test_two_ranks_of_the_founder_upload_disjoint_lanes_across_a_restart(setting: Setting) -> None:
@@ -305,10 +351,14 @@ def test_an_older_start_is_fenced_with_all_its_lanes_also_by_a_restarted_syncer(
     run_virtual(scenario())
 
 
-def test_a_lane_on_its_way_when_its_start_is_fenced_is_not_counted(setting: Setting) -> None:
+@pytest.mark.parametrize("digest", [b"", b"wrong"], ids=["sound", "malformed"])
+def test_a_lane_on_its_way_when_its_start_is_fenced_is_not_counted(
+    setting: Setting, digest: bytes
+) -> None:
     async def scenario() -> None:
         run, (_, b) = await founded(setting)
-        submission = asyncio.create_task(run.syncer.handlers["fragment.submit"](Incoming(b, 5.0)))
+        call = Incoming(b, 5.0, digest=digest)
+        submission = asyncio.create_task(run.syncer.handlers["fragment.submit"](call))
         await asyncio.sleep(1.0)
 
         await RawIsland(run, "b", 2).poll()
@@ -554,6 +604,7 @@ def test_a_late_lane_is_answered_with_its_outcome(setting: Setting) -> None:
         run, (a, b) = await founded(setting)
         await a.contribute()
         await asyncio.sleep(setting.round_deadline_s + 1)
+        assert run.syncer._services[0]._spool == {}
 
         late = await b.submit()
 
@@ -631,6 +682,37 @@ def test_a_result_that_is_not_finite_expires_three_times_and_ends_the_syncer(
         assert run.syncer.fatal.exit_code == 20
         assert torch.equal(records_of(setting).load(0).lanes[0].theta[:2], torch.zeros(2))
         assert (await a.poll()).fatal.exit_code == 20
+
+    run_virtual(scenario())
+
+
+def test_the_first_fragment_that_is_lost_says_why(tmp_path: Path) -> None:
+    setting = Setting({"u": [1.0], "w": [1.0]}, descend, tmp_path, 40, num_fragments=2)
+
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        a, b = RawIsland(run, "a"), RawIsland(run, "b")
+        await b.poll()
+        lane = to_bytes(torch.zeros(128).view(torch.uint8))
+        await a.poll()
+        for fragment_id in (0, 1):
+            header = wire.UploadHeader(fragment_id=fragment_id, digest=blake3.blake3(lane).digest())
+            await a.call("fragment.upload", header, lane)
+        reasons = set()
+        for attempt in range(3):
+            for fragment_id in (0, 1):
+                await a.submit(RoundKey(0, fragment_id, 0, attempt), payload=lane)
+                await asyncio.sleep(1.0)
+            await asyncio.sleep(60.0)
+            if run.syncer.fatal is not None:
+                reasons.add(run.syncer.fatal.reason)
+        await asyncio.sleep(10.0)
+
+        assert run.syncer.phase(0) == run.syncer.phase(1) == "lost"
+        assert run.syncer.fatal is not None
+        assert reasons == {run.syncer.fatal.reason}
+        assert run.syncer.fatal.reason.startswith("fragment 0: ")
 
     run_virtual(scenario())
 

@@ -57,6 +57,7 @@ class Wire:
         self.inner = inner
         self.calls: list[tuple[str, bytes, bytes]] = []
         self.is_cut = False
+        self.let_through: asyncio.Event | None = None
         self.on_request: Callable[[str, bytes, Buffer], Buffer] = lambda method, header, p: p
         self.on_reply: Callable[[str, bytes, Reply], Reply] = lambda method, header, reply: reply
 
@@ -89,6 +90,8 @@ class Wire:
         )
         if self.is_cut:
             raise PeerReset("cut", peer=self.peer, method=method)
+        if self.let_through is not None:
+            await self.let_through.wait()
         return self.on_reply(method, header, reply)
 
     async def close(self) -> None:
@@ -250,6 +253,43 @@ def test_a_refusal_that_a_restart_forgot_is_judged_again(setting: Setting) -> No
     run_virtual(scenario())
 
 
+def test_a_word_of_the_syncer_before_does_not_count(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, a, b = await started(setting)
+        damaged = iter([True])
+        a.data.on_request = lambda method, header, payload: (
+            bytes(len(payload)) if method == "fragment.submit" and next(damaged, False) else payload
+        )
+        a.data.let_through = asyncio.Event()
+        training = asyncio.create_task(a.train(5))
+        await asyncio.sleep(4.5)
+        assert "a" in run.syncer._services[0].rounds.left, "but a has not heard of it yet"
+
+        await restart(run)
+        await asyncio.sleep(2.0)
+        a.data.let_through.set()
+        await b.train(5)
+        await training
+
+        assert a.kinds("fragment_merged")[0]["outcome"] == "included"
+
+    run_virtual(scenario())
+
+
+def test_a_refused_contribution_expires_with_its_attempt(setting: Setting) -> None:
+    async def scenario() -> None:
+        _, a, _ = await started(setting)
+        a.data.on_request = lambda method, header, payload: (
+            bytes(len(payload)) if method == "fragment.submit" else payload
+        )
+        await a.train(5)
+
+        assert [event["attempt"] for event in a.kinds("round_expired")] == [0]
+        assert a.kinds("round_expired")[0]["blocked_s"] == pytest.approx(59.0)
+
+    run_virtual(scenario())
+
+
 def test_a_refused_contribution_still_merges_what_the_others_made(setting: Setting) -> None:
     async def scenario() -> None:
         _, a, b = await started(setting)
@@ -318,9 +358,13 @@ def test_declining_is_repeated_once_a_second_at_most(setting: Setting) -> None:
     async def scenario() -> None:
         _, a, _ = await started(setting)
         a.exchange.decline(outstanding(), "nothing")
-        await asyncio.sleep(30.0)
+        # Its poll was on its way before and comes back after 20 s; the next one brings the end.
+        await asyncio.sleep(21.0)
+        repeated = a.control.counts["decline"]
+        await asyncio.sleep(21.0)
 
-        assert 1 <= a.control.counts["decline"] <= 32
+        assert 1 <= repeated <= 22
+        assert a.control.counts["decline"] == repeated
 
     run_virtual(scenario())
 
@@ -496,6 +540,10 @@ def test_a_version_that_is_no_longer_the_newest_is_staged_whole_and_verified(
 
         assert exchange.view(0).staged_version == 1
         assert {float(lane[0]) for lane in exchange.staged(0).values()} == {-1.0}
+        exchange.settle(0, is_merged=True, is_included=False)
+        await asyncio.sleep(0.1)
+        assert exchange.view(0).staged_version == 2
+        assert {float(lane[0]) for lane in exchange.staged(0).values()} == {-3.0}
         await exchange.stop()
 
     run_virtual(scenario())

@@ -34,11 +34,11 @@ def test_a_send_carries_key_and_counters_of_its_moment() -> None:
 TABLE = {
     (Verdict.INCLUDED, 0.0): (4, 0, 2, 2),
     (Verdict.INCLUDED, 0.5): (4, 0, 2, 0),
-    (Verdict.NOT_INCLUDED, 0.0): (4, 0, 0, 2),
+    (Verdict.NOT_INCLUDED, 0.0): (4, 0, 0, 6),
     (Verdict.NOT_INCLUDED, 0.5): (4, 0, 2, 0),
-    (Verdict.REFUSED, 0.0): (4, 0, 6, 2),
+    (Verdict.REFUSED, 0.0): (4, 0, 6, 6),
     (Verdict.REFUSED, 0.5): (4, 0, 6, 0),
-    (Verdict.DECLINED, 0.0): (4, 0, 6, 2),
+    (Verdict.DECLINED, 0.0): (4, 0, 6, 6),
     (Verdict.DECLINED, 0.5): (4, 0, 6, 0),
     (Verdict.EXPIRED, 0.0): (3, 1, 6, 0),
     (Verdict.EXPIRED, 0.5): (3, 1, 6, 0),
@@ -55,6 +55,16 @@ def test_the_outcome_table(verdict: Verdict, local_mix: float) -> None:
     assert (made.version, made.attempt) == (version, attempt)
     assert (made.steps, made.tokens) == (steps, steps * TOKENS)
     assert made.outstanding is None
+
+
+def test_steps_overwritten_once_are_not_counted_again() -> None:
+    made = ledger()
+    made.settle(Verdict.DECLINED, attempt=0, local_mix=0.0)
+    made.count(TOKENS)
+    made.send(31, is_flush=False)
+
+    assert made.steps == 7
+    assert made.settle(Verdict.DECLINED, attempt=0, local_mix=0.0) == 1
 
 
 def test_every_verdict_is_in_the_table() -> None:
