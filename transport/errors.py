@@ -11,7 +11,7 @@
       HandlerFailed             the peer's handler raised, or has no such method    not
       TransportClosed           this end was closed by its owner                    not
 
-Whoever calls a transport sees these and nothing else; `diloco.sync.exchange` maps them onward.
+Whoever calls a transport sees these and nothing else; `diloco.sync.calls` maps them onward.
 """
 
 from __future__ import annotations

@@ -25,18 +25,30 @@ class IoThread:
         """Assign only."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="diloco-io", daemon=True)
+        self._broken: Exception | None = None
 
     def start(self) -> None:
         """Begin to run the loop."""
         self._thread.start()
 
     def post(self, action: Callable[..., object], *arguments: object) -> None:
-        """Run `action(*arguments)` in the loop soon; actions run in the order posted."""
-        self._loop.call_soon_threadsafe(action, *arguments)
+        """Run `action(*arguments)` in the loop soon; actions run in the order posted.
+
+        What an action raises, the next `run` raises in the training thread.
+        """
+        self._loop.call_soon_threadsafe(self._perform, action, arguments)
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` in the loop, after what was posted, and wait for its result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Run `work` in the loop, after what was posted, and wait for its result.
+
+        Raises:
+            RuntimeError: If a posted action raised before; its error is the cause.
+        """
+        result = asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        broken, self._broken = self._broken, None  # told once: the rank still says farewell
+        if broken is not None:
+            raise RuntimeError("an action posted to the IO thread failed") from broken
+        return result
 
     def drive(self, waits: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Run one of the session's generators: whatever it yields is awaited in the loop."""
@@ -47,6 +59,13 @@ class IoThread:
         """Stop the loop and end the thread; unfinished tasks are cancelled."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
+
+    def _perform(self, action: Callable[..., object], arguments: tuple[object, ...]) -> None:
+        try:
+            action(*arguments)
+        except Exception as error:
+            logger.exception("action failed, action=%s", action)
+            self._broken = self._broken or error
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -78,3 +78,14 @@ def test_stop_cancels_what_is_under_way_and_lets_it_clean_up() -> None:
     io.stop()
 
     assert seen == ["cleaned up"]
+
+
+def test_error_of_a_posted_action_is_raised_by_the_next_run_once(io: IoThread) -> None:
+    async def nothing() -> None: ...
+
+    io.post(int, "not a number")
+
+    with pytest.raises(RuntimeError, match="posted to the IO thread") as raised:
+        io.run(nothing())
+    assert isinstance(raised.value.__cause__, ValueError)
+    io.run(nothing())
