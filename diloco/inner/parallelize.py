@@ -176,7 +176,7 @@ class _PositionwiseNorm(nn.RMSNorm):
     """RMSNorm of this rank's own positions; weight replicated, gradient left partial.
 
     PyTorch's `SequenceParallel` computes the same with a dozen DTensor operations a norm, which
-    cost a fifth of a tensor-parallel step on small models.
+    cost more than the additions that they carry, on small models.
     """
 
     def __init__(self, norm: nn.RMSNorm, mesh: DeviceMesh) -> None:
