@@ -171,10 +171,9 @@ class Syncer:
         grant = request.grant
         if service is None or not await self._accept_grant(grant, request.protocol_version):
             return self._ack(_NO_SERVICE)
-        key = key_of(request.key)
-        if key == service.rounds.key and not service.rounds.is_open:
-            return self._ack(f"{key} is {service.rounds.phase}: try again")
-        service.refuse(key, grant.island, grant.incarnation, f"declined: {request.reason}")
+        # Before its round is open a decline does nothing: the island repeats it until the outcome.
+        reason = f"declined: {request.reason}"
+        service.refuse(key_of(request.key), grant.island, grant.incarnation, reason)
         return self._ack("")
 
     async def _upload(self, call: IncomingCall) -> Reply:

@@ -67,6 +67,11 @@ def test_commit_reaches_the_disk_before_it_returns(journal: Journal, tmp_path: P
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_closing_twice_is_harmless(journal: Journal) -> None:
+def test_closing_twice_is_harmless_and_opening_again_finds_everything(journal: Journal) -> None:
+    journal.write([("plan", "{}")])
+
     journal.close()
     journal.close()
+    journal.open()
+
+    assert journal.entries() == {"plan": "{}"}
