@@ -24,47 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x11\x64iloco.control.v1\"\x97\x01\n\x05Grant\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08timeline\x18\x02 \x01(\x04\x12\x0e\n\x06island\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12&\n\x05roles\x18\x05 \x03(\x0e\x32\x17.diloco.control.v1.Role\x12\x15\n\rexpiry_unix_s\x18\x06 \x01(\x01\x12\x0b\n\x03mac\x18\x07 \x01(\x0c\"\xbe\x01\n\x0bJoinRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0e\n\x06island\x18\x03 \x01(\t\x12\x15\n\ridentity_json\x18\x04 \x01(\t\x12\x11\n\tplan_json\x18\x05 \x01(\t\x12\x12\n\njoin_token\x18\x06 \x01(\x0c\x12\x11\n\tnum_ranks\x18\x07 \x01(\r\x12\x10\n\x08start_id\x18\x08 \x01(\t\x12\x15\n\rcorpus_sha256\x18\t \x01(\t\"9\n\x10SyncerAssignment\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x14\n\x0c\x66ragment_ids\x18\x02 \x03(\r\"\xd4\x01\n\tJoinReply\x12-\n\x06status\x18\x01 \x01(\x0e\x32\x1d.diloco.control.v1.JoinStatus\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\'\n\x05grant\x18\x03 \x01(\x0b\x32\x18.diloco.control.v1.Grant\x12\x13\n\x0bisland_slot\x18\x04 \x01(\r\x12\x34\n\x07syncers\x18\x05 \x03(\x0b\x32#.diloco.control.v1.SyncerAssignment\x12\x13\n\x0bpolicy_json\x18\x06 \x01(\t\"\xaa\x02\n\rReportRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x05grant\x18\x02 \x01(\x0b\x32\x18.diloco.control.v1.Grant\x12\x12\n\ninner_step\x18\x03 \x01(\x04\x12\x11\n\tloss_nats\x18\x04 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\x1b\n\x13\x66ragments_in_flight\x18\x07 \x01(\r\x12\x10\n\x08\x62ytes_up\x18\x08 \x01(\x04\x12\x12\n\nbytes_down\x18\t \x01(\x04\x12\x11\n\tblocked_s\x18\n \x01(\x01\x12\x13\n\x0butilisation\x18\x0b \x01(\x01\x12\r\n\x05state\x18\x0c \x01(\t\x12\x0f\n\x07message\x18\r \x01(\t\">\n\x0bReportReply\x12\x0c\n\x04stop\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\texit_code\x18\x03 \x01(\r\"t\n\x0cLeaveRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x05grant\x18\x02 \x01(\x0b\x32\x18.diloco.control.v1.Grant\x12\x11\n\texit_code\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x0c\n\nLeaveReply\")\n\rStatusRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\"\x95\x01\n\x0cIslandStatus\x12\x0e\n\x06island\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x35\n\x0blast_report\x18\x03 \x01(\x0b\x32 .diloco.control.v1.ReportRequest\x12\x14\n\x0creport_age_s\x18\x04 \x01(\x01\x12\x13\n\x0bisland_slot\x18\x05 \x01(\r\"\x8b\x01\n\x0e\x46ragmentStatus\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x14\n\x0c\x63ontributors\x18\x05 \x03(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\r\n\x05phase\x18\x07 \x01(\t\"\xf7\x01\n\x0bStatusReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08timeline\x18\x02 \x01(\x04\x12\x30\n\x07islands\x18\x03 \x03(\x0b\x32\x1f.diloco.control.v1.IslandStatus\x12\x34\n\tfragments\x18\x04 \x03(\x0b\x32!.diloco.control.v1.FragmentStatus\x12\x16\n\x0esyncer_address\x18\x05 \x01(\t\x12\x14\n\x0csyncer_epoch\x18\x06 \x01(\x04\x12\r\n\x05state\x18\x07 \x01(\t\x12\x0f\n\x07message\x18\x08 \x01(\t\x12\x13\n\x0binner_steps\x18\t \x01(\x04\"\x8b\x01\n\x12SyncerHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x05grant\x18\x02 \x01(\x0b\x32\x18.diloco.control.v1.Grant\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x14\n\x0csyncer_epoch\x18\x04 \x01(\x04\x12\x0b\n\x03pid\x18\x05 \x01(\x04\"L\n\x10SyncerHelloReply\x12\x11\n\tplan_json\x18\x01 \x01(\t\x12\x0f\n\x07islands\x18\x02 \x03(\t\x12\x14\n\x0c\x66ragment_ids\x18\x03 \x03(\r\"\xe0\x01\n\x0bRoundReport\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x05grant\x18\x02 \x01(\x0b\x32\x18.diloco.control.v1.Grant\x12\x14\n\x0csyncer_epoch\x18\x03 \x01(\x04\x12\x34\n\tfragments\x18\x04 \x03(\x0b\x32!.diloco.control.v1.FragmentStatus\x12\x13\n\x0brecord_json\x18\x05 \x01(\t\x12\x14\n\x0c\x66\x61tal_reason\x18\x06 \x01(\t\x12\x17\n\x0f\x66\x61tal_exit_code\x18\x07 \x01(\r\"\x12\n\x10RoundReportReply*Q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ISLAND\x10\x01\x12\x0f\n\x0bROLE_SYNCER\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03*\x84\x02\n\nJoinStatus\x12\x1b\n\x17JOIN_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14JOIN_STATUS_ACCEPTED\x10\x01\x12$\n JOIN_STATUS_FINGERPRINT_MISMATCH\x10\x02\x12\x1d\n\x19JOIN_STATUS_PLAN_MISMATCH\x10\x03\x12\x1e\n\x1aJOIN_STATUS_UNKNOWN_ISLAND\x10\x04\x12\x19\n\x15JOIN_STATUS_WRONG_RUN\x10\x05\x12 \n\x1cJOIN_STATUS_VERSION_MISMATCH\x10\x06\x12\x1d\n\x19JOIN_STATUS_RUN_UNDER_WAY\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x11\x64iloco.control.v1\"\x97\x01\n\x05Grant\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08timeline\x18\x02 \x01(\x04\x12\x0e\n\x06island\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12&\n\x05roles\x18\x05 \x03(\x0e\x32\x17.diloco.control.v1.Role\x12\x15\n\rexpiry_unix_s\x18\x06 \x01(\x01\x12\x0b\n\x03mac\x18\x07 \x01(\x0c\"\xd2\x01\n\x0bJoinRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0e\n\x06island\x18\x03 \x01(\t\x12\x15\n\ridentity_json\x18\x04 \x01(\t\x12\x11\n\tplan_json\x18\x05 \x01(\t\x12\x12\n\njoin_token\x18\x06 \x01(\x0c\x12\x11\n\tnum_ranks\x18\x07 \x01(\r\x12\x10\n\x08start_id\x18\x08 \x01(\t\x12\x15\n\rcorpus_sha256\x18\t \x01(\t\x12\x12\n\nstart_step\x18\n \x01(\x04\"9\n\x10SyncerAssignment\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x14\n\x0c\x66ragment_ids\x18\x02 \x03(\r\"\x96\x02\n\tJoinReply\x12-\n\x06status\x18\x01 \x01(\x0e\x32\x1d.diloco.control.v1.JoinStatus\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\'\n\x05grant\x18\x03 \x01(\x0b\x32\x18.diloco.control.v1.Grant\x12\x13\n\x0bisland_slot\x18\x04 \x01(\r\x12\x34\n\x07syncers\x18\x05 \x03(\x0b\x32#.diloco.control.v1.SyncerAssignment\x12\x13\n\x0bpolicy_json\x18\x06 \x01(\t\x12\x12\n\nis_resumed\x18\x07 \x01(\x08\x12\x13\n\x0bresume_step\x18\x08 \x01(\x04\x12\x17\n\x0flast_inner_step\x18\t \x01(\x04\"\xe9\x02\n\rReportRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x05grant\x18\x02 \x01(\x0b\x32\x18.diloco.control.v1.Grant\x12\x12\n\ninner_step\x18\x03 \x01(\x04\x12\x11\n\tloss_nats\x18\x04 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\x1b\n\x13\x66ragments_in_flight\x18\x07 \x01(\r\x12\x10\n\x08\x62ytes_up\x18\x08 \x01(\x04\x12\x12\n\nbytes_down\x18\t \x01(\x04\x12\x11\n\tblocked_s\x18\n \x01(\x01\x12\x13\n\x0butilisation\x18\x0b \x01(\x01\x12\r\n\x05state\x18\x0c \x01(\t\x12\x0f\n\x07message\x18\r \x01(\t\x12\x10\n\x08has_hold\x18\x0e \x01(\x08\x12\x11\n\thold_step\x18\x0f \x01(\x04\x12\x18\n\x10\x63heckpoint_steps\x18\x10 \x03(\x04\"v\n\x0bReportReply\x12\x0c\n\x04stop\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\texit_code\x18\x03 \x01(\r\x12\x0c\n\x04hold\x18\x04 \x01(\x08\x12\x15\n\rhas_stop_step\x18\x05 \x01(\x08\x12\x11\n\tstop_step\x18\x06 \x01(\x04\"\x88\x01\n\x0cLeaveRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x05grant\x18\x02 \x01(\x0b\x32\x18.diloco.control.v1.Grant\x12\x11\n\texit_code\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nis_stopped\x18\x05 \x01(\x08\"\x0c\n\nLeaveReply\")\n\rStatusRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\"\x95\x01\n\x0cIslandStatus\x12\x0e\n\x06island\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x35\n\x0blast_report\x18\x03 \x01(\x0b\x32 .diloco.control.v1.ReportRequest\x12\x14\n\x0creport_age_s\x18\x04 \x01(\x01\x12\x13\n\x0bisland_slot\x18\x05 \x01(\r\"\x8b\x01\n\x0e\x46ragmentStatus\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x14\n\x0c\x63ontributors\x18\x05 \x03(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\r\n\x05phase\x18\x07 \x01(\t\"\x91\x02\n\x0bStatusReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08timeline\x18\x02 \x01(\x04\x12\x30\n\x07islands\x18\x03 \x03(\x0b\x32\x1f.diloco.control.v1.IslandStatus\x12\x34\n\tfragments\x18\x04 \x03(\x0b\x32!.diloco.control.v1.FragmentStatus\x12\x16\n\x0esyncer_address\x18\x05 \x01(\t\x12\x14\n\x0csyncer_epoch\x18\x06 \x01(\x04\x12\r\n\x05state\x18\x07 \x01(\t\x12\x0f\n\x07message\x18\x08 \x01(\t\x12\x13\n\x0binner_steps\x18\t \x01(\x04\x12\x18\n\x10\x63heckpoint_steps\x18\n \x03(\x04\"\x8b\x01\n\x12SyncerHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x05grant\x18\x02 \x01(\x0b\x32\x18.diloco.control.v1.Grant\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x14\n\x0csyncer_epoch\x18\x04 \x01(\x04\x12\x0b\n\x03pid\x18\x05 \x01(\x04\"L\n\x10SyncerHelloReply\x12\x11\n\tplan_json\x18\x01 \x01(\t\x12\x0f\n\x07islands\x18\x02 \x03(\t\x12\x14\n\x0c\x66ragment_ids\x18\x03 \x03(\r\"\xe0\x01\n\x0bRoundReport\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\'\n\x05grant\x18\x02 \x01(\x0b\x32\x18.diloco.control.v1.Grant\x12\x14\n\x0csyncer_epoch\x18\x03 \x01(\x04\x12\x34\n\tfragments\x18\x04 \x03(\x0b\x32!.diloco.control.v1.FragmentStatus\x12\x13\n\x0brecord_json\x18\x05 \x01(\t\x12\x14\n\x0c\x66\x61tal_reason\x18\x06 \x01(\t\x12\x17\n\x0f\x66\x61tal_exit_code\x18\x07 \x01(\r\",\n\x10RoundReportReply\x12\x18\n\x10\x63heckpoint_steps\x18\x01 \x03(\x04*Q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ISLAND\x10\x01\x12\x0f\n\x0bROLE_SYNCER\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03*\x86\x02\n\nJoinStatus\x12\x1b\n\x17JOIN_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14JOIN_STATUS_ACCEPTED\x10\x01\x12$\n JOIN_STATUS_FINGERPRINT_MISMATCH\x10\x02\x12\x1d\n\x19JOIN_STATUS_PLAN_MISMATCH\x10\x03\x12\x1e\n\x1aJOIN_STATUS_UNKNOWN_ISLAND\x10\x04\x12\x19\n\x15JOIN_STATUS_WRONG_RUN\x10\x05\x12 \n\x1cJOIN_STATUS_VERSION_MISMATCH\x10\x06\"\x04\x08\x07\x10\x07*\x19JOIN_STATUS_RUN_UNDER_WAYb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2215
-  _globals['_ROLE']._serialized_end=2296
-  _globals['_JOINSTATUS']._serialized_start=2299
-  _globals['_JOINSTATUS']._serialized_end=2559
+  _globals['_ROLE']._serialized_start=2493
+  _globals['_ROLE']._serialized_end=2574
+  _globals['_JOINSTATUS']._serialized_start=2577
+  _globals['_JOINSTATUS']._serialized_end=2839
   _globals['_GRANT']._serialized_start=44
   _globals['_GRANT']._serialized_end=195
   _globals['_JOINREQUEST']._serialized_start=198
-  _globals['_JOINREQUEST']._serialized_end=388
-  _globals['_SYNCERASSIGNMENT']._serialized_start=390
-  _globals['_SYNCERASSIGNMENT']._serialized_end=447
-  _globals['_JOINREPLY']._serialized_start=450
-  _globals['_JOINREPLY']._serialized_end=662
-  _globals['_REPORTREQUEST']._serialized_start=665
-  _globals['_REPORTREQUEST']._serialized_end=963
-  _globals['_REPORTREPLY']._serialized_start=965
-  _globals['_REPORTREPLY']._serialized_end=1027
-  _globals['_LEAVEREQUEST']._serialized_start=1029
-  _globals['_LEAVEREQUEST']._serialized_end=1145
-  _globals['_LEAVEREPLY']._serialized_start=1147
-  _globals['_LEAVEREPLY']._serialized_end=1159
-  _globals['_STATUSREQUEST']._serialized_start=1161
-  _globals['_STATUSREQUEST']._serialized_end=1202
-  _globals['_ISLANDSTATUS']._serialized_start=1205
-  _globals['_ISLANDSTATUS']._serialized_end=1354
-  _globals['_FRAGMENTSTATUS']._serialized_start=1357
-  _globals['_FRAGMENTSTATUS']._serialized_end=1496
-  _globals['_STATUSREPLY']._serialized_start=1499
-  _globals['_STATUSREPLY']._serialized_end=1746
-  _globals['_SYNCERHELLOREQUEST']._serialized_start=1749
-  _globals['_SYNCERHELLOREQUEST']._serialized_end=1888
-  _globals['_SYNCERHELLOREPLY']._serialized_start=1890
-  _globals['_SYNCERHELLOREPLY']._serialized_end=1966
-  _globals['_ROUNDREPORT']._serialized_start=1969
-  _globals['_ROUNDREPORT']._serialized_end=2193
-  _globals['_ROUNDREPORTREPLY']._serialized_start=2195
-  _globals['_ROUNDREPORTREPLY']._serialized_end=2213
+  _globals['_JOINREQUEST']._serialized_end=408
+  _globals['_SYNCERASSIGNMENT']._serialized_start=410
+  _globals['_SYNCERASSIGNMENT']._serialized_end=467
+  _globals['_JOINREPLY']._serialized_start=470
+  _globals['_JOINREPLY']._serialized_end=748
+  _globals['_REPORTREQUEST']._serialized_start=751
+  _globals['_REPORTREQUEST']._serialized_end=1112
+  _globals['_REPORTREPLY']._serialized_start=1114
+  _globals['_REPORTREPLY']._serialized_end=1232
+  _globals['_LEAVEREQUEST']._serialized_start=1235
+  _globals['_LEAVEREQUEST']._serialized_end=1371
+  _globals['_LEAVEREPLY']._serialized_start=1373
+  _globals['_LEAVEREPLY']._serialized_end=1385
+  _globals['_STATUSREQUEST']._serialized_start=1387
+  _globals['_STATUSREQUEST']._serialized_end=1428
+  _globals['_ISLANDSTATUS']._serialized_start=1431
+  _globals['_ISLANDSTATUS']._serialized_end=1580
+  _globals['_FRAGMENTSTATUS']._serialized_start=1583
+  _globals['_FRAGMENTSTATUS']._serialized_end=1722
+  _globals['_STATUSREPLY']._serialized_start=1725
+  _globals['_STATUSREPLY']._serialized_end=1998
+  _globals['_SYNCERHELLOREQUEST']._serialized_start=2001
+  _globals['_SYNCERHELLOREQUEST']._serialized_end=2140
+  _globals['_SYNCERHELLOREPLY']._serialized_start=2142
+  _globals['_SYNCERHELLOREPLY']._serialized_end=2218
+  _globals['_ROUNDREPORT']._serialized_start=2221
+  _globals['_ROUNDREPORT']._serialized_end=2445
+  _globals['_ROUNDREPORTREPLY']._serialized_start=2447
+  _globals['_ROUNDREPORTREPLY']._serialized_end=2491
 # @@protoc_insertion_point(module_scope)

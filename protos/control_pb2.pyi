@@ -23,7 +23,6 @@ class JoinStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOIN_STATUS_UNKNOWN_ISLAND: _ClassVar[JoinStatus]
     JOIN_STATUS_WRONG_RUN: _ClassVar[JoinStatus]
     JOIN_STATUS_VERSION_MISMATCH: _ClassVar[JoinStatus]
-    JOIN_STATUS_RUN_UNDER_WAY: _ClassVar[JoinStatus]
 ROLE_UNSPECIFIED: Role
 ROLE_ISLAND: Role
 ROLE_SYNCER: Role
@@ -35,7 +34,6 @@ JOIN_STATUS_PLAN_MISMATCH: JoinStatus
 JOIN_STATUS_UNKNOWN_ISLAND: JoinStatus
 JOIN_STATUS_WRONG_RUN: JoinStatus
 JOIN_STATUS_VERSION_MISMATCH: JoinStatus
-JOIN_STATUS_RUN_UNDER_WAY: JoinStatus
 
 class Grant(_message.Message):
     __slots__ = ("run", "timeline", "island", "incarnation", "roles", "expiry_unix_s", "mac")
@@ -56,7 +54,7 @@ class Grant(_message.Message):
     def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., island: _Optional[str] = ..., incarnation: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., expiry_unix_s: _Optional[float] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan_json", "join_token", "num_ranks", "start_id", "corpus_sha256")
+    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan_json", "join_token", "num_ranks", "start_id", "corpus_sha256", "start_step")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     ISLAND_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +64,7 @@ class JoinRequest(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     START_ID_FIELD_NUMBER: _ClassVar[int]
     CORPUS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    START_STEP_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run: str
     island: str
@@ -75,7 +74,8 @@ class JoinRequest(_message.Message):
     num_ranks: int
     start_id: str
     corpus_sha256: str
-    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., join_token: _Optional[bytes] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ..., corpus_sha256: _Optional[str] = ...) -> None: ...
+    start_step: int
+    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., join_token: _Optional[bytes] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ..., corpus_sha256: _Optional[str] = ..., start_step: _Optional[int] = ...) -> None: ...
 
 class SyncerAssignment(_message.Message):
     __slots__ = ("address", "fragment_ids")
@@ -86,23 +86,29 @@ class SyncerAssignment(_message.Message):
     def __init__(self, address: _Optional[str] = ..., fragment_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("status", "message", "grant", "island_slot", "syncers", "policy_json")
+    __slots__ = ("status", "message", "grant", "island_slot", "syncers", "policy_json", "is_resumed", "resume_step", "last_inner_step")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ISLAND_SLOT_FIELD_NUMBER: _ClassVar[int]
     SYNCERS_FIELD_NUMBER: _ClassVar[int]
     POLICY_JSON_FIELD_NUMBER: _ClassVar[int]
+    IS_RESUMED_FIELD_NUMBER: _ClassVar[int]
+    RESUME_STEP_FIELD_NUMBER: _ClassVar[int]
+    LAST_INNER_STEP_FIELD_NUMBER: _ClassVar[int]
     status: JoinStatus
     message: str
     grant: Grant
     island_slot: int
     syncers: _containers.RepeatedCompositeFieldContainer[SyncerAssignment]
     policy_json: str
-    def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ...) -> None: ...
+    is_resumed: bool
+    resume_step: int
+    last_inner_step: int
+    def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ..., is_resumed: _Optional[bool] = ..., resume_step: _Optional[int] = ..., last_inner_step: _Optional[int] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message")
+    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +122,9 @@ class ReportRequest(_message.Message):
     UTILISATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    HAS_HOLD_FIELD_NUMBER: _ClassVar[int]
+    HOLD_STEP_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     inner_step: int
@@ -129,29 +138,40 @@ class ReportRequest(_message.Message):
     utilisation: float
     state: str
     message: str
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    has_hold: bool
+    hold_step: int
+    checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("stop", "reason", "exit_code")
+    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step")
     STOP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    HAS_STOP_STEP_FIELD_NUMBER: _ClassVar[int]
+    STOP_STEP_FIELD_NUMBER: _ClassVar[int]
     stop: bool
     reason: str
     exit_code: int
-    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
+    hold: bool
+    has_stop_step: bool
+    stop_step: int
+    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "exit_code", "reason")
+    __slots__ = ("protocol_version", "grant", "exit_code", "reason", "is_stopped")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    IS_STOPPED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     exit_code: int
     reason: str
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., exit_code: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    is_stopped: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., exit_code: _Optional[int] = ..., reason: _Optional[str] = ..., is_stopped: _Optional[bool] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
@@ -196,7 +216,7 @@ class FragmentStatus(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps")
+    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +226,7 @@ class StatusReply(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     islands: _containers.RepeatedCompositeFieldContainer[IslandStatus]
@@ -215,7 +236,8 @@ class StatusReply(_message.Message):
     state: str
     message: str
     inner_steps: int
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ...) -> None: ...
+    checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SyncerHelloRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid")
@@ -260,5 +282,7 @@ class RoundReport(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., record_json: _Optional[str] = ..., fatal_reason: _Optional[str] = ..., fatal_exit_code: _Optional[int] = ...) -> None: ...
 
 class RoundReportReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("checkpoint_steps",)
+    CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, checkpoint_steps: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -147,7 +147,7 @@ class UploadHeader(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class FragmentState(_message.Message):
-    __slots__ = ("fragment_id", "is_founded", "version", "attempt", "is_open", "digest", "lane_digests", "contributors", "wants_initial", "payload_codec")
+    __slots__ = ("fragment_id", "is_founded", "version", "attempt", "is_open", "digest", "lane_digests", "contributors", "wants_initial", "payload_codec", "sent_at_inner_step", "is_flush")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     IS_FOUNDED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,8 @@ class FragmentState(_message.Message):
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     WANTS_INITIAL_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_CODEC_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_INNER_STEP_FIELD_NUMBER: _ClassVar[int]
+    IS_FLUSH_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     is_founded: bool
     version: int
@@ -168,7 +170,29 @@ class FragmentState(_message.Message):
     contributors: _containers.RepeatedScalarFieldContainer[str]
     wants_initial: bool
     payload_codec: str
-    def __init__(self, fragment_id: _Optional[int] = ..., is_founded: _Optional[bool] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., is_open: _Optional[bool] = ..., digest: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., contributors: _Optional[_Iterable[str]] = ..., wants_initial: _Optional[bool] = ..., payload_codec: _Optional[str] = ...) -> None: ...
+    sent_at_inner_step: int
+    is_flush: bool
+    def __init__(self, fragment_id: _Optional[int] = ..., is_founded: _Optional[bool] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., is_open: _Optional[bool] = ..., digest: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., contributors: _Optional[_Iterable[str]] = ..., wants_initial: _Optional[bool] = ..., payload_codec: _Optional[str] = ..., sent_at_inner_step: _Optional[int] = ..., is_flush: _Optional[bool] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("protocol_version", "grant", "checkpoint_step", "versions")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    grant: _control_pb2.Grant
+    checkpoint_step: int
+    versions: _containers.RepeatedCompositeFieldContainer[Pinned]
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., checkpoint_step: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[Pinned, _Mapping]]] = ...) -> None: ...
+
+class Pinned(_message.Message):
+    __slots__ = ("fragment_id", "version")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    version: int
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Fatal(_message.Message):
     __slots__ = ("exit_code", "reason")

@@ -25,7 +25,7 @@ from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer, SyncerRules
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
-from diloco.sync.session import DiLoCo
+from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.shards import LaneShards
 from diloco.telemetry.events import Event
 from protos.control_pb2 import ROLE_ISLAND, Grant
@@ -140,7 +140,7 @@ class VirtualIsland:
             rng=random.Random(0),
             on_event=self.events.append,
         )
-        self.session = DiLoCo(
+        self.session = OuterLoop(
             plan,
             setting.schedule(),
             shards,

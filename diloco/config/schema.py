@@ -58,6 +58,11 @@ class RunConfig(Section):
     inner_steps: Policy[int] = Field(
         ge=1, description="Inner steps of every island; ends the schedule"
     )
+    warm_start: Local[str] = Field(
+        default="",
+        description="Start from these weights: a directory (export, Hugging Face model, state_dir "
+        "of a run, checkpoint) or a hub name; empty: from the seed",
+    )
 
 
 class ModelConfig(Section):
@@ -391,6 +396,24 @@ class TransportConfig(Section):
         return parse_duration(self.unreachable)
 
 
+class CheckpointConfig(Section):
+    """Run checkpoints: what a run is resumed from, and what an island returns with."""
+
+    every_inner_steps: Policy[int] = Field(
+        default=0,
+        ge=0,
+        description="Inner steps between run checkpoints; 0: only at a graceful stop",
+    )
+    keep: Policy[int] = Field(
+        default=2, ge=1, description="Complete checkpoints that are kept; older ones are removed"
+    )
+    dir: Local[str] = Field(
+        default="",
+        description="Directory of this site's checkpoints, seen by all ranks of its island; empty: "
+        "checkpoints in coordinator.state_dir",
+    )
+
+
 class EvaluationConfig(Section):
     """Held-out loss."""
 
@@ -431,6 +454,18 @@ class IslandConfig(Section):
     threads: Local[int] = Field(
         default=1, ge=1, description="Threads of each rank, fixed for the run"
     )
+    max_restarts: Local[int] = Field(
+        default=3,
+        ge=0,
+        description="Times in a row that a supervisor starts failed ranks again; training on for "
+        "restart_reset gives them back",
+    )
+    restart_wait: Local[Duration] = Field(
+        default="1s", description="Wait before the first restart; it doubles with each, up to 60s"
+    )
+    restart_reset: Local[Duration] = Field(
+        default="10min", description="Time without a failure after which all restarts are back"
+    )
 
     @field_validator("mesh")
     @classmethod
@@ -457,6 +492,9 @@ class Config(Section):
     outer: OuterConfig = Field(description="Synchronisation between islands")
     coordinator: CoordinatorConfig = Field(description="Where coordinator and syncer listen")
     transport: TransportConfig = Field(default=TransportConfig(), description="How bytes travel")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="What a run is resumed from"
+    )
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Held-out loss")
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Where events go")
     islands: Identity[dict[IslandName, IslandConfig]] = Field(
@@ -480,6 +518,12 @@ class Config(Section):
         """Directory of events and logs."""
         chosen = self.telemetry.dir
         return Path(chosen) if chosen else Path(self.coordinator.state_dir) / "telemetry"
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Directory of this site's checkpoints, one below it an island."""
+        chosen = self.checkpoint.dir
+        return Path(chosen) if chosen else Path(self.coordinator.state_dir) / "checkpoints"
 
     @field_validator("data")
     @classmethod

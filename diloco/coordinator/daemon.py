@@ -23,7 +23,6 @@ from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
     JOIN_STATUS_PLAN_MISMATCH,
-    JOIN_STATUS_RUN_UNDER_WAY,
     JOIN_STATUS_UNKNOWN_ISLAND,
     JOIN_STATUS_VERSION_MISMATCH,
     JOIN_STATUS_WRONG_RUN,
@@ -56,7 +55,6 @@ _STATUS = {
     JoinVerdict.PLAN_MISMATCH: JOIN_STATUS_PLAN_MISMATCH,
     JoinVerdict.UNKNOWN_ISLAND: JOIN_STATUS_UNKNOWN_ISLAND,
     JoinVerdict.WRONG_RUN: JOIN_STATUS_WRONG_RUN,
-    JoinVerdict.RUN_UNDER_WAY: JOIN_STATUS_RUN_UNDER_WAY,
 }
 
 
@@ -203,7 +201,6 @@ class Coordinator:
         self._syncer_epoch = report.syncer_epoch
         for fragment in report.fragments:
             self._fragments[fragment.fragment_id] = _Seen(_now(), fragment=fragment)
-            self._membership.is_under_way |= fragment.version > 0
         if report.record_json:
             header = json.loads(report.record_json)
             self._journal.index_round(

@@ -26,7 +26,6 @@ class JoinVerdict(StrEnum):
     PLAN_MISMATCH = "plan_mismatch"
     UNKNOWN_ISLAND = "unknown_island"
     WRONG_RUN = "wrong_run"
-    RUN_UNDER_WAY = "run_under_way"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,6 @@ class Membership:
         islands: Configured island ids, sorted; the index is the island slot.
         identity_json: Identity class of the coordinator's configuration.
         identity_difference: Names the dotted keys in which two identity documents differ.
-
-    Attributes:
-        is_under_way: Whether a version after 0 was reported; set by the caller.
     """
 
     run: str
@@ -80,7 +76,6 @@ class Membership:
     plan_json: str = ""
     corpus_sha256: str = ""
     members: dict[str, Member] = field(init=False)
-    is_under_way: bool = False
     fatal_reason: str = ""
     fatal_exit_code: int = 0
 
@@ -149,14 +144,6 @@ class Membership:
             )
         if start_id in member.incarnations:
             return Joined(JoinVerdict.ACCEPTED, incarnation=member.incarnations[start_id])
-        if self.is_under_way and member.incarnation:
-            # A grant would fence the start that trains, and this one could not take its place.
-            return Joined(
-                JoinVerdict.RUN_UNDER_WAY,
-                f"island {island!r} has started in this run before, and rounds were published; "
-                f"coming back into a run under way is not supported yet. Start the run again, "
-                f"every island of it, in an empty coordinator.state_dir",
-            )
         incarnation = member.incarnation + 1
         incarnations = {**member.incarnations, start_id: incarnation}
         entries = [] if self.plan_json else [("plan", plan_json), ("corpus", corpus_sha256)]

@@ -48,8 +48,8 @@ from diloco.outer.fragments import Plan
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.io_thread import IoThread
+from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.registration import Island, IslandState, Registration
-from diloco.sync.session import DiLoCo
 from diloco.sync.shards import LaneShards, canonical_parameters
 from diloco.telemetry.sinks import JsonlSink
 from protos.control_pb2 import JoinReply
@@ -235,7 +235,7 @@ class _Rank:
         parameters: Mapping[str, Tensor],
         reply: JoinReply,
         profile: LinkProfile | None,
-    ) -> DiLoCo:
+    ) -> OuterLoop:
         config, groups, retry = self._config, self._groups, self._config.transport.retry
         shards = LaneShards(plan, parameters, group=groups.shards)
         link = None if profile is None else self._shape(profile, plan, shards)
@@ -260,7 +260,7 @@ class _Rank:
         if self._registration is not None:
             reporting = self._registration.start_reporting
             self._io.post(reporting, lambda: self._record.progress, exchange.fail)
-        return DiLoCo(
+        return OuterLoop(
             plan,
             build_schedule(config),
             shards,

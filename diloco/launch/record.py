@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from diloco.inner.trainer import InnerMetrics
 from diloco.sync.exchange import Exchange
+from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.registration import IslandState, Progress
-from diloco.sync.session import DiLoCo
 from diloco.telemetry.events import Evaluated, Event, InnerStepDone, IslandEnded
 from diloco.telemetry.meter import StepMeter
 from diloco.telemetry.sinks import JsonlSink
@@ -78,7 +78,7 @@ class RankRecord:
         """Note what all ranks of the island have sent and received so far."""
         self.progress = replace(self.progress, bytes_up=bytes_up, bytes_down=bytes_down)
 
-    def renew(self, state: IslandState, session: DiLoCo) -> None:
+    def renew(self, state: IslandState, session: OuterLoop) -> None:
         """Renew what the next report says."""
         self.progress = replace(
             self.progress,
@@ -104,7 +104,7 @@ class RankRecord:
         """Record a held-out loss."""
         self.write(Evaluated(inner_step, parameters, nats_per_byte))
 
-    def ended(self, session: DiLoCo, exchange: Exchange, *, wall_s: float) -> None:
+    def ended(self, session: OuterLoop, exchange: Exchange, *, wall_s: float) -> None:
         """Record the sums of the rank's life; bytes are its own."""
         self.write(
             IslandEnded(

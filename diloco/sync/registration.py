@@ -21,7 +21,6 @@ from diloco.errors import (
     CoordinatorUnavailable,
     DilocoError,
     FingerprintMismatch,
-    IslandFailed,
     PlanMismatch,
     error_of_exit_code,
 )
@@ -29,7 +28,6 @@ from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
     JOIN_STATUS_PLAN_MISMATCH,
-    JOIN_STATUS_RUN_UNDER_WAY,
     Grant,
     JoinReply,
     JoinRequest,
@@ -46,7 +44,6 @@ logger = logging.getLogger(__name__)
 _REFUSALS: dict[int, type[DilocoError]] = {
     JOIN_STATUS_FINGERPRINT_MISMATCH: FingerprintMismatch,
     JOIN_STATUS_PLAN_MISMATCH: PlanMismatch,
-    JOIN_STATUS_RUN_UNDER_WAY: IslandFailed,
 }
 _REPORT_S = 1.0
 _ASK_AGAIN_S = 0.2

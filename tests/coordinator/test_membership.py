@@ -186,17 +186,3 @@ def test_first_reason_of_a_failure_stays() -> None:
     membership.failed("syncer ended", 1)
 
     assert (membership.fatal_reason, membership.fatal_exit_code) == ("quorum lost", 50)
-
-
-def test_second_start_in_a_run_under_way_is_refused_before_it_fences_the_first() -> None:
-    membership = machine()
-    join(membership, start_id="a")
-    membership.is_under_way = True
-
-    refused = join(membership, start_id="b")
-
-    assert refused.verdict is JoinVerdict.RUN_UNDER_WAY
-    assert "'east' has started in this run before" in refused.message
-    assert membership.is_current("east", 1)
-    assert join(membership, start_id="a").incarnation == 1
-    assert join(membership, "west").incarnation == 1

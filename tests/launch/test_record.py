@@ -13,8 +13,8 @@ import pytest
 from diloco.inner.trainer import InnerMetrics
 from diloco.launch.record import RankRecord
 from diloco.sync.exchange import Exchange
+from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.registration import IslandState
-from diloco.sync.session import DiLoCo
 from diloco.telemetry.sinks import JsonlSink
 
 
@@ -42,8 +42,8 @@ class Rank:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
-def session(**values: Any) -> DiLoCo:
-    return cast(DiLoCo, SimpleNamespace(**values))
+def session(**values: Any) -> OuterLoop:
+    return cast(OuterLoop, SimpleNamespace(**values))
 
 
 @pytest.fixture

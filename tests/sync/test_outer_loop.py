@@ -89,10 +89,10 @@ def test_a_session_says_where_it_stands(setting: Setting) -> None:
     async def scenario() -> None:
         _, a, b = await started(setting)
         await asyncio.gather(a.train(4), b.train(4))
-        assert repr(a.session) == "DiLoCo(inner_step=4, versions=[0], in_flight=1)"
+        assert repr(a.session) == "OuterLoop(inner_step=4, versions=[0], in_flight=1)"
         assert a.session.num_in_flight == 1
         await asyncio.gather(a.train(1), b.train(1))
-        assert repr(a.session) == "DiLoCo(inner_step=5, versions=[1], in_flight=0)"
+        assert repr(a.session) == "OuterLoop(inner_step=5, versions=[1], in_flight=0)"
 
     run_virtual(scenario())
 

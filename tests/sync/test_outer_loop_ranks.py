@@ -35,7 +35,7 @@ from diloco.rounds.syncer import Syncer, SyncerRules
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.io_thread import IoThread
-from diloco.sync.session import DiLoCo
+from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.shards import LaneShards, canonical_parameters, tensor_specs
 from diloco.telemetry.events import Event
 from tests.distributed import run_ranks
@@ -87,7 +87,7 @@ class CutWire:
 class Rank:
     """One rank of the island, ready to train."""
 
-    session: DiLoCo
+    session: OuterLoop
     exchange: Exchange
     io: IoThread
     data: CutWire
@@ -204,7 +204,7 @@ def island(
             rng=random.Random(island_rank),
             on_event=events.append,
         )
-        session = DiLoCo(
+        session = OuterLoop(
             plan,
             Schedule.make(
                 inner_steps_per_round=6, num_fragments=1, overlap_steps=2, inner_steps=100,

@@ -1,4 +1,4 @@
-"""An island's outer loop: `DiLoCo.step()` after every inner step sends and merges what is due.
+"""An island's outer loop: `OuterLoop.stepping` after every inner step sends and merges what is due.
 
 Belongs to the training thread: collectives and parameters are touched here only. What needs the
 network is posted to the `Exchange`; what needs all ranks goes through `Agreement`.
@@ -46,7 +46,7 @@ class Runner(Protocol):
         """Run `action(*arguments)` there, after what was posted before."""
 
 
-class DiLoCo:
+class OuterLoop:
     """The outer loop of one rank of an island.
 
     Every rank of the island makes the same calls in the same order. `inner_step` counts completed
@@ -91,7 +91,7 @@ class DiLoCo:
         """Say where the island stands: inner step, versions, what is in flight."""
         versions = ", ".join(str(ledger.version) for ledger in self._ledgers)
         return (
-            f"DiLoCo(inner_step={self.inner_step}, versions=[{versions}], "
+            f"OuterLoop(inner_step={self.inner_step}, versions=[{versions}], "
             f"in_flight={self.num_in_flight})"
         )
 

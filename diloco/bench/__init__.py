@@ -1,0 +1,1 @@
+"""Benchmarks: what the loop costs and whether it learns, each with a table, JSON and a bar."""

@@ -1,0 +1,1 @@
+"""Where text comes from and which of its tokens an island sees at which inner step."""
