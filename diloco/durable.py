@@ -38,6 +38,14 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
+def make_directory_durably(path: Path) -> None:
+    """Make a directory and its parents so that a power loss does not take it, files and all."""
+    if not path.parent.is_dir():
+        make_directory_durably(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
+
+
 def write_json(path: Path, value: object) -> None:
     """Replace `path` by `value` as JSON."""
     write_durably(path, [json.dumps(value, sort_keys=True).encode()])

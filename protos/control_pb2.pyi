@@ -144,20 +144,22 @@ class ReportRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step")
+    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step", "checkpoint_steps")
     STOP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     HAS_STOP_STEP_FIELD_NUMBER: _ClassVar[int]
     STOP_STEP_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     stop: bool
     reason: str
     exit_code: int
     hold: bool
     has_stop_step: bool
     stop_step: int
-    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ...) -> None: ...
+    checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "exit_code", "reason", "is_stopped")

@@ -32,17 +32,31 @@ def register(app: typer.Typer) -> None:
 def coordinator(
     run_file: RunFile,
     overrides: Overrides = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Take the run back to its newest complete checkpoint."),
+    ] = False,
+    at_step: Annotated[
+        int | None,
+        typer.Option("--at", metavar="STEP", min=0, help="With --resume: to that checkpoint."),
+    ] = None,
 ) -> None:
     """Coordinate a run and keep its syncer alive; prints the address that islands need.
 
     Started again after a crash, with the same file, it goes on where it was, under the same
-    address. Ctrl-C stops it and its syncer; nothing is lost.
+    address. Ctrl-C stops the run gracefully: every island goes on to one inner step, writes a
+    checkpoint and leaves; --resume goes on from there. A second Ctrl-C stops coordinator and syncer
+    at once; nothing published is lost.
     """
     from diloco.config.load import load_config
+    from diloco.errors import ConfigError
     from diloco.launch.coordinator import run_coordinator
 
+    if at_step is not None and not resume:
+        raise ConfigError(f"--at {at_step} says where to resume: add --resume, or leave it out")
     config = load_config(run_file, overrides or ())
-    raise typer.Exit(asyncio.run(run_coordinator(config, tell=typer.echo)))
+    run = run_coordinator(config, tell=typer.echo, resume=resume, at_step=at_step)
+    raise typer.Exit(asyncio.run(run))
 
 
 def status(

@@ -21,7 +21,10 @@ def status_view(reply: StatusReply) -> RenderableType:
 
 
 def run_line(reply: StatusReply) -> Text:
-    """Show the run's name and state and where its syncer is; below it why it failed, if it did."""
+    """Show the run's name, state, syncer, timeline and complete checkpoints.
+
+    A run that was never resumed has no word on its timeline; below stands why it failed, if it did.
+    """
     line = Text.assemble(
         ("run ", "dim"),
         (reply.run, "bold"),
@@ -34,6 +37,8 @@ def run_line(reply: StatusReply) -> Text:
     )
     if reply.timeline:
         line.append("  timeline ", "dim").append(str(reply.timeline))
+    if reply.checkpoint_steps:
+        line.append("  checkpoints ", "dim").append(", ".join(map(str, reply.checkpoint_steps)))
     if reply.message:
         line.append(f"\n{reply.message}", "red")
     return line

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.membership import JoinVerdict, Membership
+from diloco.coordinator.membership import Entries, JoinVerdict, Membership
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
@@ -76,7 +76,6 @@ class Coordinator:
         membership: Membership,
         journal: Journal,
         secret: bytes,
-        timeline: int,
         policy_json: str,
         unix_clock: Callable[[], float],
     ) -> None:
@@ -84,10 +83,10 @@ class Coordinator:
         self._membership = membership
         self._journal = journal
         self._secret = secret
-        self._timeline = timeline
         self._policy_json = policy_json
         self._unix_clock = unix_clock
         self._islands: dict[str, _Seen] = {}
+        self._last_inner_step: dict[str, int] = {}
         self._fragments: dict[int, _Seen] = {}
         self._syncer_address = ""
         self._syncer_epoch = 0
@@ -106,11 +105,16 @@ class Coordinator:
         }
 
     def fail(self, reason: str, exit_code: int) -> None:
-        """End the run: every island is told at its next report."""
-        if not self._membership.fatal_reason:
-            logger.error("run failed, exit_code=%d: %s", exit_code, reason)
-        self._membership.failed(reason, exit_code)
+        """End the run for now: every island is told at its next report, a restart tries anew."""
+        self._membership.apply(self._failed(reason, exit_code))
         self.ended.set()
+
+    def request_stop(self) -> bool:
+        """Ask all islands to stop after one inner step; false if there is nobody to ask."""
+        if entries := self._membership.request_stop():
+            self._keep(entries)
+            logger.info("stop requested")
+        return self._membership.is_stopping
 
     async def _join(self, call: IncomingCall) -> Reply:
         request = JoinRequest.FromString(call.header)
@@ -126,17 +130,19 @@ class Coordinator:
             identity_json=request.identity_json,
             plan_json=request.plan_json,
             corpus_sha256=request.corpus_sha256,
+            start_step=request.start_step,
             start_id=request.start_id,
         )
         if joined.verdict is not JoinVerdict.ACCEPTED:
             logger.warning("join refused, island=%s verdict=%s", request.island, joined.verdict)
             return _reply(JoinReply(status=_STATUS[joined.verdict], message=joined.message))
+        self._keep(joined.entries)
         if joined.entries:
-            self._keep(joined.entries)
             logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
+        is_resumed = self._is_resumed()
         grant = Grant(
             run=self._membership.run,
-            timeline=self._timeline,
+            timeline=self._membership.timeline,
             island=request.island,
             incarnation=joined.incarnation,
             roles=[ROLE_ISLAND],
@@ -146,6 +152,9 @@ class Coordinator:
             grant=sign(grant, self._secret),
             island_slot=self._membership.members[request.island].slot,
             policy_json=self._policy_json,
+            is_resumed=is_resumed,
+            resume_step=self._membership.resume_step if is_resumed else 0,
+            last_inner_step=self._last_inner_step.get(request.island, 0),
         )
         if self._syncer_address:
             reply.syncers.append(
@@ -157,28 +166,50 @@ class Coordinator:
         request = ReportRequest.FromString(call.header)
         if not self._is_granted(request.grant, ROLE_ISLAND):
             return _reply(ReportReply(stop=True, reason="the grant is not valid", exit_code=30))
-        island = request.grant.island
-        if not self._membership.is_current(island, request.grant.incarnation):
-            reason = f"a newer start of island {island!r} has joined"
-            return _reply(ReportReply(stop=True, reason=reason, exit_code=40))
-        self._islands[island] = _Seen(_now(), report=request)
+        grant, membership = request.grant, self._membership
+        if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
+            return _reply(ReportReply(stop=True, reason=self._fenced(grant), exit_code=40))
+        self._islands[grant.island] = _Seen(_now(), report=request)
+        if request.inner_step:
+            self._last_inner_step[grant.island] = request.inner_step
+        steps, inner_step = request.checkpoint_steps, request.inner_step
+        self._keep(membership.keeps(grant.island, steps, inner_step=inner_step))
+        if request.has_hold:
+            self._keep(membership.promise(grant.island, request.hold_step))
         return _reply(
             ReportReply(
-                stop=bool(self._membership.fatal_reason),
-                reason=self._membership.fatal_reason,
-                exit_code=self._membership.fatal_exit_code,
+                stop=bool(membership.fatal_reason),
+                reason=membership.fatal_reason,
+                exit_code=membership.fatal_exit_code,
+                hold=membership.is_stopping,
+                has_stop_step=membership.stop_step is not None,
+                stop_step=membership.stop_step or 0,
+                checkpoint_steps=membership.checkpoints,
             )
         )
 
+    def _fenced(self, grant: Grant) -> str:
+        if grant.timeline != self._membership.timeline:
+            return (
+                f"the run was resumed from inner step {self._membership.resume_step} (timeline "
+                f"{self._membership.timeline}), this start belongs to timeline {grant.timeline}: "
+                f"start island {grant.island!r} again"
+            )
+        return f"a newer start of island {grant.island!r} has joined"
+
     async def _leave(self, call: IncomingCall) -> Reply:
         request = LeaveRequest.FromString(call.header)
-        if self._is_granted(request.grant, ROLE_ISLAND):
-            grant = request.grant
+        grant, membership = request.grant, self._membership
+        if self._is_granted(grant, ROLE_ISLAND) and membership.is_current(
+            grant.island, grant.incarnation, grant.timeline
+        ):
             logger.info(
                 "left, island=%s exit_code=%d: %s", grant.island, request.exit_code, request.reason
             )
-            self._keep(self._membership.left(grant.island, grant.incarnation, request.exit_code))
-            if self._membership.is_finished:
+            self._keep(
+                membership.left(grant.island, request.exit_code, is_stopped=request.is_stopped)
+            )
+            if membership.is_finished or membership.is_stopped:
                 self.ended.set()
         return _reply(LeaveReply())
 
@@ -207,8 +238,9 @@ class Coordinator:
                 header["timeline"], header["fragment_id"], header["version"], report.record_json
             )
         if report.fatal_reason:
-            self.fail(report.fatal_reason, report.fatal_exit_code)
-        return _reply(RoundReportReply())
+            self._keep(self._failed(report.fatal_reason, report.fatal_exit_code))
+            self.ended.set()
+        return _reply(RoundReportReply(checkpoint_steps=self._membership.checkpoints))
 
     async def _status(self, call: IncomingCall) -> Reply:
         StatusRequest.FromString(call.header)
@@ -219,12 +251,13 @@ class Coordinator:
         membership, now = self._membership, _now()
         reply = StatusReply(
             run=membership.run,
-            timeline=self._timeline,
+            timeline=membership.timeline,
             syncer_address=self._syncer_address,
             syncer_epoch=self._syncer_epoch,
             state=self._state(),
             message=membership.fatal_reason,
             inner_steps=json.loads(self._policy_json)["run.inner_steps"],
+            checkpoint_steps=membership.checkpoints,
         )
         for island, member in membership.members.items():
             seen = self._islands.get(island)
@@ -243,18 +276,33 @@ class Coordinator:
             reply.fragments.append(fragment)
         return reply
 
-    def _keep(self, entries: Sequence[tuple[str, str]]) -> None:
+    def _keep(self, entries: Entries) -> None:
         """Make what membership decided durable, then true."""
-        self._journal.write(entries)
-        self._membership.apply(entries)
+        if entries:
+            self._journal.write(entries)
+            self._membership.apply(entries)
+
+    def _failed(self, reason: str, exit_code: int) -> Entries:
+        entries = self._membership.failed(reason, exit_code)
+        if entries:
+            logger.error("run failed, exit_code=%d: %s", exit_code, reason)
+        return entries
+
+    def _is_resumed(self) -> bool:
+        """Whether this timeline has published nothing yet: who joins restores the checkpoint."""
+        timeline = self._membership.timeline
+        return timeline > 0 and not self._journal.has_rounds(timeline)
 
     def _state(self) -> str:
         if self._membership.fatal_reason:
             return "failed"
         if self._membership.is_finished:
             return "finished"
-        is_complete = all(member.incarnation for member in self._membership.members.values())
-        return "running" if is_complete else "waiting for islands"
+        if self._membership.is_stopped:
+            return "stopped"
+        if self._membership.is_stopping:
+            return "stopping"
+        return "running" if self._membership.have_all_joined else "waiting for islands"
 
     def _fragment_ids(self) -> list[int]:
         if not self._membership.plan_json:
@@ -271,8 +319,9 @@ class Coordinator:
         )
 
     def _insist_on_syncer(self, grant: Grant) -> None:
-        if not self._is_granted(grant, ROLE_SYNCER):
-            raise PermissionError("the syncer's grant is not valid for this run")
+        is_current = grant.timeline == self._membership.timeline
+        if not (is_current and self._is_granted(grant, ROLE_SYNCER)):
+            raise PermissionError("the syncer's grant is not valid for this run and its timeline")
 
 
 def _reply(message: Message) -> Reply:

@@ -69,6 +69,13 @@ class Journal:
             (timeline, fragment_id, version, header),
         )
 
+    def has_rounds(self, timeline: int) -> bool:
+        """Whether a record of this timeline is indexed."""
+        rows = self._require().execute(
+            "SELECT 1 FROM rounds WHERE timeline = ? LIMIT 1", (timeline,)
+        )
+        return rows.fetchone() is not None
+
     def tape(self) -> list[str]:
         """Return the headers of all indexed records, in the order of their reports."""
         rows = self._require().execute("SELECT header FROM rounds ORDER BY sequence")

@@ -1,21 +1,27 @@
-"""Who takes part in a run: a pure machine over joins and departures.
+"""Who takes part in a run: a pure machine over joins, departures, stops and checkpoints.
 
-It accepts or refuses joins, grants incarnations, fixes the plan with the first join and knows who
-has left. Whatever it must never forget comes back as `entries`: key-value pairs that the caller
-writes durably, then applies, then answers; a write that fails has changed nothing.
+It accepts or refuses joins, grants incarnations, fixes plan, text and first inner step with the
+first join, knows who has left, finds the inner step after which all can stop, and which run
+checkpoints are complete. Whatever it must never forget comes back as `entries`: key-value pairs
+that the caller writes durably, then applies, then answers; a write that fails has changed nothing.
 
-Source: protocol.md sections 4 (version 0), 8 and 10.
+A stop: `request_stop`; every island promises an inner step that it will not pass unasked; when all
+have, the largest promise is the `stop_step` to which everybody goes on, checkpoints and leaves.
+
+Source: protocol.md sections 4 (version 0), 8, 9 and 10.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 from diloco.errors import PlanMismatch
-from diloco.outer.fragments import Plan
+from diloco.outer.fragments import Plan, plan_difference
+
+Entries = tuple[tuple[str, str], ...]
 
 
 class JoinVerdict(StrEnum):
@@ -35,22 +41,26 @@ class Joined:
     verdict: JoinVerdict
     message: str = ""
     incarnation: int = 0
-    entries: tuple[tuple[str, str], ...] = ()
+    entries: Entries = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Member:
     """What is known of one configured island.
 
     Args:
         slot: Its island slot.
         incarnations: Incarnation of each start, by start id; numbered from 1 as they joined.
+        timeline: In which the newest start joined.
         exit_code: How the newest start ended; None while it is at work.
+        is_stopped: Whether it ended in a graceful stop.
     """
 
     slot: int
     incarnations: Mapping[str, int] = field(default_factory=dict)
+    timeline: int = 0
     exit_code: int | None = None
+    is_stopped: bool = False
 
     @property
     def incarnation(self) -> int:
@@ -67,32 +77,64 @@ class Membership:
         islands: Configured island ids, sorted; the index is the island slot.
         identity_json: Identity class of the coordinator's configuration.
         identity_difference: Names the dotted keys in which two identity documents differ.
+        inner_steps: Last inner step of the run.
+        num_checkpoints: Complete run checkpoints that are remembered, the newest; at least 1.
+
+    Attributes:
+        timeline: Counter of resumes.
+        resume_step: Inner step of the checkpoint that this timeline began from.
+        checkpoints: Inner steps of the complete run checkpoints, ascending.
+        promises: Island -> inner step that it will not pass unasked; None while nobody asked for a
+            stop.
     """
 
     run: str
     islands: tuple[str, ...]
     identity_json: str
     identity_difference: Callable[[str, str], list[str]]
+    inner_steps: int
+    num_checkpoints: int
     plan_json: str = ""
     corpus_sha256: str = ""
+    start_step: int = 0
+    timeline: int = 0
+    resume_step: int = 0
+    checkpoints: tuple[int, ...] = ()
+    promises: Mapping[str, int] | None = None
     members: dict[str, Member] = field(init=False)
     fatal_reason: str = ""
     fatal_exit_code: int = 0
+    _kept: dict[str, set[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         """Give every configured island its slot."""
         self.members = {island: Member(slot) for slot, island in enumerate(self.islands)}
+        self._kept = {island: set() for island in self.islands}
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable: after a write, and after a restart all of it."""
         for key, value in entries:
             kind, _, island = key.partition("/")
-            if kind == "plan":
-                self.plan_json = value
-            elif kind == "corpus":
-                self.corpus_sha256 = value
-            elif kind == "island" and island in self.members:
-                self.members[island] = Member(self.members[island].slot, **json.loads(value))
+            match kind:
+                case "plan":
+                    self.plan_json = value
+                case "corpus":
+                    self.corpus_sha256 = value
+                case "start":
+                    self.start_step = int(value)
+                case "timeline":
+                    saved = json.loads(value)
+                    self.timeline, self.resume_step = saved["timeline"], saved["resume_step"]
+                case "checkpoint":
+                    self.checkpoints = tuple(json.loads(value))
+                case "stop":
+                    self.promises = json.loads(value)
+                case "fatal":
+                    self.fatal_reason, self.fatal_exit_code = json.loads(value)
+                case "island" if island in self.members:
+                    self.members[island] = Member(self.members[island].slot, **json.loads(value))
+
+    # -- joins and departures ----------------------------------------------------------------------
 
     def join(
         self,
@@ -102,9 +144,10 @@ class Membership:
         identity_json: str,
         plan_json: str,
         corpus_sha256: str,
+        start_step: int,
         start_id: str,
     ) -> Joined:
-        """Accept or refuse one start of an island; the first one fixes the plan and the text.
+        """Accept or refuse one start of an island; the first one fixes what all must share.
 
         A repeated join of one start gets the same incarnation, even when a later start has fenced
         it; another start of the island gets the next one, which fences the earlier.
@@ -133,76 +176,161 @@ class Membership:
             return Joined(
                 JoinVerdict.PLAN_MISMATCH,
                 f"the plan of island {island!r} (there) differs from the run's (here):\n  "
-                + "\n  ".join(_plan_difference(self.plan_json, plan_json)),
+                + "\n  ".join(plan_difference(self.plan_json, plan_json)),
             )
         if self.plan_json and corpus_sha256 != self.corpus_sha256:
             return Joined(
                 JoinVerdict.FINGERPRINT_MISMATCH,
-                f"the text of island {island!r} has sha256 {corpus_sha256} (there), the run's has "
+                f"the text of island {island!r} has digest {corpus_sha256} (there), the run's has "
                 f'{self.corpus_sha256} (here): data.source = "stdlib" needs the same release of '
-                f"Python on every island",
+                "Python on every island, [data.sources] the same files under the same names (or "
+                "one commit, set as revision) and the same tokenizer",
             )
-        if start_id in member.incarnations:
-            return Joined(JoinVerdict.ACCEPTED, incarnation=member.incarnations[start_id])
-        incarnation = member.incarnation + 1
-        incarnations = {**member.incarnations, start_id: incarnation}
-        entries = [] if self.plan_json else [("plan", plan_json), ("corpus", corpus_sha256)]
-        entries.append(_island_entry(island, incarnations, exit_code=None))
-        return Joined(JoinVerdict.ACCEPTED, incarnation=incarnation, entries=tuple(entries))
+        if self.plan_json and start_step != self.start_step:
+            return Joined(
+                JoinVerdict.FINGERPRINT_MISMATCH,
+                f"island {island!r} starts at inner step {start_step} (there), the run started at "
+                f"{self.start_step} (here): run.warm_start must name the same source everywhere",
+            )
+        incarnation = member.incarnations.get(start_id, member.incarnation + 1)
+        is_newest = incarnation >= member.incarnation
+        if start_id in member.incarnations and (self._has_joined(member) or not is_newest):
+            return Joined(JoinVerdict.ACCEPTED, incarnation=incarnation)
+        joined = Member(member.slot, {**member.incarnations, start_id: incarnation}, self.timeline)
+        entries = (
+            ("plan", plan_json),
+            ("corpus", corpus_sha256),
+            ("start", str(start_step)),
+            _island_entry(island, joined),
+        )
+        # The first join writes all of them, a later one its own.
+        return Joined(
+            JoinVerdict.ACCEPTED,
+            incarnation=incarnation,
+            entries=entries[3 if self.plan_json else 0 :],
+        )
 
-    def is_current(self, island: str, incarnation: int) -> bool:
-        """Whether this is the newest start of a known island."""
+    def is_current(self, island: str, incarnation: int, timeline: int) -> bool:
+        """Whether this is the newest start of a known island, in the present timeline."""
         member = self.members.get(island)
-        return member is not None and member.incarnation == incarnation
+        return (
+            member is not None
+            and member.incarnation == incarnation
+            and timeline == member.timeline == self.timeline
+        )
 
-    def left(self, island: str, incarnation: int, exit_code: int) -> tuple[tuple[str, str], ...]:
-        """Note how a start of an island ended: entries; none for the word of an earlier start."""
-        if not self.is_current(island, incarnation):
-            return ()
-        incarnations = self.members[island].incarnations
-        return (_island_entry(island, incarnations, exit_code=exit_code),)
+    def left(self, island: str, exit_code: int, *, is_stopped: bool) -> Entries:
+        """Note how the current start of an island ended.
 
-    def failed(self, reason: str, exit_code: int) -> None:
-        """Note that the run must stop; the first reason stays."""
-        if not self.fatal_reason:
-            self.fatal_reason, self.fatal_exit_code = reason, exit_code
+        One that stopped did so after its checkpoint of the stop step.
+        """
+        member = replace(self.members[island], exit_code=exit_code, is_stopped=is_stopped)
+        entries: Entries = (_island_entry(island, member),)
+        if is_stopped and self.stop_step is not None:
+            entries += self._kept_by(island, self._kept[island] | {self.stop_step})
+        return entries
+
+    def failed(self, reason: str, exit_code: int) -> Entries:
+        """Note that the run must stop; none if it must already: the first reason stays."""
+        return () if self.fatal_reason else (("fatal", json.dumps([reason, exit_code])),)
+
+    @property
+    def have_all_joined(self) -> bool:
+        """Whether every configured island has joined in this timeline."""
+        return all(map(self._has_joined, self.members.values()))
 
     @property
     def is_finished(self) -> bool:
-        """Whether every island has left without an error."""
-        return all(member.exit_code == 0 for member in self.members.values())
+        """Whether every island has left without an error, at the end of the run."""
+        return self._have_left_well and not any(m.is_stopped for m in self.members.values())
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether every island has left without an error, in a graceful stop."""
+        return self._have_left_well and any(m.is_stopped for m in self.members.values())
 
     @property
     def is_deserted(self) -> bool:
         """Whether no island is left that joined."""
-        return all(m.exit_code is not None for m in self.members.values() if m.incarnation)
+        return all(
+            member.exit_code is not None
+            for member in self.members.values()
+            if self._has_joined(member)
+        )
+
+    # -- stop --------------------------------------------------------------------------------------
+
+    def request_stop(self) -> Entries:
+        """Ask every island for a promise; none if that was asked, or there is nobody to ask."""
+        if self.is_stopping or not self.have_all_joined or self.is_deserted:
+            return ()
+        return (("stop", "{}"),)
+
+    def promise(self, island: str, hold_step: int) -> Entries:
+        """Take note that an island will not pass an inner step unasked.
+
+        A new start of an island promises anew. Once all have promised nothing changes any more.
+        """
+        if self.promises is None or self.stop_step is not None:
+            return ()
+        promises = {**self.promises, island: hold_step}
+        return () if promises == self.promises else (("stop", json.dumps(promises)),)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a stop was asked for."""
+        return self.promises is not None
+
+    @property
+    def stop_step(self) -> int | None:
+        """Inner step after which all stop; None until all have promised.
+
+        Who has finished has promised the last inner step.
+        """
+        if self.promises is None:
+            return None
+        finished = {name: self.inner_steps for name, m in self.members.items() if m.exit_code == 0}
+        promises = {**finished, **self.promises}
+        return max(promises.values()) if promises.keys() == self.members.keys() else None
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def keeps(self, island: str, steps: Iterable[int], *, inner_step: int) -> Entries:
+        """Take note of the checkpoints that an island keeps; entries when one became complete.
+
+        What is later than both its inner step and the resumed one was written in an abandoned
+        timeline, and does not count.
+        """
+        reached = max(inner_step, self.resume_step)
+        return self._kept_by(island, {step for step in steps if step <= reached})
+
+    def resumed(self, step: int) -> Entries:
+        """Begin a new timeline from a complete checkpoint: all must join again."""
+        beginning = {"timeline": self.timeline + 1, "resume_step": step}
+        kept = [checkpoint for checkpoint in self.checkpoints if checkpoint <= step]
+        return (
+            ("timeline", json.dumps(beginning)),
+            ("checkpoint", json.dumps(kept)),
+            ("stop", "null"),
+            ("fatal", json.dumps(["", 0])),
+        )
+
+    def _kept_by(self, island: str, steps: set[int]) -> Entries:
+        self._kept[island] = steps
+        # Complete once is complete for good: an island that has not reported yet keeps its own.
+        complete = set.intersection(*self._kept.values()) | set(self.checkpoints)
+        newest = tuple(sorted(complete)[-self.num_checkpoints :])
+        return () if newest == self.checkpoints else (("checkpoint", json.dumps(newest)),)
+
+    def _has_joined(self, member: Member) -> bool:
+        return member.incarnation > 0 and member.timeline == self.timeline
+
+    @property
+    def _have_left_well(self) -> bool:
+        return all(self._has_joined(m) and m.exit_code == 0 for m in self.members.values())
 
 
-def _island_entry(
-    island: str, incarnations: Mapping[str, int], *, exit_code: int | None
-) -> tuple[str, str]:
-    saved = {"incarnations": dict(incarnations), "exit_code": exit_code}
+def _island_entry(island: str, member: Member) -> tuple[str, str]:
+    saved = asdict(member)
+    del saved["slot"]  # follows from the configuration
     return f"island/{island}", json.dumps(saved)
-
-
-def _plan_difference(ours: str, theirs: str) -> list[str]:
-    """Name the first places where two plan manifests differ, with both values."""
-    differing: list[str] = []
-
-    def walk(path: str, a: object, b: object) -> None:
-        if isinstance(a, dict) and isinstance(b, dict):
-            for key in sorted({*a, *b}):
-                walk(f"{path}.{key}".lstrip("."), a.get(key), b.get(key))
-        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-            for index, (left, right) in enumerate(zip(a, b, strict=True)):
-                walk(f"{path}[{index}]", left, right)
-        elif a != b:
-            differing.append(f"{path}: {_short(a)} here, {_short(b)} there")
-
-    walk("", json.loads(ours), json.loads(theirs))
-    return differing[:10]
-
-
-def _short(value: object) -> str:
-    text = f"{len(value)} entries" if isinstance(value, list) else json.dumps(value)
-    return text if len(text) < 80 else text[:77] + "..."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from diloco.config.schema import CoordinatorConfig
 from diloco.errors import ConfigError
 from transport.addresses import is_wildcard, split_address
 from transport.contracts import Handlers
@@ -62,22 +63,50 @@ async def listen(
             return server
 
 
-def advertised(bound: str, public: str) -> str:
-    """Address under which other machines reach what listens on `bound`.
+def coordinator_address(bound: str, config: CoordinatorConfig) -> str:
+    """Address under which islands reach the coordinator that listens on `bound`.
 
-    Args:
-        bound: ``host:port`` really bound.
-        public: ``host:port`` at which this machine is reached; its host replaces a wildcard.
+    It is `coordinator.address` where that is set, whatever is bound: behind a port forwarding or a
+    Kubernetes service the two differ.
 
     Raises:
-        ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and `public` is empty.
+        ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and nothing is set.
     """
+    return _advertised(bound, config.address, "address")
+
+
+def syncer_address(bound: str, config: CoordinatorConfig) -> str:
+    """Address under which islands reach the syncer that listens on `bound`.
+
+    It is `coordinator.syncer_address` where that is set, else the host of `coordinator.address`
+    with the port that is bound, else `bound`.
+
+    Raises:
+        ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and nothing is set.
+    """
+    public = config.syncer_address
+    if not public and config.address:
+        public = f"{split_address(config.address)[0]}:0"
+    return _advertised(bound, public, "syncer_address")
+
+
+def local_address(bound: str) -> str:
+    """Address under which this machine reaches what listens on `bound`."""
     host, port = split_address(bound)
     if not is_wildcard(host):
         return bound
-    if not public:
+    return f"{'[::1]' if ':' in host else '127.0.0.1'}:{port}"
+
+
+def _advertised(bound: str, public: str, key: str) -> str:
+    """Prefer `public`, with the bound port where its own is 0."""
+    host, port = split_address(bound)
+    if public:
+        public_host, public_port = split_address(public)
+        return f"{public_host}:{public_port or port}"
+    if is_wildcard(host):
         raise ConfigError(
             f"{bound} listens on every address of this machine, which tells islands none: set "
-            f'coordinator.address = "HOST:PORT" as they reach the coordinator'
+            f'coordinator.{key} = "HOST:PORT" as they reach it'
         )
-    return f"{split_address(public)[0]}:{port}"
+    return bound

@@ -1,14 +1,17 @@
 """Composition root of the coordinator's process: state directory, journal, server, its syncer.
 
 One coordinator at a time holds the state directory; a restarted one binds the same address, takes
-back what was durable and adopts the syncer that outlived it. No tensor is ever loaded here.
+back what was durable and adopts the syncer that outlived it. A resume begins a new timeline: the
+journal knows it first, then the syncer that lives is stopped, and the next one takes the store back
+to the checkpoint. No tensor is ever loaded here.
 
-Source: design.md section 2; protocol.md section 8.
+Source: design.md section 2; protocol.md sections 8 and 9.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sqlite3
@@ -26,18 +29,29 @@ from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
 from diloco.durable import write_durably
 from diloco.errors import ConfigError
-from diloco.launch.address import advertised, listen
-from diloco.launch.ending import first_of, stop_on_signals
+from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
+from diloco.launch.ending import StopSignals, first_of
+from diloco.launch.run_checkpoints import (
+    RESUME,
+    choose_checkpoint,
+    commands_of_islands,
+    insist_on_run,
+    read_membership,
+)
 from diloco.launch.state_dir import (
-    TIMELINE,
     Endpoint,
     Held,
     StateDir,
+    Timeline,
     hold,
     holder,
     read_endpoint,
+    read_timeline,
 )
 from diloco.launch.syncer_supervisor import SyncerSupervisor
+from diloco.rounds.pins import pin_directory
+from diloco.rounds.record import headers_in
+from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -46,50 +60,74 @@ _LOOK_S = 0.05
 
 
 async def run_coordinator(
-    config: Config, *, tell: Callable[[str], None], linger_s: float = 5.0
+    config: Config,
+    *,
+    tell: Callable[[str], None],
+    resume: bool = False,
+    at_step: int | None = None,
+    linger_s: float = 5.0,
 ) -> int:
-    """Coordinate a run until it is over or a signal asks to stop.
+    """Coordinate a run until it is over, or stopped by signals.
+
+    The first signal asks every island to checkpoint after one inner step and to leave; a second
+    one, or the first while not every island has joined, stops coordinator and syncer at once.
 
     Args:
-        config: The run; `coordinator.state_dir` is made if missing, and resumed if it holds the
-            same run.
-        tell: Hears, in words for people, where the coordinator listens and how it ended.
+        config: The run; `coordinator.state_dir` is made if missing, and gone on with if it holds
+            the same run.
+        tell: Hears, in words for people, what was found, where the coordinator listens and how it
+            ended.
+        resume: Whether to begin a new timeline from a run checkpoint.
+        at_step: Inner step of that checkpoint; None takes the newest that is whole.
         linger_s: Seconds for which a failed run is still answered, so that its islands hear why;
             shorter when all have left.
 
     Returns:
-        Exit code: 0 when every island finished or a signal stopped the coordinator (and its
-        syncer), else that of the failure.
+        Exit code: 0 when every island finished, 128 + the signal's number when one stopped this
+        process, else that of the failure.
 
     Raises:
-        ConfigError: If the state directory belongs to another run or another coordinator, or the
-            address cannot be used.
+        ConfigError: If the state directory belongs to another run or another coordinator, if it
+            holds a stopped run and `resume` is false, or nothing that can be resumed and it is
+            true, or if the address cannot be used.
     """
     state = StateDir(Path(config.coordinator.state_dir).absolute())
-    advertised(config.coordinator.listen, config.coordinator.address)
-    advertised(config.coordinator.syncer_listen, config.coordinator.address)
+    coordinator_address(config.coordinator.listen, config.coordinator)
+    syncer_address(config.coordinator.syncer_listen, config.coordinator)
+    if resume:
+        insist_on_run(state)
     state.create()
     try:
         with hold(state.coordinator_lock):
-            _claim(config, state)
+            _insist_on_same_identity(config, state)
             with _journal(state) as journal:
-                return await _coordinate(config, state, journal, tell, linger_s)
+                membership = read_membership(config, journal)
+                if resume:
+                    step = choose_checkpoint(config, state, membership, at_step, tell)
+                    entries = membership.resumed(step)
+                    journal.write(entries)
+                    membership.apply(entries)
+                    tell(f"start every island: {commands_of_islands(config)}")
+                elif membership.is_stopped:
+                    raise ConfigError(_stopped_text(config, state, membership))
+                _claim(config, state, membership)
+                return await _coordinate(config, state, journal, membership, tell, linger_s)
     except Held as error:
         raise ConfigError(
             f"another coordinator runs in {config.coordinator.state_dir} ({error}): watch it with "
-            f"diloco status, or give this run another coordinator.state_dir"
+            f"diloco status, or "
+            + (
+                "stop it (Ctrl-C, or kill that process), then resume: " + RESUME
+                if resume
+                else "give this run another coordinator.state_dir"
+            )
         ) from error
 
 
-def _claim(config: Config, state: StateDir) -> None:
-    """Insist that the state directory holds this run or none, and record the configuration."""
-    if state.resolved.exists():
-        _insist_on_same_run(config, load_config(state.resolved), state)
-    write_durably(state.resolved, [resolved_toml(config).encode()])
-    write_durably(state.fingerprint, [fingerprint(config).encode()])
-
-
-def _insist_on_same_run(config: Config, before: Config, state: StateDir) -> None:
+def _insist_on_same_identity(config: Config, state: StateDir) -> None:
+    if not state.resolved.exists():
+        return
+    before = load_config(state.resolved)
     differing = identity_difference(identity_json(config), identity_json(before))
     if differing:
         raise ConfigError(
@@ -98,6 +136,17 @@ def _insist_on_same_run(config: Config, before: Config, state: StateDir) -> None
             + "\n  ".join(differing)
             + "\nGive this run another coordinator.state_dir, or undo the change"
         )
+
+
+def _claim(config: Config, state: StateDir, membership: Membership) -> None:
+    """Record the configuration; a syncer that lives and stays keeps the policy it has."""
+    if state.resolved.exists() and read_timeline(state.timeline) == _timeline(membership):
+        _insist_on_same_policy(config, load_config(state.resolved), state)
+    write_durably(state.resolved, [resolved_toml(config).encode()])
+    write_durably(state.fingerprint, [fingerprint(config).encode()])
+
+
+def _insist_on_same_policy(config: Config, before: Config, state: StateDir) -> None:
     differing = identity_difference(policy_json(config), policy_json(before))
     if differing and (pid := holder(state.store_lock)) is not None:
         raise ConfigError(
@@ -128,30 +177,26 @@ async def _coordinate(
     config: Config,
     state: StateDir,
     journal: Journal,
+    membership: Membership,
     tell: Callable[[str], None],
     linger_s: float,
 ) -> int:
-    stopping = stop_on_signals()
-    membership = Membership(
-        run=config.run.name,
-        islands=tuple(sorted(config.islands)),
-        identity_json=identity_json(config),
-        identity_difference=identity_difference,
-    )
-    membership.apply(journal.entries().items())
+    signals = StopSignals()
+    signals.heed()
     coordinator = Coordinator(
         membership=membership,
         journal=journal,
         secret=load_or_create_secret(state.secret),
-        timeline=TIMELINE,
         policy_json=policy_json(config),
         unix_clock=time.time,
     )
     supervisor = SyncerSupervisor(state, on_hopeless=coordinator.fail)
-    if membership.is_finished:
-        await supervisor.stop()
-        tell(f"the run {config.run.name!r} has finished")
-        return 0
+    if _is_over(membership):
+        await _stop_syncer(state, supervisor, journal)
+        return _tell_end(config, state, membership, signals, tell)
+    if read_timeline(state.timeline) != _timeline(membership):
+        await _stop_syncer(state, supervisor, journal)
+    _timeline(membership).write(state.timeline)
     earlier = read_endpoint(state.coordinator)
     server = await listen(
         config.coordinator.listen,
@@ -160,17 +205,63 @@ async def _coordinate(
         insecure=config.coordinator.insecure,
         chunk_bytes=config.transport.chunk_bytes,
     )
+    metrics = MetricsServer(
+        config.telemetry.coordinator_metrics,
+        lambda: coordinator_metrics(coordinator.status()),
+        setting="telemetry.coordinator_metrics",
+    )
     try:
-        address = advertised(server.address, config.coordinator.address)
-        Endpoint(address, os.getpid()).write(state.coordinator)
+        await metrics.start()
+        Endpoint(local_address(server.address), os.getpid()).write(state.coordinator)
+        address = coordinator_address(server.address, config.coordinator)
         tell(f"coordinator of run {config.run.name!r} listens on {address}")
-        await first_of(coordinator.ended.wait(), stopping.wait(), supervisor.run())
+        await first_of(
+            coordinator.ended.wait(), _asked_to_stop(coordinator, signals, tell), supervisor.run()
+        )
         if membership.fatal_reason:
             await _linger(membership, linger_s)
-        await supervisor.stop()  # served meanwhile: the syncer reports its last records
+        await _stop_syncer(state, supervisor, journal)  # served meanwhile: it has last reports
     finally:
+        await metrics.stop()
         await server.stop(_DRAIN_S)
-    return _tell_end(membership, tell)
+    return _tell_end(config, state, membership, signals, tell)
+
+
+async def _asked_to_stop(
+    coordinator: Coordinator, signals: StopSignals, tell: Callable[[str], None]
+) -> None:
+    """Return when everything is to stop at once; before that, pass a graceful stop on."""
+    await signals.asked.wait()
+    if not coordinator.request_stop():
+        return
+    tell(
+        "stopping: every island goes on to one inner step, writes its checkpoint and leaves; "
+        "a second signal stops coordinator and syncer at once"
+    )
+    await signals.forced.wait()
+
+
+async def _stop_syncer(state: StateDir, supervisor: SyncerSupervisor, journal: Journal) -> None:
+    """Stop the syncer that lives, if any, and index what it could not report.
+
+    A coordinator that was away when the run ended has never heard of the last versions.
+
+    Raises:
+        ConfigError: If it cannot be stopped.
+    """
+    await supervisor.stop()
+    if (pid := holder(state.store_lock)) is not None:
+        raise ConfigError(
+            f"the syncer of {state.root} (process {pid}) does not end: end it, then start again"
+        )
+    for directory in sorted(state.store.glob("fragment-*")):
+        for header in headers_in(directory):
+            journal.index_round(
+                header["timeline"],
+                header["fragment_id"],
+                header["version"],
+                json.dumps(header, sort_keys=True),
+            )
 
 
 async def _linger(membership: Membership, linger_s: float) -> None:
@@ -181,15 +272,53 @@ async def _linger(membership: Membership, linger_s: float) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-def _tell_end(membership: Membership, tell: Callable[[str], None]) -> int:
+def _is_over(membership: Membership) -> bool:
+    return membership.is_finished or bool(membership.fatal_reason)
+
+
+def _timeline(membership: Membership) -> Timeline:
+    return Timeline(membership.timeline, membership.resume_step)
+
+
+def _tell_end(
+    config: Config,
+    state: StateDir,
+    membership: Membership,
+    signals: StopSignals,
+    tell: Callable[[str], None],
+) -> int:
+    """Say how it ended and what to type next; returns the exit code."""
     if membership.fatal_reason:
         tell(f"the run {membership.run!r} failed: {membership.fatal_reason}")
+        tell(_next_text(config, membership))
         return membership.fatal_exit_code
     if membership.is_finished:
         tell(f"the run {membership.run!r} has finished")
         return 0
-    tell(
-        f"coordinator and syncer of run {membership.run!r} stopped; nothing is lost: start it "
-        f"again with the same command"
+    if membership.is_stopped:
+        tell(_stopped_text(config, state, membership))
+    else:
+        tell(
+            f"coordinator and syncer of run {membership.run!r} stopped; nothing is lost: start it "
+            f"again with the same command"
+            + (", it goes on stopping" if membership.is_stopping else "")
+        )
+    return signals.exit_code
+
+
+def _stopped_text(config: Config, state: StateDir, membership: Membership) -> str:
+    return (
+        f"the run {membership.run!r} is stopped after inner step {membership.stop_step}. Its "
+        f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
+        f"{pin_directory(state.store, membership.stop_step or 0)} of the syncer\n"
+        + _next_text(config, membership)
     )
-    return 0
+
+
+def _next_text(config: Config, membership: Membership) -> str:
+    if not membership.checkpoints:
+        return "no checkpoint is complete: start the run again in an empty coordinator.state_dir"
+    return (
+        f"resume it from inner step {membership.checkpoints[-1]}: {RESUME}; then every island: "
+        f"{commands_of_islands(config)}"
+    )

@@ -5,9 +5,11 @@
     resolved.toml      the run's configuration, and `fingerprint`, that of its identity class
     secret             signs grants, mode 0600
     journal.sqlite     what the coordinator must never forget
+    timeline.json      which timeline the coordinator serves, and the checkpoint it began from
     syncer.json        address and pid of the syncer, while one lives
     syncer.log         what all syncers of this run said
-    syncer/            the syncer's store: lock, address, epoch, incarnations, plan, fragments
+    syncer/            the syncer's store: lock, address, epoch, incarnations, plan, fragments,
+                       pins, and the timeline that it was last taken to
 
 A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
 it says who. The coordinator locks the store on behalf of the syncer that it starts and hands the
@@ -32,9 +34,6 @@ from diloco.durable import read_json, write_json
 from diloco.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-#: Timeline of every run: no checkpoint can be resumed yet.
-TIMELINE = 0
 
 _LOOK_S = 0.05
 _STOP_S = 10.0
@@ -87,6 +86,11 @@ class StateDir:
         return self.root / "journal.sqlite"
 
     @property
+    def timeline(self) -> Path:
+        """Timeline of the run, as its coordinator has it."""
+        return self.root / "timeline.json"
+
+    @property
     def syncer(self) -> Path:
         """Endpoint of the syncer, while one lives."""
         return self.root / "syncer.json"
@@ -120,6 +124,11 @@ class StateDir:
     def incarnations(self) -> Path:
         """Highest incarnation of each island that the syncer has accepted."""
         return self.store / "incarnations.json"
+
+    @property
+    def store_timeline(self) -> Path:
+        """Timeline that the store was last taken to."""
+        return self.store / "timeline.json"
 
     @property
     def plan(self) -> Path:
@@ -161,6 +170,28 @@ def read_endpoint(path: Path) -> Endpoint | None:
     """
     value = read_json(path)
     return None if value is None else Endpoint(str(value["address"]), int(value["pid"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """How often the run was resumed, and at which inner step's checkpoint it last began."""
+
+    number: int = 0
+    resume_step: int = 0
+
+    def write(self, path: Path) -> None:
+        """Record it durably."""
+        write_json(path, {"timeline": self.number, "resume_step": self.resume_step})
+
+
+def read_timeline(path: Path) -> Timeline:
+    """Return what was recorded; the first timeline if nothing was.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    value = read_json(path)
+    return Timeline() if value is None else Timeline(value["timeline"], value["resume_step"])
 
 
 class Held(Exception):

@@ -2,10 +2,11 @@
 
 Started by its coordinator it holds the lock on its store from the first instant; started by hand it
 takes it before anything heavy is imported, so that of two starts one ends at once. It raises its
-epoch durably before its first reply; it survives its coordinator, whose address and configuration
-it finds in the state directory.
+epoch durably before its first reply; it survives its coordinator, whose address, configuration and
+timeline it finds in the state directory. A store of an earlier timeline is first taken back to the
+checkpoint that the run was resumed from.
 
-Source: design.md section 2; protocol.md sections 4, 5 and 8.
+Source: design.md section 2; protocol.md sections 4, 5, 8 and 9.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -25,12 +27,23 @@ from typing import TYPE_CHECKING, TypeVar
 
 from diloco.config.load import load_config
 from diloco.coordinator.grants import is_valid, load_secret, sign
-from diloco.durable import read_json, write_durably, write_json
-from diloco.errors import DilocoError
-from diloco.launch.address import advertised, listen
+from diloco.durable import read_json, sync_directory, write_durably, write_json
+from diloco.errors import ConfigError, DilocoError
+from diloco.launch.address import listen, syncer_address
+from diloco.launch.disk import insist_on_room
 from diloco.launch.ending import first_of, stop_on_signals
-from diloco.launch.state_dir import TIMELINE, Endpoint, Held, StateDir, hold, read_endpoint
+from diloco.launch.state_dir import (
+    Endpoint,
+    Held,
+    StateDir,
+    Timeline,
+    hold,
+    read_endpoint,
+    read_timeline,
+)
 from diloco.outer.fragments import Plan
+from diloco.rounds.pins import restore, valid_pins
+from diloco.rounds.record import RecordInvalid
 from diloco.rounds.reporter import Reporter
 from protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
 from transport.errors import ConnectError
@@ -88,7 +101,8 @@ async def _run_syncer(state: StateDir) -> int:
     epoch = _next_epoch(state.syncer_epoch)
     Endpoint("", os.getpid()).write(state.syncer)
     logger.info("syncer starting, run=%s epoch=%d pid=%d", config.run.name, epoch, os.getpid())
-    grant = Grant(run=config.run.name, timeline=TIMELINE, roles=[ROLE_SYNCER])
+    timeline = read_timeline(state.timeline)
+    grant = Grant(run=config.run.name, timeline=timeline.number, roles=[ROLE_SYNCER])
     reporter = Reporter(
         connect=lambda: _connect(state),
         grant=sign(grant, secret),
@@ -100,7 +114,7 @@ async def _run_syncer(state: StateDir) -> int:
         await first_of(_keep_plan(state, reporter), stopping.wait())
         if stopping.is_set():
             return 0
-        return await _serve(config, state, secret, epoch, reporter, stopping)
+        return await _serve(config, state, secret, epoch, timeline, reporter, stopping)
     finally:
         await reporter.close()
 
@@ -116,11 +130,17 @@ async def _serve(
     state: StateDir,
     secret: bytes,
     epoch: int,
+    timeline: Timeline,
     reporter: Reporter,
     stopping: asyncio.Event,
 ) -> int:
+    plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
     with _TensorThread() as worker:
-        syncer = _build_syncer(config, state, secret, epoch, reporter, worker)
+        await worker.run(lambda: take_to_timeline(state, plan, timeline))
+        if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
+            num_parameters = sum(tensor.numel for tensor in plan.tensors)
+            insist_on_room(config, num_parameters, islands=(), is_new=True)
+        syncer = _build_syncer(config, state, plan, secret, epoch, timeline, reporter, worker)
         await syncer.start()
         bound = read_json(state.bound)
         server = await listen(
@@ -131,7 +151,7 @@ async def _serve(
             chunk_bytes=config.transport.chunk_bytes,
         )
         write_json(state.bound, server.address)
-        address = advertised(server.address, config.coordinator.address)
+        address = syncer_address(server.address, config.coordinator)
         Endpoint(address, os.getpid()).write(state.syncer)
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
         reporting = asyncio.create_task(reporter.run(syncer, address))
@@ -159,11 +179,50 @@ async def _end(syncer: Syncer, reporter: Reporter, stopping: asyncio.Event) -> i
     return syncer.fatal.exit_code
 
 
+def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:
+    """Take a store of an earlier timeline back to the checkpoint that this one begins from.
+
+    Killed at any instruction, it is done again by the next start: the store's own word on its
+    timeline is the last thing written.
+
+    Raises:
+        ConfigError: If the checkpoint's pin is not whole; names an older one that is. Or if the
+            store is ahead of the run.
+    """
+    stored = read_timeline(state.store_timeline)
+    if stored == timeline:
+        return
+    if stored.number >= timeline.number:
+        raise ConfigError(
+            f"{state.store_timeline} says timeline {stored.number}, {state.timeline} says "
+            f"{timeline.number}: one of them is a copy from another day; bring back the other"
+        )
+    step = timeline.resume_step
+    try:
+        restore(state.store, plan, step=step, abandoned_timeline=stored.number)
+    except RecordInvalid as error:
+        older = [pinned for pinned in valid_pins(state.store, plan) if pinned < step]
+        raise ConfigError(
+            f"the checkpoint of inner step {step} cannot be restored: {error}. "
+            + (
+                f"Resume an older one: diloco coordinator RUN.toml --resume --at {older[-1]}"
+                if older
+                else "There is no older one; start the run again in an empty coordinator.state_dir"
+            )
+        ) from error
+    state.incarnations.unlink(missing_ok=True)  # of starts that belong to the earlier timeline
+    sync_directory(state.store)
+    timeline.write(state.store_timeline)
+    logger.info("store restored, timeline=%d step=%d", timeline.number, step)
+
+
 def _build_syncer(
     config: Config,
     state: StateDir,
+    plan: Plan,
     secret: bytes,
     epoch: int,
+    timeline: Timeline,
     reporter: Reporter,
     worker: _TensorThread,
 ) -> Syncer:
@@ -175,17 +234,24 @@ def _build_syncer(
 
     torch.set_num_threads(1)
     outer = config.outer
-    plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
-
+    stores = [
+        FragmentStore(
+            state.store,
+            part,
+            outer.retained_versions,
+            is_indexed=functools.partial(reporter.is_indexed, part.fragment_id),
+        )
+        for part in plan.fragments
+    ]
     return Syncer(
         plan,
         SyncerRules(
-            timeline=TIMELINE,
+            timeline=timeline.number,
             islands=tuple(sorted(config.islands)),
             publication=build_publication_rules(config),
             round_deadline_s=outer.round_deadline_s,
         ),
-        [FragmentStore(state.store, part, outer.retained_versions) for part in plan.fragments],
+        stores,
         syncer_epoch=epoch,
         incarnations=_Incarnations(state.incarnations),
         is_granted=lambda grant: is_valid(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from diloco.launch.logs import tail
 from diloco.launch.state_dir import Held, StateDir, acquire, holder, stop_syncer, write_pid
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,11 @@ class SyncerSupervisor:
                 code = await self._wait(child)
                 how = f"exit code {code}"
                 if code in _HOPELESS:
-                    self._on_hopeless(f"the syncer ended, see {self._state.syncer_log}", code)
+                    said = tail(self._state.syncer_log, 1)
+                    reason = (
+                        f"the syncer ended, see {self._state.syncer_log}; its last word: {said}"
+                    )
+                    self._on_hopeless(reason, code)
                     return
             if loop.time() - started >= _LONG_LIFE_S:
                 wait_s = _FIRST_WAIT_S

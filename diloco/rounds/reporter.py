@@ -23,6 +23,7 @@ from protos.control_pb2 import (
     FragmentStatus,
     Grant,
     RoundReport,
+    RoundReportReply,
     SyncerHelloReply,
     SyncerHelloRequest,
 )
@@ -49,6 +50,9 @@ class Rounds(Protocol):
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
 
+    def keep_checkpoints(self, steps: Sequence[int]) -> None:
+        """Take note of the run checkpoints that are complete, ascending; must not block."""
+
 
 class Reporter:
     """Tells one coordinator about one start of a syncer.
@@ -74,7 +78,8 @@ class Reporter:
         self._pid = pid
         self._transport: Transport | None = None
         self._is_away = False
-        self._records: deque[str] = deque()
+        self._records: deque[Mapping[str, Any]] = deque()
+        self._indexed: dict[int, int] = {}
         self._published_at: dict[int, float] = {}
         self._fatal: tuple[str, int] = ("", 0)
         self._news = asyncio.Event()
@@ -83,8 +88,12 @@ class Reporter:
     def add_record(self, header: Mapping[str, Any]) -> None:
         """Take note of a durable record, by its header (JSON values; `fragment_id` is read)."""
         self._published_at[header["fragment_id"]] = asyncio.get_running_loop().time()
-        self._records.append(json.dumps(header, sort_keys=True))
+        self._records.append(header)
         self.changed()
+
+    def is_indexed(self, fragment_id: int, version: int) -> bool:
+        """Whether the coordinator has acknowledged this version, or a later one; any thread."""
+        return version <= self._indexed.get(fragment_id, -1)
 
     def changed(self) -> None:
         """Take note that a fragment's state is not what was last told."""
@@ -159,13 +168,16 @@ class Reporter:
     async def _tell(self, rounds: Rounds, address: str) -> None:
         await self._hello(address)
         while self._records:
-            await self._call("control.round_report", self._report(rounds, self._records[0]))
+            header = self._records[0]
+            await self._report(rounds, json.dumps(header, sort_keys=True))
             self._records.popleft()
-        await self._call("control.round_report", self._report(rounds, ""))
+            self._indexed[header["fragment_id"]] = header["version"]
+        rounds.keep_checkpoints(await self._report(rounds, ""))
 
-    def _report(self, rounds: Rounds, record_json: str) -> RoundReport:
+    async def _report(self, rounds: Rounds, record_json: str) -> Sequence[int]:
+        """Report once; returns the inner steps of the run checkpoints that are complete."""
         reason, exit_code = self._fatal
-        return RoundReport(
+        report = RoundReport(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
             syncer_epoch=self._epoch,
@@ -174,6 +186,8 @@ class Reporter:
             fatal_reason=reason,
             fatal_exit_code=exit_code,
         )
+        reply = await self._call("control.round_report", report)
+        return RoundReportReply.FromString(reply.header).checkpoint_steps
 
     def _status(self, rounds: Rounds, state: FragmentState) -> FragmentStatus:
         now = asyncio.get_running_loop().time()

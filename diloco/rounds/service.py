@@ -29,6 +29,7 @@ from diloco.rounds.publication import (
     lane_digest,
     publish_lane,
 )
+from diloco.rounds.record import RecordInvalid
 from diloco.rounds.state import (
     Admission,
     Close,
@@ -42,7 +43,8 @@ from diloco.rounds.state import (
     RecordExpiry,
     RoundKey,
 )
-from diloco.rounds.store import FragmentStore, RecordInvalid, VersionRecord
+from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
 
@@ -68,6 +70,7 @@ class Hooks:
         on_record: Hears the header of every durable record, also of those found at the start.
         on_change: Hears of every change of state.
         on_lost: Hears that the run cannot go on.
+        meter: Counts what is done, for metrics.
     """
 
     worker: Worker
@@ -75,6 +78,7 @@ class Hooks:
     on_record: Callable[[Mapping[str, Any]], None]
     on_change: Callable[[], None]
     on_lost: Callable[[Lost], None]
+    meter: SyncerMeter
 
 
 class FragmentService:
@@ -145,6 +149,7 @@ class FragmentService:
         admission, instructions = self.rounds.lane_received(lane, _now())
         if admission is Admission.ACCEPTED:
             self._spool.setdefault(lane.island, {})[lane.lane_id] = payload
+            self._hooks.meter.received(lane.key.fragment_id, lane.island, len(payload))
         self._perform(instructions)
         return admission
 
@@ -239,6 +244,8 @@ class FragmentService:
             state.lane_digests.extend(self.record.lane_digests)
             state.contributors.extend(c.island for c in self.record.contributors)
             state.payload_codec = self.record.payload_codec
+            state.sent_at_inner_step = self.record.sent_at_inner_step
+            state.is_flush = self.record.is_flush
         return state
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
@@ -260,6 +267,7 @@ class FragmentService:
         else:
             return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
         digest = blake3.blake3(payload).digest()
+        self._hooks.meter.sent(record.fragment_id, header.grant.island, len(payload))
         return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), payload
 
     # -- what the machine decides ----------------------------------------------------------------
@@ -299,6 +307,8 @@ class FragmentService:
             self._perform(self.rounds.result_broken(close.key, str(error), _now()))
             return
         self._hold(record)
+        included = [contributor.island for contributor in close.contributors]
+        self._hooks.meter.published(record.fragment_id, included, close.refused)
         instructions = self.rounds.committed(close.key, _now())
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
@@ -307,17 +317,18 @@ class FragmentService:
         """Compute and commit the next version; runs in the worker."""
         assert self.record is not None
         weights = [c.weight_tokens for c in close.contributors]
-        publications = [
-            publish_lane(
-                state,
-                [spool[c.island][lane_id] for c in close.contributors],
-                weights,
-                self._publication,
-                version=close.key.version,
-                is_flush=close.is_flush,
-            )
-            for lane_id, state in enumerate(self.record.lanes)
-        ]
+        with self._hooks.meter.merging(close.key.fragment_id):
+            publications = [
+                publish_lane(
+                    state,
+                    [spool[c.island][lane_id] for c in close.contributors],
+                    weights,
+                    self._publication,
+                    version=close.key.version,
+                    is_flush=close.is_flush,
+                )
+                for lane_id, state in enumerate(self.record.lanes)
+            ]
         record = VersionRecord(
             version=close.key.version + 1,
             fragment_id=close.key.fragment_id,
@@ -335,11 +346,13 @@ class FragmentService:
             },
             refused=close.refused,
         )
-        self._store.commit(record)
+        with self._hooks.meter.committing(record.fragment_id):
+            self._store.commit(record)
         return record
 
     async def _expire(self, key: RoundKey) -> None:
         await self._hooks.worker.run(lambda: self._store.record_expiry(key))
+        self._hooks.meter.expired(key.fragment_id)
         self._perform(self.rounds.expiry_recorded(key, _now()))
 
     def _hold(self, record: VersionRecord) -> None:

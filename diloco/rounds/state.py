@@ -291,6 +291,9 @@ class FragmentRounds:
             return self._open_if_due(now)
         self.left.pop(island, None)
         earlier = self.contributions.pop(island, None)
+        if not self.left and not any(map(self._is_complete, self.contributions.values())):
+            # Nobody is left who waits: when all islands start anew, none of them is late yet.
+            self._deadline = math.inf
         if earlier is None:
             return []
         return [DropLanes(self.key, island, earlier.incarnation), *self._advance(now)]

@@ -2,22 +2,22 @@
 
 `snapshot` policy: a record holds theta, published and momentum (12 bytes a parameter), the
 published payload, and the accepted encoded contributions, so that each retained version can be
-recomputed from the one before. A version exists if and only if its record is valid.
+recomputed from the one before. A version exists if and only if its record is valid; the files are
+those of `record`, and beside them
 
-    fragment-0003/v000000000012.record     magic | header length | header | sections
     fragment-0003/attempt.json             next attempt, after an expiry
 
 Files are old or new after a crash (`diloco.durable`). Nothing here decides a round.
 
-Source: protocol.md section 4 (commit point).
+Source: protocol.md section 4 (commit point) and 9 (pins).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,28 @@ import torch
 from torch import Tensor
 
 from diloco.compression.base import from_bytes, to_bytes
-from diloco.durable import sync_directory, write_durably
+from diloco.durable import make_directory_durably, sync_directory, write_durably, write_json
 from diloco.outer.fragments import Fragment
+from diloco.rounds.pins import pin_directory
 from diloco.rounds.publication import LaneState, PublicationRules, publish_lane, version_digest
+from diloco.rounds.record import (
+    STATE_SECTIONS,
+    RecordInvalid,
+    fragment_directory,
+    header_path,
+    headers_in,
+    pack,
+    read_header,
+    record_path,
+    unpack,
+    version_of,
+    versions_in,
+)
 from diloco.rounds.state import Contributor, PastRound, RoundKey
 from transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"DILOREC1"
-_PREFIX = struct.Struct("<8sQ32s")
-_STATE_SECTIONS = ("theta", "published", "momentum")
 #: Next attempt when a damaged file does not say which were announced: a later one must be opened,
 #: and numbers may be skipped, since contributors follow whatever attempt is announced.
 _LATER_ATTEMPT = 1 << 16
@@ -73,6 +84,11 @@ class VersionRecord:
         """Digest of the published version."""
         return version_digest(self.lane_digests)
 
+    @property
+    def sent_at_inner_step(self) -> int:
+        """Latest inner step at which a contribution to it was sent; 0 for version 0."""
+        return max((c.sent_at_inner_step for c in self.contributors), default=0)
+
     def header(self) -> dict[str, Any]:
         """What the journal and the tape keep: plain JSON values."""
         return {
@@ -104,7 +120,7 @@ class Recovered:
     """What a store held when it was opened: the newest valid version and the next attempt.
 
     `expired_in_a_row` counts the expiries recorded since that version was published.
-    `headers` are those of all valid records, oldest first: some may not have been reported yet.
+    `headers` are those of all versions that may not have been reported yet, oldest first.
     """
 
     record: VersionRecord
@@ -117,30 +133,45 @@ class Recovered:
 class FragmentStore:
     """Records of one fragment in one directory; the caller holds the store's lock."""
 
-    def __init__(self, directory: Path, fragment: Fragment, retained_versions: int) -> None:
-        """Assign only; `retained_versions` predecessors of the newest record are kept."""
-        self._directory = directory / f"fragment-{fragment.fragment_id:04d}"
+    def __init__(
+        self,
+        directory: Path,
+        fragment: Fragment,
+        retained_versions: int,
+        *,
+        is_indexed: Callable[[int], bool] = lambda version: True,
+    ) -> None:
+        """Assign only.
+
+        Args:
+            directory: The store, or a pin of it; the fragment has a directory in it.
+            fragment: Of the run's plan.
+            retained_versions: Predecessors of the newest record that are kept.
+            is_indexed: Whether the coordinator has the header of a version; the header of one
+                that is forgotten earlier is kept in a file of its own until it has.
+        """
+        self.store_dir = directory
+        self._directory = fragment_directory(directory, fragment.fragment_id)
         self._fragment = fragment
+        self._is_indexed = is_indexed
         self.retained_versions = retained_versions
 
     def recover(self) -> Recovered | None:
         """Find the newest valid record; None when there is none."""
-        _make_durably(self._directory)
+        make_directory_durably(self._directory)
         for leftover in self._directory.glob("*.tmp"):
             leftover.unlink()
         # A writer killed between rename and fsync leaves names that a power loss would take back.
         sync_directory(self._directory)
         past: dict[int, PastRound] = {}
-        headers: list[Mapping[str, Any]] = []
         newest: VersionRecord | None = None
-        for version in sorted(self._versions(), reverse=True):
+        for version in reversed(versions_in(self._directory)):
             try:
                 record = self.load(version)
             except RecordInvalid as error:
                 logger.warning("record skipped, %s", error)
                 continue
             newest = newest or record
-            headers.insert(0, record.header())
             if record.key is not None:
                 past[record.key.version] = PastRound(
                     record.key.attempt,
@@ -150,14 +181,19 @@ class FragmentStore:
         if newest is None:
             return None
         attempt, expired_in_a_row = self._attempt_after(newest.version)
+        headers = [h for h in headers_in(self._directory) if h["version"] <= newest.version]
         return Recovered(newest, attempt, expired_in_a_row, past, tuple(headers))
 
     def commit(self, record: VersionRecord) -> None:
         """Write a version durably, then forget what is no longer retained."""
-        write_durably(self._path(record.version), _encode(record))
-        for version in self._versions():
+        path = record_path(self._directory, record.version)
+        write_durably(path, pack(record.header(), list(_sections(record))))
+        for version in versions_in(self._directory):
             if version < record.version - self.retained_versions:
-                self._path(version).unlink()
+                self._forget(version)
+        for kept in self._directory.glob("v*.header"):
+            if self._is_indexed(version_of(kept)):
+                kept.unlink()
 
     def record_expiry(self, key: RoundKey) -> None:
         """Write durably that `key` expired, so that a restart opens the attempt after it."""
@@ -173,12 +209,56 @@ class FragmentStore:
         Raises:
             RecordInvalid: If it is missing, torn, damaged, or of another plan.
         """
-        path = self._path(version)
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError as error:
-            raise RecordInvalid(f"{path} does not exist") from error
-        return _decode(path, data, version, self._fragment)
+        path = record_path(self._directory, version)
+        return _from_header(*unpack(path, version, self._fragment), self._fragment)
+
+    def pin(self, step: int, version: int) -> None:
+        """Keep a version for the run checkpoint of an inner step; durable when this returns.
+
+        The record is verified and linked, not copied. Repeating it changes nothing.
+
+        Raises:
+            PinRefused: If another version is pinned for this step, or there is no valid record.
+        """
+        directory = fragment_directory(
+            pin_directory(self.store_dir, step), self._fragment.fragment_id
+        )
+        if other := [pinned for pinned in versions_in(directory) if pinned != version]:
+            raise PinRefused(
+                f"fragment {self._fragment.fragment_id}: the checkpoint of inner step {step} holds "
+                f"version {other[0]}, not {version}: another island had merged that one there"
+            )
+        own, pinned = record_path(self._directory, version), record_path(directory, version)
+        if not pinned.exists():
+            try:
+                unpack(own, version, self._fragment)
+            except RecordInvalid as error:
+                raise PinRefused(f"version {version} is not here to be kept: {error}") from error
+            directory.mkdir(parents=True, exist_ok=True)
+            os.link(own, pinned)
+        for made in (directory, *directory.parents[:3]):  # up to the store, however it was left
+            sync_directory(made)
+
+    def newest(self) -> VersionRecord | None:
+        """Read the newest valid record and change nothing: safe while a syncer serves the store.
+
+        Returns:
+            None if there is no record at all.
+
+        Raises:
+            RecordInvalid: If there are records, and none is valid.
+        """
+        invalid: dict[int, RecordInvalid] = {}
+        # Listed anew each time: a syncer may have forgotten the version in the meantime.
+        while versions := set(versions_in(self._directory)) - invalid.keys():
+            try:
+                return self.load(max(versions))
+            except RecordInvalid as error:
+                logger.warning("record skipped, %s", error)
+                invalid[max(versions)] = error
+        if invalid:
+            raise RecordInvalid("; ".join(str(error) for error in invalid.values()))
+        return None
 
     def _attempt_after(self, version: int) -> tuple[int, int]:
         """Return the next attempt at the version after this one, and how many have expired."""
@@ -191,17 +271,21 @@ class FragmentStore:
             return _LATER_ATTEMPT, 0
         noted = json.loads(body)
         attempt = int(noted["attempt"]) if noted["version"] == version else 0
-        return attempt, attempt
+        return attempt, attempt % _LATER_ATTEMPT
 
-    def _versions(self) -> list[int]:
-        return [int(path.stem[1:]) for path in self._directory.glob("v*.record")]
+    def _forget(self, version: int) -> None:
+        """Remove a record; its header stays until it is indexed."""
+        path = record_path(self._directory, version)
+        if not self._is_indexed(version):
+            try:
+                write_json(header_path(self._directory, version), read_header(path))
+            except RecordInvalid as error:
+                logger.warning("record forgotten without a word, %s", error)
+        path.unlink()
 
-    def _path(self, version: int) -> Path:
-        return self._directory / f"v{version:012d}.record"
 
-
-class RecordInvalid(Exception):
-    """A record file is missing, torn, damaged or of another plan; the version does not exist."""
+class PinRefused(Exception):
+    """A version cannot be kept for a run checkpoint; says why."""
 
 
 def recompute(
@@ -232,7 +316,7 @@ def recompute(
 
 
 def _sections(record: VersionRecord) -> Iterator[tuple[str, Buffer]]:
-    for name in _STATE_SECTIONS:
+    for name in STATE_SECTIONS:
         for lane_id, state in enumerate(record.lanes):
             yield f"{name}/{lane_id}", to_bytes(getattr(state, name).view(torch.uint8))
     for lane_id, payload in enumerate(record.payloads):
@@ -242,53 +326,12 @@ def _sections(record: VersionRecord) -> Iterator[tuple[str, Buffer]]:
             yield f"contribution/{island}/{lane_id}", contribution
 
 
-def _encode(record: VersionRecord) -> list[Buffer]:
-    sections = list(_sections(record))
-    table = [
-        {"name": name, "bytes": len(data), "digest": blake3.blake3(data).hexdigest()}
-        for name, data in sections
-    ]
-    header = json.dumps({**record.header(), "sections": table}, sort_keys=True).encode()
-    prefix = _PREFIX.pack(_MAGIC, len(header), blake3.blake3(header).digest())
-    return [prefix, header, *(data for _, data in sections)]
-
-
-def _decode(path: Path, data: bytes, version: int, fragment: Fragment) -> VersionRecord:
-    if len(data) < _PREFIX.size:
-        raise RecordInvalid(f"{path} is torn: {len(data)} bytes")
-    magic, header_bytes, digest = _PREFIX.unpack_from(data)
-    header_data = data[_PREFIX.size : _PREFIX.size + header_bytes]
-    if magic != _MAGIC or blake3.blake3(header_data).digest() != digest:
-        raise RecordInvalid(f"{path} has a damaged header")
-    header = json.loads(header_data)
-    sections: dict[str, bytearray] = {}
-    at = _PREFIX.size + header_bytes
-    for entry in header["sections"]:
-        body = bytearray(data[at : at + entry["bytes"]])
-        at += entry["bytes"]
-        if blake3.blake3(body).hexdigest() != entry["digest"]:
-            raise RecordInvalid(f"{path} is torn or damaged in section {entry['name']}")
-        sections[entry["name"]] = body
-    if at != len(data):
-        raise RecordInvalid(f"{path} has {len(data) - at} bytes after its last section")
-    if (header["version"], header["fragment_id"]) != (version, fragment.fragment_id):
-        raise RecordInvalid(
-            f"{path} is version {header['version']} of fragment {header['fragment_id']}"
-        )
-    return _from_header(path, header, sections, fragment)
-
-
 def _from_header(
-    path: Path, header: Mapping[str, Any], sections: Mapping[str, bytearray], fragment: Fragment
+    header: Mapping[str, Any], sections: Mapping[str, bytearray], fragment: Fragment
 ) -> VersionRecord:
-    def vector(name: str, lane_id: int, numel: int) -> Tensor:
-        values = from_bytes(sections[f"{name}/{lane_id}"]).view(torch.float32)
-        if values.numel() != numel:
-            raise RecordInvalid(f"{path} holds {values.numel()} values in {name}, plan has {numel}")
-        return values
+    def vector(name: str, lane_id: int) -> Tensor:
+        return from_bytes(sections[f"{name}/{lane_id}"]).view(torch.float32)
 
-    if len(header["lane_digests"]) != len(fragment.lanes):
-        raise RecordInvalid(f"{path} holds another number of lanes than the plan")
     contributors = tuple(
         Contributor(
             c["island"],
@@ -312,7 +355,7 @@ def _from_header(
         payload_codec=header["payload_codec"],
         lane_digests=tuple(bytes.fromhex(digest) for digest in header["lane_digests"]),
         lanes=tuple(
-            LaneState(*(vector(n, lane.lane_id, lane.numel) for n in _STATE_SECTIONS))
+            LaneState(*(vector(name, lane.lane_id) for name in STATE_SECTIONS))
             for lane in fragment.lanes
         ),
         payloads=tuple(bytes(sections[f"payload/{i}"]) for i in lane_ids) if version else (),
@@ -323,11 +366,3 @@ def _from_header(
         },
         refused=header["refused"],
     )
-
-
-def _make_durably(directory: Path) -> None:
-    """Make a directory and its parents so that a power loss does not take it, records and all."""
-    if not directory.parent.is_dir():
-        _make_durably(directory.parent)
-    directory.mkdir(exist_ok=True)
-    sync_directory(directory.parent)

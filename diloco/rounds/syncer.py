@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,13 +21,15 @@ from google.protobuf.message import Message
 
 from diloco.outer.fragments import Plan
 from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, outcome_message
+from diloco.rounds.pins import forget_pins
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.service import FragmentService, Hooks, Worker
 from diloco.rounds.state import Admission, FragmentRounds, Lost, RoundRules
-from diloco.rounds.store import FragmentStore
+from diloco.rounds.store import FragmentStore, PinRefused
+from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
-from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
+from transport.contracts import PROTOCOL_VERSION, Handler, Handlers, IncomingCall, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,8 @@ class Syncer:
 
     `on_record` hears every durable record's header (also at the start), `on_change` of every
     change of state; neither may block. `ended` is set when the run cannot go on: `fatal` says why,
-    or `failure` is what broke in this process (a restart recovers the durable truth).
+    or `failure` is what broke in this process (a restart recovers the durable truth). `meter`
+    counts what was done, for metrics.
     """
 
     def __init__(
@@ -82,11 +86,17 @@ class Syncer:
         self._is_granted = is_granted
         self._worker = worker
         self._on_change = on_change
+        self._stores = {
+            fragment.fragment_id: store
+            for fragment, store in zip(plan.fragments, stores, strict=True)
+        }
         self._incarnations: dict[str, int] = {}
+        self._pins_before = 0
         self._granting = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        hooks = Hooks(worker, self._spawn, on_record, self._notify, self._lose)
+        self.meter = SyncerMeter(time.perf_counter)
+        hooks = Hooks(worker, self._spawn, on_record, self._notify, self._lose, self.meter)
         self._services = {
             fragment.fragment_id: FragmentService(
                 fragment,
@@ -99,11 +109,11 @@ class Syncer:
                         deadline_s=rules.round_deadline_s,
                     ),
                 ),
-                store,
+                self._stores[fragment.fragment_id],
                 rules.publication,
                 hooks,
             )
-            for fragment, store in zip(plan.fragments, stores, strict=True)
+            for fragment in plan.fragments
         }
         self.fatal: wire.Fatal | None = None
         self.failure: BaseException | None = None
@@ -112,13 +122,15 @@ class Syncer:
     @property
     def handlers(self) -> Handlers:
         """Method name -> handler."""
-        return {
+        handlers: Handlers = {
             "fragment.submit": self._submit,
             "fragment.decline": self._decline,
             "fragment.upload": self._upload,
             "fragment.poll": self._poll,
             "fragment.fetch": self._fetch,
+            "fragment.pin": self._pin,
         }
+        return {method: self._guarded(handler) for method, handler in handlers.items()}
 
     @property
     def states(self) -> list[wire.FragmentState]:
@@ -134,6 +146,13 @@ class Syncer:
         self._incarnations = await self._worker.run(self._incarnation_store.load)
         for service in self._services.values():
             await service.start(self._incarnations)
+
+    def keep_checkpoints(self, steps: Sequence[int]) -> None:
+        """Take note of the run checkpoints that are complete: pins before the first of them go."""
+        if steps and min(steps) > self._pins_before:
+            before = self._pins_before = min(steps)
+            store_dir = next(iter(self._stores.values())).store_dir
+            self._spawn(self._worker.run(lambda: forget_pins(store_dir, before=before)))
 
     async def stop(self) -> None:
         """Cancel what is under way; what is not durable is as if it had never happened."""
@@ -223,7 +242,7 @@ class Syncer:
                 reply.fatal.reason = (
                     f"fragment {known.fragment_id}: this island holds version {known.version}, the "
                     f"syncer has no valid record of it: its state directory has lost a published "
-                    f"version and must be restored"
+                    f"version. Resume a checkpoint: diloco coordinator RUN.toml --resume"
                 )
         return reply
 
@@ -239,6 +258,28 @@ class Syncer:
         reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
         return Reply(reply.SerializeToString(), payload)
+
+    async def _pin(self, call: IncomingCall) -> Reply:
+        request = wire.PinRequest.FromString(call.header)
+        if not await self._accept_grant(request.grant, request.protocol_version):
+            return self._ack(_NO_SERVICE)
+        versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
+        if versions.keys() != self._stores.keys():
+            return self._ack(
+                f"a checkpoint holds a version of each of the {len(self._stores)} fragments, "
+                f"{sorted(versions)} were named"
+            )
+
+        def pin() -> None:
+            for fragment_id, version in versions.items():
+                self._stores[fragment_id].pin(request.checkpoint_step, version)
+
+        try:
+            await self._worker.run(pin)
+        except PinRefused as error:
+            logger.warning("pin refused, island=%s: %s", request.grant.island, error)
+            return self._ack(str(error))
+        return self._ack("")
 
     # -- grants ----------------------------------------------------------------------------------
 
@@ -274,7 +315,8 @@ class Syncer:
             commands = "; ".join(f"diloco island RUN.toml --island {m}" for m in lost.missing)
             reason += (
                 f". The run stops (on_member_lost = stop). "
-                f"Start it again in an empty coordinator.state_dir, with every island, among "
+                f"Resume it from its newest checkpoint (diloco coordinator RUN.toml --resume), or "
+                f"start it again in an empty coordinator.state_dir, with every island, among "
                 f"them: {commands}"
             )
         logger.error("run lost, %s", reason)
@@ -299,9 +341,26 @@ class Syncer:
         """End the process when a piece of work failed: a restart recovers the durable truth."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("syncer work failed", exc_info=error)
-            self.failure = error
-            self.ended.set()
+            self._fail(error)
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """End this process, not the island that called, when the disk fails under a handler."""
+
+        async def handle(call: IncomingCall) -> Reply:
+            try:
+                return await handler(call)
+            except OSError as error:
+                self._fail(error)
+                # Left without an answer until the end resets it, the call is made again.
+                await asyncio.Event().wait()
+                raise
+
+        return handle
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("syncer work failed", exc_info=error)
+        self.failure = error
+        self.ended.set()
 
     def _fenced(self, message: str) -> wire.PollReply:
         return wire.PollReply(syncer_epoch=self._epoch, is_fenced=True, message=message)

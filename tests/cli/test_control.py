@@ -139,12 +139,13 @@ def test_fragments_show_version_attempt_age_and_contributors() -> None:
 @pytest.mark.parametrize(
     ("changes", "words", "absent"),
     [
-        ({}, ["demo", "running", "127.0.0.1:4712", "epoch 3"], ["timeline"]),
+        ({}, ["demo", "running", "127.0.0.1:4712", "epoch 3"], ["timeline", "checkpoints"]),
         ({"syncer_address": ""}, ["not there yet"], []),
         ({"timeline": 2}, ["timeline 2"], []),
+        ({"checkpoint_steps": [60, 120]}, ["checkpoints 60, 120"], []),
         ({"state": "failed", "message": "quorum lost"}, ["failed", "quorum lost"], []),
     ],
-    ids=["running", "no-syncer", "resumed", "failed"],
+    ids=["running", "no-syncer", "resumed", "checkpoints", "failed"],
 )
 def test_first_line_says_what_state_the_run_is_in(
     changes: dict[str, object], words: list[str], absent: list[str]
@@ -227,6 +228,21 @@ def test_coordinator_refuses_a_bad_override_before_it_starts(tmp_path: Path) -> 
 
     assert isinstance(result.exception, ConfigError)
     assert "outer.overlap_steps" in str(result.exception)
+    assert not state_dir.exists()
+
+
+def test_a_step_to_resume_at_needs_resume_and_a_run_to_resume(tmp_path: Path) -> None:
+    run_file = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
+    state_dir = tmp_path / "state"
+    arguments = ["coordinator", str(run_file), "--set", f"coordinator.state_dir={state_dir}"]
+
+    without = CliRunner().invoke(app(), [*arguments, "--at", "60"])
+    nothing = CliRunner().invoke(app(), [*arguments, "--resume", "--at", "60"])
+
+    assert isinstance(without.exception, ConfigError)
+    assert str(without.exception) == "--at 60 says where to resume: add --resume, or leave it out"
+    assert isinstance(nothing.exception, ConfigError)
+    assert f"there is no run in coordinator.state_dir = {state_dir}" in str(nothing.exception)
     assert not state_dir.exists()
 
 

@@ -57,6 +57,7 @@ def test_tape_holds_each_record_once_in_the_order_of_reports(
     other = reopened(tmp_path)
 
     assert other.tape() == ["0/1/0", "0/0/0", "0/1/1", "1/1/1"]
+    assert [other.has_rounds(timeline) for timeline in (0, 1, 2)] == [True, True, False]
     other.close()
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from diloco.config.classes import identity_difference
-from diloco.coordinator.membership import Joined, JoinVerdict, Membership
+from diloco.coordinator.membership import Entries, Joined, JoinVerdict, Membership
 from diloco.outer.fragments import TensorSpec, make_plan
 
 PLAN = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=2).to_json()
@@ -16,13 +16,21 @@ IDENTITY = json.dumps({"outer.overlap_steps": 1, "run.seed": 7})
 
 
 def machine() -> Membership:
-    return Membership("demo", ("east", "west"), IDENTITY, identity_difference)
+    return Membership(
+        "demo",
+        ("east", "west"),
+        IDENTITY,
+        identity_difference,
+        inner_steps=100,
+        num_checkpoints=2,
+    )
 
 
 def join(membership: Membership, island: str = "east", start_id: str = "a", **changes) -> Joined:
     """Join as the coordinator does it: decide, write, apply."""
     request = {"run": "demo", "identity_json": IDENTITY, "plan_json": PLAN, **changes}
     request.setdefault("corpus_sha256", "5a")
+    request.setdefault("start_step", 0)
     joined = membership.join(island=island, start_id=start_id, **request)
     membership.apply(joined.entries)
     return joined
@@ -38,9 +46,10 @@ def test_every_start_gets_the_next_incarnation_and_keeps_it() -> None:
     joins = [join(membership, start_id=start_id) for start_id in ("a", "a", "b", "a", "c", "b")]
 
     assert [joined.incarnation for joined in joins] == [1, 1, 2, 1, 3, 2]
-    assert membership.is_current("east", 3)
-    assert not membership.is_current("east", 2)
-    assert not membership.is_current("north", 0)
+    assert membership.is_current("east", 3, 0)
+    assert not membership.is_current("east", 2, 0)
+    assert not membership.is_current("east", 3, 1)
+    assert not membership.is_current("north", 0, 0)
 
 
 def test_join_that_was_not_applied_has_changed_nothing() -> None:
@@ -52,6 +61,7 @@ def test_join_that_was_not_applied_has_changed_nothing() -> None:
         identity_json=IDENTITY,
         plan_json=PLAN,
         corpus_sha256="5a",
+        start_step=0,
         start_id="a",
     )
     second = join(membership, plan_json=OTHER_PLAN)
@@ -64,7 +74,8 @@ def test_join_that_was_not_applied_has_changed_nothing() -> None:
 def test_repeated_join_has_nothing_to_write() -> None:
     membership = machine()
 
-    assert [key for key, _ in join(membership).entries] == ["plan", "corpus", "island/east"]
+    keys = [key for key, _ in join(membership).entries]
+    assert keys == ["plan", "corpus", "start", "island/east"]
     assert [key for key, _ in join(membership, "west").entries] == ["island/west"]
     assert join(membership).entries == ()
 
@@ -98,13 +109,29 @@ def test_repeated_join_has_nothing_to_write() -> None:
             JoinVerdict.FINGERPRINT_MISMATCH,
             ["'east'", "5b (there)", "5a (here)", "same release of Python"],
         ),
+        (
+            "east",
+            {"start_step": 300},
+            JoinVerdict.FINGERPRINT_MISMATCH,
+            ["'east'", "inner step 300 (there)", "started at 0 (here)", "run.warm_start"],
+        ),
         ("east", {"plan_json": ""}, JoinVerdict.PLAN_MISMATCH, ["no usable plan"]),
         ("east", {"plan_json": "{}"}, JoinVerdict.PLAN_MISMATCH, ["no usable plan"]),
     ],
-    ids=["run", "island", "identity", "key", "plan", "text", "plan-empty", "plan-malformed"],
+    ids=[
+        "run",
+        "island",
+        "identity",
+        "key",
+        "plan",
+        "text",
+        "start",
+        "plan-empty",
+        "plan-malformed",
+    ],
 )
 def test_mismatch_is_refused_naming_both_values_and_leaves_no_trace(
-    island: str, changes: dict[str, str], verdict: JoinVerdict, words: list[str]
+    island: str, changes: dict[str, object], verdict: JoinVerdict, words: list[str]
 ) -> None:
     membership = machine()
     join(membership, "west")
@@ -130,7 +157,7 @@ def test_restart_takes_back_plan_incarnations_and_departures() -> None:
     before, entries = machine(), {}
     for island, start_id in [("east", "a"), ("east", "b"), ("west", "c")]:
         entries.update(join(before, island, start_id).entries)
-    entries.update(before.left("east", 2, 0))
+    entries.update(before.left("east", 0, is_stopped=False))
 
     after = machine()
     after.apply({**entries, "island/gone": "{}", "later": "kind of entry"}.items())
@@ -140,7 +167,7 @@ def test_restart_takes_back_plan_incarnations_and_departures() -> None:
     assert join(after, "west", "c").incarnation == 1
     assert after.members["east"].exit_code == 0
     assert not after.is_finished
-    after.apply(after.left("west", 1, 0))
+    after.apply(after.left("west", 0, is_stopped=False))
     assert after.is_finished
 
 
@@ -162,27 +189,297 @@ def test_run_is_finished_when_all_left_well_and_deserted_when_all_left(
     join(membership, "west")
 
     for island, exit_code in exits.items():
-        membership.apply(membership.left(island, 1, exit_code))
+        membership.apply(membership.left(island, exit_code, is_stopped=False))
 
     assert (membership.is_finished, membership.is_deserted) == (is_finished, is_deserted)
 
 
-def test_new_start_is_at_work_again_and_its_forerunner_cannot_say_otherwise() -> None:
+def test_new_start_is_at_work_again() -> None:
     membership = machine()
     join(membership, start_id="a")
-    membership.apply(membership.left("east", 1, 40))
+    membership.apply(membership.left("east", 40, is_stopped=False))
 
     join(membership, start_id="b")
-    stale = membership.left("east", 1, 0)
 
-    assert stale == ()
     assert membership.members["east"].exit_code is None
 
 
-def test_first_reason_of_a_failure_stays() -> None:
+def test_first_reason_of_a_failure_stays_also_over_a_restart() -> None:
+    membership, after = machine(), machine()
+
+    entries = membership.failed("quorum lost", 50)
+    membership.apply(entries)
+    after.apply(entries)
+
+    assert membership.failed("syncer ended", 1) == ()
+    assert (after.fatal_reason, after.fatal_exit_code) == ("quorum lost", 50)
+
+
+# -- start step ----------------------------------------------------------------------------------
+
+
+def test_first_join_fixes_where_the_run_starts() -> None:
     membership = machine()
 
-    membership.failed("quorum lost", 50)
-    membership.failed("syncer ended", 1)
+    first = join(membership, start_step=300)
+    second = join(membership, "west", start_step=300)
+    other = join(membership, "west", "b", start_step=0)
 
-    assert (membership.fatal_reason, membership.fatal_exit_code) == ("quorum lost", 50)
+    assert first.verdict is second.verdict is JoinVerdict.ACCEPTED
+    assert membership.start_step == 300
+    assert "inner step 0 (there), the run started at 300 (here)" in other.message
+
+
+# -- stop ----------------------------------------------------------------------------------------
+
+
+def complete() -> tuple[Membership, dict[str, str]]:
+    """Both islands at work, and all entries so far."""
+    membership, entries = machine(), {}
+    for island in ("east", "west"):
+        entries.update(join(membership, island).entries)
+    return membership, entries
+
+
+def do(membership: Membership, entries: Entries, log: dict[str, str] | None = None) -> Entries:
+    """Write and apply."""
+    membership.apply(entries)
+    if log is not None:
+        log.update(entries)
+    return entries
+
+
+@pytest.mark.parametrize(
+    ("promises", "stop_step"),
+    [
+        ([], None),
+        ([("east", 24)], None),
+        ([("east", 24), ("west", 36)], 36),
+        ([("east", 36), ("west", 24)], 36),
+        ([("east", 24), ("east", 12), ("west", 18)], 18),
+        ([("east", 24), ("west", 36), ("east", 48)], 36),
+    ],
+    ids=["none", "one", "both", "other-order", "a-new-start-promises-anew", "decided-is-decided"],
+)
+def test_all_stop_after_the_largest_promise(
+    promises: list[tuple[str, int]], stop_step: int | None
+) -> None:
+    membership, _ = complete()
+    do(membership, membership.request_stop())
+
+    for island, hold_step in promises:
+        do(membership, membership.promise(island, hold_step))
+
+    assert membership.is_stopping
+    assert membership.stop_step == stop_step
+
+
+def test_a_promise_that_nobody_asked_for_counts_for_nothing() -> None:
+    membership, _ = complete()
+
+    assert membership.promise("east", 12) == ()
+    assert not membership.is_stopping
+
+
+@pytest.mark.parametrize("event", ["missing", "asked", "deserted"])
+def test_there_may_be_nobody_to_ask(event: str) -> None:
+    membership = machine()
+    join(membership, "east")
+    if event != "missing":
+        join(membership, "west")
+    if event == "asked":
+        do(membership, membership.request_stop())
+    if event == "deserted":
+        for island in ("east", "west"):
+            do(membership, membership.left(island, 40, is_stopped=False))
+
+    assert membership.request_stop() == ()
+    assert membership.is_stopping is (event == "asked")
+
+
+def test_a_repeated_promise_writes_nothing() -> None:
+    membership, _ = complete()
+    do(membership, membership.request_stop())
+
+    assert do(membership, membership.promise("east", 12))
+    assert membership.promise("east", 12) == ()
+
+
+@pytest.mark.parametrize("num_applied", range(6))
+def test_a_stop_goes_on_where_it_was_after_a_restart_anywhere(num_applied: int) -> None:
+    membership, log = complete()
+    story = [
+        lambda m: m.request_stop(),
+        lambda m: m.promise("west", 36),
+        lambda m: m.promise("east", 24),
+        lambda m: m.left("west", 0, is_stopped=True),
+        lambda m: m.left("east", 0, is_stopped=True),
+    ]
+    for number, event in enumerate(story):
+        if number == num_applied:
+            membership = machine()
+            membership.apply(log.items())
+        do(membership, event(membership), log)
+
+    after = machine()
+    after.apply(log.items())
+    assert after.is_stopped and not after.is_finished
+    assert after.stop_step == 36
+
+
+def test_who_stopped_has_its_checkpoint_whatever_report_was_lost() -> None:
+    membership, _ = complete()
+    do(membership, membership.request_stop())
+    for island in ("east", "west"):
+        do(membership, membership.promise(island, 36))
+    do(membership, membership.keeps("east", [12, 24], inner_step=30))
+    do(membership, membership.keeps("west", [24], inner_step=30))
+
+    do(membership, membership.left("east", 0, is_stopped=True))
+    assert membership.checkpoints == (24,)
+    do(membership, membership.left("west", 0, is_stopped=True))
+
+    assert membership.checkpoints == (24, 36)
+    assert membership.is_stopped
+
+
+def test_a_stop_at_the_last_step_is_a_finish() -> None:
+    membership, _ = complete()
+    do(membership, membership.request_stop())
+    for island in ("east", "west"):
+        do(membership, membership.promise(island, 100))
+
+    for island in ("east", "west"):
+        do(membership, membership.left(island, 0, is_stopped=False))
+
+    assert membership.is_finished and not membership.is_stopped
+
+
+def test_who_has_finished_before_the_others_cannot_be_asked_and_need_not() -> None:
+    membership, _ = complete()
+    do(membership, membership.left("west", 0, is_stopped=False))
+    do(membership, membership.request_stop())
+
+    assert membership.stop_step is None
+    do(membership, membership.promise("east", 96))
+
+    assert membership.stop_step == 100, "the run goes on to its end"
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_complete_once_every_island_keeps_it_and_the_newest_are_remembered() -> (
+    None
+):
+    membership, _ = complete()
+    seen = []
+    for island, steps in [
+        ("east", [10]),
+        ("west", []),
+        ("west", [10]),
+        ("east", [10, 20, 30]),
+        ("west", [10, 20]),
+        ("west", [20, 30]),
+        ("east", [30, 40]),
+        ("west", [30, 40]),
+    ]:
+        do(membership, membership.keeps(island, steps, inner_step=max(steps, default=0)))
+        seen.append(membership.checkpoints)
+
+    assert seen == [(), (), (10,), (10,), (10, 20), (20, 30), (20, 30), (30, 40)]
+
+
+def test_repeated_reports_write_nothing() -> None:
+    membership, _ = complete()
+    for island in ("east", "west"):
+        do(membership, membership.keeps(island, [10], inner_step=15))
+
+    assert membership.keeps("east", [10], inner_step=16) == ()
+
+
+def test_what_is_complete_stays_so_while_islands_have_not_reported_yet() -> None:
+    membership, log = complete()
+    for island in ("east", "west"):
+        do(membership, membership.keeps(island, [10], inner_step=15), log)
+    after = machine()
+    after.apply(log.items())
+
+    assert after.keeps("east", [10], inner_step=0) == ()
+    assert after.checkpoints == (10,)
+
+
+# -- timelines -----------------------------------------------------------------------------------
+
+
+def resumed(step: int = 20) -> tuple[Membership, dict[str, str]]:
+    """A run that was stopped after inner step 36 and taken back to an inner step."""
+    membership, log = complete()
+    do(membership, membership.request_stop(), log)
+    for island in ("east", "west"):
+        do(membership, membership.keeps(island, [20], inner_step=25), log)
+        do(membership, membership.promise(island, 36), log)
+        do(membership, membership.left(island, 0, is_stopped=True), log)
+    do(membership, membership.failed("quorum lost", 50), log)
+    do(membership, membership.resumed(step), log)
+    return membership, log
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["at-once", "after-a-restart"])
+def test_in_a_new_timeline_everybody_must_join_again(is_restarted: bool) -> None:
+    membership, log = resumed()
+    if is_restarted:
+        membership = machine()
+        membership.apply(log.items())
+
+    assert (membership.timeline, membership.resume_step) == (1, 20)
+    assert membership.checkpoints == (20,)
+    assert not (membership.is_stopping or membership.is_stopped or membership.is_finished)
+    assert not membership.fatal_reason
+    assert not membership.have_all_joined
+    assert not membership.is_current("east", 1, 0)
+    assert not membership.is_current("east", 1, 1)
+
+    assert join(membership, "east", "b").incarnation == 2
+    assert not membership.have_all_joined
+    assert join(membership, "west", "b").incarnation == 2
+    assert membership.have_all_joined
+    assert membership.is_current("east", 2, 1)
+    assert not membership.is_finished
+
+
+def test_the_same_start_may_join_the_new_timeline_unless_a_later_one_has_fenced_it() -> None:
+    membership, _ = complete()
+    join(membership, "east", "b")
+    do(membership, membership.resumed(20))
+
+    fenced = join(membership, "east", "a")
+    newest = join(membership, "east", "b")
+
+    assert (fenced.incarnation, fenced.entries) == (1, ())
+    assert (newest.incarnation, len(newest.entries)) == (2, 1)
+    assert join(membership, "east", "b").entries == ()
+    assert membership.is_current("east", 2, 1)
+
+
+def test_checkpoints_of_an_abandoned_timeline_do_not_count() -> None:
+    membership, _ = resumed(20)
+    for island in ("east", "west"):
+        join(membership, island, "b")
+
+    for island in ("east", "west"):
+        do(membership, membership.keeps(island, [20, 36], inner_step=0))
+    assert membership.checkpoints == (20,)
+
+    for island in ("east", "west"):
+        do(membership, membership.keeps(island, [20, 30], inner_step=31))
+    assert membership.checkpoints == (20, 30)
+
+
+def test_plan_text_and_start_are_those_of_the_run_in_every_timeline() -> None:
+    membership, _ = resumed()
+
+    refused = join(membership, "east", "b", plan_json=OTHER_PLAN)
+
+    assert refused.verdict is JoinVerdict.PLAN_MISMATCH
+    assert "tensors[0].shape[1]: 5 here, 6 there" in refused.message

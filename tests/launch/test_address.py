@@ -7,8 +7,9 @@ import socket
 
 import pytest
 
+from diloco.config.schema import CoordinatorConfig
 from diloco.errors import ConfigError
-from diloco.launch.address import advertised, listen
+from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
 
 
 def test_recorded_port_is_bound_again_only_when_none_is_configured() -> None:
@@ -53,23 +54,65 @@ def test_busy_port_is_waited_for_and_then_refused_by_name() -> None:
     assert "end the process that holds it" in message
 
 
+def config(**addresses: str) -> CoordinatorConfig:
+    return CoordinatorConfig(state_dir="runs/test", **addresses)
+
+
 @pytest.mark.parametrize(
-    ("bound", "public", "expected"),
+    ("bound", "address", "expected"),
     [
         ("127.0.0.1:4711", "", "127.0.0.1:4711"),
-        ("10.0.0.5:4711", "eu.example.org:80", "10.0.0.5:4711"),
-        ("0.0.0.0:4711", "eu.example.org:80", "eu.example.org:4711"),
-        ("[::]:4711", "[2001:db8::1]:80", "[2001:db8::1]:4711"),
         ("localhost:4711", "", "localhost:4711"),
+        ("10.0.0.5:4711", "eu.example.org:80", "eu.example.org:80"),
+        ("0.0.0.0:4711", "eu.example.org:4711", "eu.example.org:4711"),
+        ("0.0.0.0:4711", "eu.example.org:0", "eu.example.org:4711"),
+        ("[::]:4711", "[2001:db8::1]:80", "[2001:db8::1]:80"),
     ],
 )
-def test_islands_are_told_an_address_that_they_can_reach(
-    bound: str, public: str, expected: str
+def test_islands_are_told_how_they_reach_the_coordinator(
+    bound: str, address: str, expected: str
 ) -> None:
-    assert advertised(bound, public) == expected
+    assert coordinator_address(bound, config(address=address)) == expected
+
+
+@pytest.mark.parametrize(
+    ("bound", "address", "own", "expected"),
+    [
+        ("127.0.0.1:4712", "", "", "127.0.0.1:4712"),
+        ("0.0.0.0:4712", "eu.example.org:80", "", "eu.example.org:4712"),
+        ("10.0.0.5:4712", "eu.example.org:80", "", "eu.example.org:4712"),
+        ("[::]:4712", "[2001:db8::1]:80", "", "[2001:db8::1]:4712"),
+        ("10.0.0.5:4712", "eu.example.org:80", "us.example.org:81", "us.example.org:81"),
+        ("0.0.0.0:4712", "", "us.example.org:0", "us.example.org:4712"),
+    ],
+    ids=["bound", "follows", "follows-behind-nat", "v6", "its-own", "its-own-host"],
+)
+def test_islands_are_told_how_they_reach_the_syncer(
+    bound: str, address: str, own: str, expected: str
+) -> None:
+    assert syncer_address(bound, config(address=address, syncer_address=own)) == expected
 
 
 @pytest.mark.parametrize("bound", ["0.0.0.0:0", "[::]:4711"])
 def test_wildcard_without_public_address_is_refused(bound: str) -> None:
     with pytest.raises(ConfigError, match=r"coordinator\.address"):
-        advertised(bound, "")
+        coordinator_address(bound, config())
+    with pytest.raises(ConfigError, match=r"coordinator\.syncer_address"):
+        syncer_address(bound, config())
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        ("10.0.0.5:4711", "10.0.0.5:4711"),
+        ("0.0.0.0:4711", "127.0.0.1:4711"),
+        ("[::]:4711", "[::1]:4711"),
+    ],
+)
+def test_processes_beside_it_need_no_way_through_the_outside(bound: str, expected: str) -> None:
+    assert local_address(bound) == expected
+
+
+def test_address_that_is_no_address_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be HOST:PORT"):
+        config(syncer_address="eu.example.org")

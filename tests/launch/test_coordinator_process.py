@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,7 @@ import pytest
 from diloco.config.classes import identity_json
 from diloco.config.load import load_config
 from diloco.coordinator.journal import Journal
+from diloco.launch.run_checkpoints import read_membership
 from diloco.launch.state_dir import StateDir, holder, read_endpoint, stop_syncer
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from protos import control_pb2 as control
@@ -50,9 +51,11 @@ import asyncio, sys
 from diloco.config.load import load_config
 from diloco.errors import DilocoError
 from diloco.launch.coordinator import run_coordinator
+resume, at_step = sys.argv[1] == "resume", int(sys.argv[2]) if sys.argv[2] else None
 try:
-    config = load_config(sys.argv[1], sys.argv[2:])
-    code = asyncio.run(run_coordinator(config, tell=lambda line: print(line, flush=True)))
+    config = load_config(sys.argv[3], sys.argv[4:])
+    tell = lambda line: print(line, flush=True)
+    code = asyncio.run(run_coordinator(config, tell=tell, resume=resume, at_step=at_step))
 except DilocoError as error:
     print(error)
     code = error.exit_code
@@ -76,21 +79,29 @@ class Site:
         state_dir = f"coordinator.state_dir={self.state.root}"
         return load_config(RUN_FILE, (*OVERRIDES, state_dir, *overrides))
 
-    def coordinate(self, *overrides: str) -> subprocess.Popen[str]:
+    def coordinate(
+        self, *overrides: str, resume: bool = False, at_step: int | None = None
+    ) -> subprocess.Popen[str]:
         state_dir = f"coordinator.state_dir={self.state.root}"
-        arguments = [str(RUN_FILE), *OVERRIDES, state_dir, *overrides]
+        how = ["resume" if resume else "", "" if at_step is None else str(at_step)]
+        arguments = [*how, str(RUN_FILE), *OVERRIDES, state_dir, *overrides]
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True
         )
         self.processes.append(process)
         return process
 
-    def coordinate_until_up(self, *overrides: str) -> tuple[subprocess.Popen[str], str]:
-        process = self.coordinate(*overrides)
+    def coordinate_until_up(
+        self, *overrides: str, resume: bool = False
+    ) -> tuple[subprocess.Popen[str], str]:
+        process = self.coordinate(*overrides, resume=resume)
         assert process.stdout is not None
-        line = process.stdout.readline()
-        assert "listens on" in line, line + process.stdout.read()
-        return process, line.split()[-1]
+        said = []
+        for line in process.stdout:
+            if "listens on" in line:
+                return process, line.split()[-1]
+            said.append(line)
+        raise AssertionError("".join(said))
 
     def join(self, address: str, island: str, start_id: str, plan: Plan = PLAN, *overrides: str):
         request = control.JoinRequest(
@@ -187,6 +198,16 @@ def upload(address: str, grant: control.Grant) -> None:
             assert ack.is_accepted, ack.message
 
 
+def pin(address: str, grant: control.Grant, step: int, *versions: int) -> wire.Ack:
+    request = wire.PinRequest(
+        protocol_version=PROTOCOL_VERSION,
+        grant=grant,
+        checkpoint_step=step,
+        versions=[wire.Pinned(fragment_id=p, version=v) for p, v in enumerate(versions)],
+    )
+    return wire.Ack.FromString(call(address, "fragment.pin", request).header)
+
+
 def submit(
     address: str, grant: control.Grant, key: wire.RoundKey, scale: float
 ) -> list[wire.SubmitReply]:
@@ -209,15 +230,28 @@ def submit(
     return replies
 
 
-def leave(address: str, grant: control.Grant, exit_code: int = 0) -> None:
+def publish(
+    syncer: str, grants: Sequence[control.Grant], fragment_id: int, version: int, scale: float
+) -> None:
+    """Have every island contribute to one round, and wait for its end."""
+    timeline = grants[0].timeline
+    key = wire.RoundKey(timeline=timeline, fragment_id=fragment_id, version=version, attempt=0)
+    for grant in grants:
+        submit(syncer, grant, key, scale)
+    eventually(lambda: poll(syncer, grants[0], key).outcomes, f"version {version + 1}")
+
+
+def leave(
+    address: str, grant: control.Grant, exit_code: int = 0, *, is_stopped: bool = False
+) -> None:
     request = control.LeaveRequest(
-        protocol_version=PROTOCOL_VERSION, grant=grant, exit_code=exit_code
+        protocol_version=PROTOCOL_VERSION, grant=grant, exit_code=exit_code, is_stopped=is_stopped
     )
     call(address, "control.leave", request)
 
 
-def report(address: str, grant: control.Grant) -> control.ReportReply:
-    request = control.ReportRequest(protocol_version=PROTOCOL_VERSION, grant=grant)
+def report(address: str, grant: control.Grant, **fields) -> control.ReportReply:
+    request = control.ReportRequest(protocol_version=PROTOCOL_VERSION, grant=grant, **fields)
     return control.ReportReply.FromString(call(address, "control.report", request).header)
 
 
@@ -375,7 +409,7 @@ def test_state_dir_admits_one_coordinator_of_one_run(site: Site) -> None:
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=30)
 
-    assert process.returncode == 0
+    assert process.returncode == 128 + signal.SIGTERM, "not every island had joined: at once"
     assert "start it again with the same command" in output
     assert holder(site.state.store_lock) is None
 
@@ -401,3 +435,208 @@ def test_policy_cannot_change_under_a_living_syncer(site: Site) -> None:
     assert changed.returncode == 2
     assert 'outer.round_deadline: "5s" here, "30s" there' in output
     assert str(holder(site.state.store_lock)) in output
+
+
+# -- stop and resume -------------------------------------------------------------------------------
+
+
+def stopped(site: Site) -> tuple[str, str]:
+    """Stop a run after inner step 6, version 1 of fragment 1 in flight; returns the last words."""
+    process, coordinator = site.coordinate_until_up()
+    syncer, east, west = founded(site, coordinator)
+    publish(syncer, [east, west], 0, 0, 0.5)
+
+    process.send_signal(signal.SIGTERM)
+    eventually(lambda: report(coordinator, east, inner_step=5).hold, "the request to stop")
+    report(coordinator, east, has_hold=True, hold_step=6)
+    reply = report(coordinator, west, has_hold=True, hold_step=4)
+    assert (reply.has_stop_step, reply.stop_step) == (True, 6)
+    for grant in (east, west):
+        assert pin(syncer, grant, 6, 1, 0).is_accepted
+    publish(syncer, [east, west], 1, 0, 0.5)
+    for grant in (east, west):
+        report(coordinator, grant, inner_step=6, checkpoint_steps=[6])
+        leave(coordinator, grant, is_stopped=True)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    return coordinator, output
+
+
+def test_a_stopped_run_says_what_to_type_and_goes_on_where_it_was(site: Site) -> None:
+    coordinator, output = stopped(site)
+
+    assert "is stopped after inner step 6" in output
+    assert str(site.state.store / "pins" / "step-000000000006") in output
+    assert "resume it from inner step 6: diloco coordinator RUN.toml --resume" in output
+    assert holder(site.state.store_lock) is None
+    again = site.coordinate()
+    refusal, _ = again.communicate(timeout=30)
+    assert again.returncode == 2
+    assert "is stopped after inner step 6" in refusal
+    assert "diloco coordinator RUN.toml --resume" in refusal
+    assert "diloco island RUN.toml --island east" in refusal
+
+    process, resumed_at = site.coordinate_until_up(resume=True)
+
+    assert resumed_at == coordinator
+    east, west = [site.join(coordinator, name, f"{name}-2") for name in ("east", "west")]
+    for reply in (east, west):
+        assert (reply.is_resumed, reply.resume_step) == (True, 6)
+        assert (reply.grant.timeline, reply.grant.incarnation) == (1, 2)
+    syncer = site.syncer_address(coordinator, "east", "east-2")
+    versions = [state.version for state in poll(syncer, west.grant).fragments]
+    assert versions == [1, 0], "what was published after the checkpoint is abandoned"
+    assert not any(state.is_open for state in poll(syncer, west.grant).fragments)
+    poll(syncer, east.grant)
+    publish(syncer, [east.grant, west.grant], 1, 0, 0.25)
+    eventually(
+        lambda: not site.join(coordinator, "east", "east-2").is_resumed,
+        "word that the new timeline has published",
+    )
+    seen = status(coordinator)
+    assert (seen.timeline, list(seen.checkpoint_steps)) == (1, [6])
+
+    for reply in (east, west):
+        leave(coordinator, reply.grant)
+    assert "has finished" in process.communicate(timeout=30)[0]
+    assert process.returncode == 0
+    assert tape(site) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 1)]
+    finished = site.coordinate(resume=True)
+    assert "there is nothing to resume" in finished.communicate(timeout=30)[0]
+    assert finished.returncode == 2
+
+
+def test_a_syncer_killed_while_it_takes_the_store_back_is_followed_by_one_that_does(
+    site: Site,
+) -> None:
+    stopped(site)
+
+    process, _ = site.coordinate_until_up(resume=True)
+    killed: set[int] = set()
+    for delay_s in (0.0, 0.3, 0.8):
+        pid = eventually(
+            lambda: (pid := holder(site.state.store_lock)) not in (None, *killed) and pid,
+            "a syncer",
+        )
+        time.sleep(delay_s)
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+    process.kill()
+    process.wait()
+    _, again = site.coordinate_until_up()  # the same timeline: no second resume
+
+    east = site.join(again, "east", "east-2")
+    syncer = site.syncer_address(again, "east", "east-2")
+    reply = eventually(lambda: poll(syncer, east.grant), "the restored syncer")
+
+    assert (east.is_resumed, east.resume_step, east.grant.timeline) == (True, 6, 1)
+    assert [state.version for state in reply.fragments] == [1, 0]
+
+
+def test_a_second_signal_does_not_wait_for_the_islands(site: Site) -> None:
+    process, coordinator = site.coordinate_until_up()
+    _, east, _ = founded(site, coordinator)
+
+    process.send_signal(signal.SIGINT)
+    eventually(lambda: report(coordinator, east).hold, "the request to stop")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+
+    assert process.returncode == 128 + signal.SIGINT, "the first signal counts"
+    assert "start it again with the same command, it goes on stopping" in output
+    assert holder(site.state.store_lock) is None
+    _, again = site.coordinate_until_up()
+    assert report(again, east).hold
+
+
+def test_what_cannot_be_resumed_is_refused_and_touches_nothing(site: Site) -> None:
+    nothing = site.coordinate(resume=True)
+    assert "there is no run in" in nothing.communicate(timeout=30)[0]
+    assert nothing.returncode == 2
+    assert not site.state.root.exists()
+
+    process, coordinator = site.coordinate_until_up()
+    _, east, _ = founded(site, coordinator)
+    living = site.coordinate(resume=True)
+    output, _ = living.communicate(timeout=30)
+    assert living.returncode == 2
+    assert "stop it" in output and str(process.pid) in output
+    process.kill()
+    process.wait()
+    syncer_pid = holder(site.state.store_lock)
+
+    without = site.coordinate(resume=True)
+    output, _ = without.communicate(timeout=30)
+    assert without.returncode == 2
+    assert "no complete checkpoint to resume" in output
+    assert holder(site.state.store_lock) == syncer_pid
+    _, again = site.coordinate_until_up()
+    assert not report(again, east).stop
+
+
+def test_records_reach_the_journal_of_a_coordinator_that_was_away_when_the_run_ended(
+    site: Site,
+) -> None:
+    process, coordinator = site.coordinate_until_up()
+    syncer, east, west = founded(site, coordinator)
+    eventually(lambda: tape(site) == [(0, 0), (1, 0)], "the report of version 0")
+    process.kill()
+    process.wait()
+    for version in range(8):  # more than the syncer keeps records of
+        publish(syncer, [east, west], 1, version, 0.5)
+    journal = Journal(site.state.journal)
+    journal.open()
+    membership = read_membership(site.config(), journal)
+    for island in ("east", "west"):  # their leave was the coordinator's last deed
+        journal.write(membership.left(island, 0, is_stopped=False))
+    journal.close()
+
+    again = site.coordinate()
+
+    assert "has finished" in again.communicate(timeout=30)[0]
+    assert again.returncode == 0
+    assert holder(site.state.store_lock) is None
+    assert tape(site) == [(0, 0), *((1, version) for version in range(9))]
+
+
+def test_records_are_not_lost_when_coordinator_and_syncer_die_one_after_the_other(
+    site: Site,
+) -> None:
+    process, coordinator = site.coordinate_until_up()
+    syncer, east, west = founded(site, coordinator)
+    process.kill()
+    process.wait()
+    for version in range(8):
+        publish(syncer, [east, west], 1, version, 0.5)
+    pid = holder(site.state.store_lock)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+    site.coordinate_until_up()
+
+    expected = [(0, 0), *((1, version) for version in range(9))]
+    eventually(lambda: tape(site) == expected, "the report of every record")
+
+
+def test_a_run_that_failed_stays_failed_over_a_restart(site: Site) -> None:
+    process, coordinator = site.coordinate_until_up("outer.round_deadline=100ms")
+    syncer, east, _ = founded(site, coordinator)
+
+    def contribute_alone() -> bool:
+        reply = poll(syncer, east)
+        if (state := reply.fragments[0]).is_open:
+            key = wire.RoundKey(timeline=0, fragment_id=0, version=0, attempt=state.attempt)
+            submit(syncer, east, key, 0.5)
+        return reply.HasField("fatal")
+
+    eventually(contribute_alone, "the loss of the quorum")
+    eventually(lambda: report(coordinator, east).stop, "the order to stop")
+    process.kill()
+    process.wait()
+    again = site.coordinate("outer.round_deadline=100ms")
+    output, _ = again.communicate(timeout=30)
+
+    assert again.returncode == 50
+    assert "failed: fragment 0" in output and "missing: west" in output
+    assert "no checkpoint is complete" in output
+    assert holder(site.state.store_lock) is None

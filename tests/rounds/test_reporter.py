@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from diloco.rounds.reporter import HELLO_INTERVAL_S, Reporter
@@ -24,6 +24,7 @@ class FakeRounds:
 
     def __init__(self) -> None:
         self.versions = [0, 0]
+        self.kept: list[list[int]] = []
 
     @property
     def states(self) -> list[FragmentState]:
@@ -33,6 +34,9 @@ class FakeRounds:
             )
             for p, version in enumerate(self.versions)
         ]
+
+    def keep_checkpoints(self, steps: Sequence[int]) -> None:
+        self.kept.append(list(steps))
 
     def phase(self, fragment_id: int) -> str:
         return ("open", "closing")[fragment_id]
@@ -48,6 +52,7 @@ class FakeCoordinator:
         self.reports: list[tuple[float, RoundReport]] = []
         self.answer_s = 0.0
         self.refused_reports = 0
+        self.checkpoint_steps: list[int] = []
 
     async def up(self) -> Server:
         handlers = {"control.syncer_hello": self._hello, "control.round_report": self._report}
@@ -72,7 +77,8 @@ class FakeCoordinator:
             raise RuntimeError("disk full")
         now = asyncio.get_running_loop().time()
         self.reports.append((now, RoundReport.FromString(call.header)))
-        return Reply(RoundReportReply().SerializeToString())
+        reply = RoundReportReply(checkpoint_steps=self.checkpoint_steps)
+        return Reply(reply.SerializeToString())
 
 
 class Scene:
@@ -245,3 +251,36 @@ def test_failure_is_told_with_every_report_from_then_on() -> None:
 
     fatal = [(report.fatal_reason, report.fatal_exit_code) for report in reports]
     assert fatal == [("", 0), *[("quorum lost", 50)] * 3]
+
+
+def test_version_is_indexed_once_it_was_acknowledged_and_not_when_it_was_told() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        scene.coordinator.answer_s = 1.0
+        running = scene.run()
+        scene.commit(1, 4)
+        scene.commit(1, 5)
+        await asyncio.sleep(0.9)
+        assert not scene.reporter.is_indexed(1, 4)
+        await asyncio.sleep(0.2)
+        assert [scene.reporter.is_indexed(1, version) for version in (3, 4, 5)] == [
+            True,
+            True,
+            False,
+        ]
+        assert not scene.reporter.is_indexed(0, 0)
+        running.cancel()
+
+    play(story)
+
+
+def test_complete_checkpoints_are_handed_on() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        running = scene.run()
+        await asyncio.sleep(1)
+        scene.coordinator.checkpoint_steps = [30, 60]
+        await asyncio.sleep(HELLO_INTERVAL_S)
+        running.cancel()
+
+    assert play(story).rounds.kept == [[], [30, 60]]

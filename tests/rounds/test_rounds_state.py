@@ -400,6 +400,15 @@ def test_the_deadline_runs_from_the_first_complete_contribution() -> None:
     assert expiry == RecordExpiry(RoundKey(0, 3, 0, 0), "deadline of 60 s; missing: b")
 
 
+def test_the_deadline_stops_when_everybody_who_waited_starts_anew() -> None:
+    rounds = machine()
+    contribute(rounds, "a", 10.0)
+
+    rounds.granted("a", 2, 20.0)
+
+    assert math.isinf(rounds.next_wake)
+
+
 def test_a_decline_starts_the_deadline_too() -> None:
     # Its island waits for the round's end; without a deadline it would wait for the dead.
     rounds = machine()

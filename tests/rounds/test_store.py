@@ -16,8 +16,9 @@ from diloco.compression.registry import get_codec
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest, publish_lane
+from diloco.rounds.record import RecordInvalid, headers_in, record_path
 from diloco.rounds.state import Contributor, RoundKey
-from diloco.rounds.store import FragmentStore, RecordInvalid, VersionRecord, recompute
+from diloco.rounds.store import FragmentStore, VersionRecord, recompute
 
 # 128 blocks, 65,536 bytes a lane: two lanes.
 FRAGMENT = make_plan([TensorSpec("w", (32768,))], num_fragments=1).fragments[0]
@@ -33,7 +34,7 @@ def store(tmp_path: Path) -> FragmentStore:
 
 
 def path_of(store: FragmentStore, version: int) -> Path:
-    return store._path(version)
+    return record_path(store._directory, version)
 
 
 def first(seed: int = 0) -> VersionRecord:
@@ -324,6 +325,52 @@ def test_the_directories_of_a_new_store_are_durable(
     assert synced == [tmp_path.name, "state", "store", "fragment-0000"]
 
 
+# -- headers that were not indexed -----------------------------------------------------------------
+
+
+def kept_headers(store: FragmentStore) -> list[int]:
+    return sorted(int(path.stem[1:]) for path in path_of(store, 0).parent.glob("*.header"))
+
+
+def test_headers_outlive_their_records_until_the_coordinator_has_them(tmp_path: Path) -> None:
+    indexed: set[int] = set()
+    store = FragmentStore(tmp_path, FRAGMENT, RETAINED, is_indexed=indexed.__contains__)
+    store.recover()
+    records = commit(store, 5)
+
+    assert kept_headers(store) == [0, 1, 2]
+    recovered = FragmentStore(tmp_path, FRAGMENT, RETAINED).recover()
+    assert recovered is not None
+    assert list(recovered.headers) == [record.header() for record in records]
+
+    indexed.update(range(5))
+    store.commit(following(records[-1]))
+    assert kept_headers(store) == []
+
+
+def test_header_of_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
+    store = FragmentStore(tmp_path, FRAGMENT, RETAINED, is_indexed=lambda version: False)
+    store.recover()
+    records = commit(store, 3)
+    path_of(store, 1).write_bytes(path_of(store, 1).read_bytes()[:60])
+
+    store.commit(following(records[-1]))
+
+    assert kept_headers(store) == [0]
+    assert [h["version"] for h in headers_in(path_of(store, 0).parent)] == [0, 2, 3, 4]
+
+
+def test_headers_are_read_without_a_record_being_whole(store: FragmentStore) -> None:
+    records = commit(store, 1)
+    data = path_of(store, 1).read_bytes()
+    path_of(store, 1).write_bytes(data[: borders(data)["header"]])
+
+    assert headers_in(path_of(store, 1).parent) == [record.header() for record in records]
+    recovered = store.recover()
+    assert recovered is not None
+    assert list(recovered.headers) == [records[0].header()], "a version that is not whole is none"
+
+
 # -- expiries ------------------------------------------------------------------------------------
 
 
@@ -389,6 +436,10 @@ def test_after_a_damaged_expiry_record_no_announced_attempt_is_opened_again(
     recovered = store.recover()
     assert recovered is not None
     assert recovered.attempt > 1000
+    store.record_expiry(RoundKey(0, 0, 1, recovered.attempt))
+    again = store.recover()
+    assert again is not None
+    assert again.expired_in_a_row == 1, "numbers skipped are not expiries"
 
 
 # -- recomputing ---------------------------------------------------------------------------------

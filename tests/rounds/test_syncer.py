@@ -16,7 +16,6 @@ from diloco.compression.base import to_bytes
 from diloco.errors import (
     DilocoError,
     FingerprintMismatch,
-    IslandFailed,
     QuorumLost,
 )
 from diloco.outer.optimizer import OuterOptimizer
@@ -787,19 +786,3 @@ def test_three_pseudo_gradients_in_a_row_that_are_not_finite_end_the_island(
         assert isinstance(end, DilocoError)
         assert end.exit_code == 20
         assert "3 pseudo-gradients in a row were not finite" in str(end)
-
-
-def test_an_island_that_comes_to_a_run_under_way_is_told_so(tmp_path: Path) -> None:
-    setting = Setting({"w": [16.0]}, descend, tmp_path, inner_steps=8)
-
-    async def scenario() -> None:
-        run = VirtualRun(setting)
-        await run.start_syncer()
-        a, b = run.island("a"), run.island("b")
-        await asyncio.gather(a.start(), b.start())
-        await asyncio.gather(a.train(4), b.train(4))
-
-        with pytest.raises(IslandFailed, match="is at version 1"):
-            await run.island("b").start()
-
-    run_virtual(scenario())

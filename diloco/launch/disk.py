@@ -1,0 +1,138 @@
+"""What a run keeps on disk, from its configuration and number of parameters; whether that fits.
+
+    checkpoint of an island  (16 + payload) B a parameter: weights, two moments, anchor and what is
+                             in flight, 8 more with error feedback; `keep` complete ones, one
+                             that other islands have yet to write, one being written
+    record of the syncer     (12 + M payloads up + one down) B a parameter: theta, published,
+                             momentum and what they were made from; the newest, those that
+                             `retained_versions` keeps, and those that checkpoints pin
+
+Upper bounds, without file headers; no torch is imported, so that a coordinator can ask.
+
+Source: protocol.md sections 4 (commit point) and 9.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from diloco.launch.state_dir import StateDir
+from transport.units import format_bytes
+
+#: Bytes of one value on the wire, scales included, in blocks of 128.
+PAYLOAD_BYTES = {"float32": 4.0, "int4": 0.5 + 2 / 128}
+_INNER_AND_ANCHOR_BYTES = 16.0
+_RESIDUALS_BYTES = 8.0
+_STATE_BYTES = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskForecast:
+    """Bytes on disk, at most.
+
+    Args:
+        checkpoint_bytes: One checkpoint of one island.
+        num_checkpoints: That an island has at once.
+        record_bytes: One version of all fragments in the syncer's store.
+        num_records: Versions of each fragment that the store has at once.
+    """
+
+    checkpoint_bytes: int
+    num_checkpoints: int
+    record_bytes: int
+    num_records: int
+
+    @property
+    def island_bytes(self) -> int:
+        """All checkpoints of one island."""
+        return self.num_checkpoints * self.checkpoint_bytes
+
+    @property
+    def store_bytes(self) -> int:
+        """The syncer's store."""
+        return self.num_records * self.record_bytes
+
+
+def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
+    """Compute what a run keeps on disk; `num_parameters` are the trained ones."""
+    outer = config.outer
+    up, down = PAYLOAD_BYTES[outer.uplink_codec], PAYLOAD_BYTES[outer.downlink_codec]
+    residuals = _RESIDUALS_BYTES if outer.error_feedback else 0.0
+    num_checkpoints = config.checkpoint.keep + 2
+    record = _STATE_BYTES + len(config.islands) * up + down
+    return DiskForecast(
+        checkpoint_bytes=round(num_parameters * (_INNER_AND_ANCHOR_BYTES + residuals + up)),
+        num_checkpoints=num_checkpoints,
+        record_bytes=round(num_parameters * record),
+        num_records=outer.retained_versions + 1 + num_checkpoints,
+    )
+
+
+def insist_on_room(
+    config: Config, num_parameters: int, *, islands: Collection[str], is_new: bool
+) -> None:
+    """Refuse a run that cannot keep on this machine what it must.
+
+    Args:
+        config: The run.
+        num_parameters: Trained parameters.
+        islands: Islands whose checkpoints are written on this machine; the syncer's store is.
+        is_new: Whether the run begins; else what is in its directories is counted as written.
+
+    Raises:
+        ConfigError: Naming what is needed, what is free and what to change.
+    """
+    planned = forecast_disk(config, num_parameters)
+    store = StateDir(Path(config.coordinator.state_dir)).store
+    needs = [(store, "the syncer's store", planned.store_bytes)]
+    for island in sorted(islands):
+        what = f"checkpoints of island {island}"
+        needs.append((config.checkpoint_dir / island, what, planned.island_bytes))
+    by_disk: dict[int, list[tuple[Path, str, int]]] = {}
+    for path, what, num_bytes in needs:
+        missing = num_bytes if is_new else max(0, num_bytes - _bytes_in(path))
+        by_disk.setdefault(_existing(path).stat().st_dev, []).append((path, what, missing))
+    for parts in by_disk.values():
+        _insist(parts, num_parameters)
+
+
+def _insist(parts: list[tuple[Path, str, int]], num_parameters: int) -> None:
+    """Refuse what does not fit on one disk."""
+    needed = sum(num_bytes for _, _, num_bytes in parts)
+    free = shutil.disk_usage(_existing(parts[0][0])).free
+    if needed <= free:
+        return
+    listed = "\n  ".join(f"{what}: {format_bytes(n)} in {path}" for path, what, n in parts)
+    raise ConfigError(
+        f"this run writes up to {format_bytes(needed)} more ({num_parameters:,} parameters), and "
+        f"{format_bytes(free)} are free on that disk:\n  {listed}\nMake room, or lower "
+        f"checkpoint.keep or outer.retained_versions, or give another checkpoint.dir or "
+        f"coordinator.state_dir"
+    )
+
+
+def _existing(path: Path) -> Path:
+    """Return the path or the nearest directory above it that is there."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _bytes_in(directory: Path) -> int:
+    """Bytes of all files below a directory, each file once however many names it has."""
+    sizes: dict[int, int] = {}
+    for root, _, names in os.walk(directory):
+        for name in names:
+            try:
+                status = os.stat(os.path.join(root, name))
+            except FileNotFoundError:  # a writer has renamed it meanwhile
+                continue
+            sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())

@@ -1,0 +1,138 @@
+"""Pins: the records that run checkpoints hold on to, and a store taken back to one of them.
+
+    pins/step-000000000120/fragment-0003/v000000000012.record    a hard link to the store's record
+    fragment-0003/abandoned-timeline-0000/                       what a resume left behind
+    pins/abandoned-timeline-0000/step-000000000180/
+
+A pin is whole when it holds exactly one valid record of every fragment. Torch is not imported, so
+that a coordinator can choose what to resume. Whoever calls this holds the store.
+
+Source: protocol.md section 9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from diloco.durable import sync_directory
+from diloco.outer.fragments import Fragment, Plan
+from diloco.rounds.record import (
+    RecordInvalid,
+    fragment_directory,
+    record_path,
+    unpack,
+    version_of,
+    versions_in,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def pin_directory(store_dir: Path, step: int) -> Path:
+    """Where the pin of the run checkpoint of an inner step is; fragments have directories in it."""
+    return store_dir / "pins" / f"step-{step:012d}"
+
+
+def pinned_steps(store_dir: Path) -> list[int]:
+    """Inner steps for which there is a pin, whole or not, ascending."""
+    return sorted(int(path.name.removeprefix("step-")) for path in _pins(store_dir).glob("step-*"))
+
+
+def valid_pins(store_dir: Path, plan: Plan) -> list[int]:
+    """Inner steps whose pins are whole, ascending; others are passed over with a warning."""
+    valid = []
+    for step in pinned_steps(store_dir):
+        try:
+            verify_pin(store_dir, plan, step)
+        except RecordInvalid as error:
+            logger.warning("pin skipped, step=%d: %s", step, error)
+        else:
+            valid.append(step)
+    return valid
+
+
+def verify_pin(store_dir: Path, plan: Plan, step: int) -> None:
+    """Read every byte that a pin holds on to.
+
+    Raises:
+        RecordInvalid: If the pin is not whole; says what is missing or damaged.
+    """
+    for fragment in plan.fragments:
+        path = _pinned_record(store_dir, step, fragment)
+        unpack(path, version_of(path), fragment)
+
+
+def forget_pins(store_dir: Path, *, before: int) -> None:
+    """Remove the pins of all steps before an inner step; what only they held on to is gone."""
+    for step in pinned_steps(store_dir):
+        if step < before:
+            shutil.rmtree(pin_directory(store_dir, step))
+
+
+def restore(store_dir: Path, plan: Plan, *, step: int, abandoned_timeline: int) -> None:
+    """Make the pinned version of every fragment its newest; nothing of the run may be served.
+
+    Later versions, announced attempts and the pins of later steps are moved aside; what an earlier
+    resume moved aside is removed. Killed at any instruction, it is simply done again: until the
+    caller notes the new timeline, whatever was left half done counts for nothing.
+
+    Raises:
+        RecordInvalid: If the pin is not whole; nothing was changed.
+    """
+    verify_pin(store_dir, plan, step)
+    aside = f"abandoned-timeline-{abandoned_timeline:04d}"
+    for fragment in plan.fragments:
+        directory = fragment_directory(store_dir, fragment.fragment_id)
+        _clear(directory, aside)
+        _restore_fragment(directory, _pinned_record(store_dir, step, fragment), aside)
+    pins = _pins(store_dir)
+    _clear(pins, aside)
+    later = [pin_directory(store_dir, other) for other in pinned_steps(store_dir) if other > step]
+    _move(later, pins / aside)
+
+
+def _restore_fragment(directory: Path, pinned: Path, aside: str) -> None:
+    version = version_of(pinned)
+    later = [path for path in directory.glob("v*.*") if version_of(path) > version]
+    own = record_path(directory, version)
+    if own.exists() and not own.samefile(pinned):
+        later.append(own)
+    _move([*later, *directory.glob("attempt.json")], directory / aside)
+    with contextlib.suppress(FileExistsError):
+        os.link(pinned, own)
+    sync_directory(directory)
+
+
+def _clear(directory: Path, aside: str) -> None:
+    """Remove what is no version: files of a killed writer, and what was moved aside earlier."""
+    for leftover in directory.glob("*.tmp"):
+        leftover.unlink()
+    for earlier in directory.glob("abandoned-timeline-*"):
+        if earlier.name != aside:
+            shutil.rmtree(earlier)
+
+
+def _move(paths: list[Path], target: Path) -> None:
+    """Move files or directories; durable when this returns."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        path.rename(target / path.name)
+    sync_directory(target)
+    sync_directory(target.parent)
+
+
+def _pinned_record(store_dir: Path, step: int, fragment: Fragment) -> Path:
+    directory = fragment_directory(pin_directory(store_dir, step), fragment.fragment_id)
+    versions = versions_in(directory)
+    if len(versions) != 1:
+        held = ", ".join(map(str, versions)) or "none"
+        raise RecordInvalid(f"{directory} must hold the record of one version, it holds {held}")
+    return record_path(directory, versions[0])
+
+
+def _pins(store_dir: Path) -> Path:
+    return store_dir / "pins"

@@ -1,0 +1,314 @@
+"""The coordinator's handlers over a loopback network: stops, checkpoints, timelines, restarts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+
+from diloco.config.classes import identity_difference
+from diloco.coordinator.daemon import Coordinator
+from diloco.coordinator.grants import sign
+from diloco.coordinator.journal import Journal
+from diloco.coordinator.membership import Membership
+from diloco.outer.fragments import TensorSpec, make_plan
+from protos import control_pb2 as control
+from transport.contracts import PROTOCOL_VERSION
+from transport.errors import HandlerFailed
+from transport.loopback import LoopbackNetwork, run_virtual
+
+SECRET = bytes(32)
+PLAN = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=2).to_json()
+IDENTITY = json.dumps({"run.seed": 7})
+
+
+class Desk:
+    """A coordinator that can be killed, and whoever calls it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.network = LoopbackNetwork()
+        self.transport = self.network.connect("coordinator")
+        self.path = directory / "journal.sqlite"
+
+    async def start(self) -> None:
+        self.journal = Journal(self.path)
+        self.journal.open()
+        self.membership = Membership(
+            "demo", ("east", "west"), IDENTITY, identity_difference, 100, num_checkpoints=2
+        )
+        self.membership.apply(self.journal.entries().items())
+        self.coordinator = Coordinator(
+            membership=self.membership,
+            journal=self.journal,
+            secret=SECRET,
+            policy_json=json.dumps({"run.inner_steps": 100}),
+            unix_clock=lambda: 0.0,
+        )
+        self.server = self.network.server("coordinator", self.coordinator.handlers)
+        await self.server.start()
+
+    async def restart(self, resume_step: int | None = None) -> None:
+        await self.close()
+        if resume_step is not None:
+            self.journal.open()
+            self.journal.write(self.membership.resumed(resume_step))
+            self.journal.close()
+        await self.start()
+
+    async def close(self) -> None:
+        await self.server.stop(0)
+        self.journal.close()
+
+    async def call(self, method: str, request: Message) -> bytes:
+        reply = await self.transport.call(
+            f"control.{method}", request.SerializeToString(), deadline_s=5.0
+        )
+        return reply.header
+
+    async def join(self, island: str, start_id: str = "a", **fields: Any) -> control.JoinReply:
+        request = control.JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            run="demo",
+            island=island,
+            identity_json=IDENTITY,
+            plan_json=PLAN,
+            start_id=start_id,
+            **fields,
+        )
+        return control.JoinReply.FromString(await self.call("join", request))
+
+    async def report(self, grant: control.Grant, **fields: Any) -> control.ReportReply:
+        request = control.ReportRequest(grant=grant, **fields)
+        return control.ReportReply.FromString(await self.call("report", request))
+
+    async def leave(self, grant: control.Grant, *, is_stopped: bool = False) -> None:
+        await self.call("leave", control.LeaveRequest(grant=grant, is_stopped=is_stopped))
+
+    async def round_report(
+        self, timeline: int = 0, record: dict[str, int] | None = None, **fields: Any
+    ) -> list[int]:
+        grant = control.Grant(run="demo", timeline=timeline, roles=[control.ROLE_SYNCER])
+        request = control.RoundReport(
+            grant=sign(grant, SECRET), record_json=json.dumps(record) if record else "", **fields
+        )
+        reply = control.RoundReportReply.FromString(await self.call("round_report", request))
+        return list(reply.checkpoint_steps)
+
+    def state(self) -> str:
+        return self.coordinator.status().state
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[[Callable[[Desk], Coroutine[Any, Any, None]]], None]:
+    """Run a story with a coordinator of two islands."""
+
+    def run(story: Callable[[Desk], Coroutine[Any, Any, None]]) -> None:
+        async def told() -> None:
+            desk = Desk(tmp_path)
+            await desk.start()
+            try:
+                await story(desk)
+            finally:
+                await desk.close()
+
+        run_virtual(told())
+
+    return run
+
+
+Play = Callable[[Callable[[Desk], Coroutine[Any, Any, None]]], None]
+
+
+async def joined(desk: Desk, start_id: str = "a") -> list[control.Grant]:
+    return [(await desk.join(island, start_id)).grant for island in ("east", "west")]
+
+
+# -- stop ----------------------------------------------------------------------------------------
+
+
+def test_islands_are_held_then_told_where_to_stop_and_the_run_ends_as_stopped(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        east, west = await joined(desk)
+        assert not (await desk.report(east, inner_step=3)).hold
+        assert desk.state() == "running"
+
+        assert desk.coordinator.request_stop()
+        assert desk.state() == "stopping"
+        reply = await desk.report(east, inner_step=4)
+        assert (reply.hold, reply.has_stop_step, reply.stop) == (True, False, False)
+        assert not (await desk.report(east, has_hold=True, hold_step=12)).has_stop_step
+        await desk.restart()  # whoever holds must not be forgotten
+        assert desk.state() == "stopping"
+        assert (await desk.report(west, has_hold=True, hold_step=6)).stop_step == 12
+        reply = await desk.report(east, inner_step=12)
+        assert (reply.hold, reply.has_stop_step, reply.stop_step) == (True, True, 12)
+
+        await desk.leave(east, is_stopped=True)
+        assert not desk.coordinator.ended.is_set()
+        await desk.leave(west, is_stopped=True)
+
+        assert desk.coordinator.ended.is_set()
+        assert desk.state() == "stopped"
+        assert list(desk.coordinator.status().checkpoint_steps) == [12]
+
+    play(story)
+
+
+def test_there_is_nobody_to_ask_before_every_island_has_joined(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        await desk.join("east")
+
+        assert not desk.coordinator.request_stop()
+        assert desk.state() == "waiting for islands"
+
+    play(story)
+
+
+def test_a_stop_may_be_asked_for_again_while_it_goes_on(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        (east, _) = await joined(desk)
+        desk.coordinator.request_stop()
+        await desk.report(east, has_hold=True, hold_step=12)
+
+        assert desk.coordinator.request_stop()
+        assert desk.membership.promises == {"east": 12}
+
+    play(story)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_all_keep_is_told_to_syncer_islands_and_operator_also_after_a_restart(
+    play: Play,
+) -> None:
+    async def story(desk: Desk) -> None:
+        east, west = await joined(desk)
+        await desk.report(east, inner_step=25, checkpoint_steps=[10, 20])
+        assert await desk.round_report() == []
+
+        reply = await desk.report(west, inner_step=21, checkpoint_steps=[20])
+        assert list(reply.checkpoint_steps) == [20]
+        assert await desk.round_report() == [20]
+        await desk.restart()
+
+        assert await desk.round_report() == [20]
+        assert list((await desk.report(east)).checkpoint_steps) == [20]
+        assert list(desk.coordinator.status().checkpoint_steps) == [20]
+
+    play(story)
+
+
+# -- starts ----------------------------------------------------------------------------------------
+
+
+def test_a_new_start_is_welcome_and_hears_how_far_the_one_before_had_come(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        (east, _) = await joined(desk)
+        assert (await desk.join("east")).last_inner_step == 0
+        await desk.report(east, inner_step=41)
+
+        again = await desk.join("east", "b")
+        waiting = await desk.report(again.grant)
+        third = await desk.join("east", "c")
+
+        assert (again.status, again.grant.incarnation) == (control.JOIN_STATUS_ACCEPTED, 2)
+        assert (again.is_resumed, again.last_inner_step) == (False, 41)
+        assert not waiting.stop
+        assert third.last_inner_step == 41, "the second start had not begun to train"
+        fenced = await desk.report(east, inner_step=42)
+        assert (fenced.stop, fenced.exit_code) == (True, 40)
+        assert "newer start" in fenced.reason
+
+    play(story)
+
+
+def test_a_start_at_another_step_is_refused_with_both(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        await desk.join("east", start_step=300)
+
+        refused = await desk.join("west")
+
+        assert refused.status == control.JOIN_STATUS_FINGERPRINT_MISMATCH
+        assert "inner step 0 (there), the run started at 300 (here)" in refused.message
+
+    play(story)
+
+
+# -- timelines -----------------------------------------------------------------------------------
+
+
+def test_starts_restore_the_checkpoint_until_the_new_timeline_has_published(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        await joined(desk)
+        await desk.round_report(record={"timeline": 0, "fragment_id": 0, "version": 5})
+        await desk.restart(resume_step=20)
+        assert desk.state() == "waiting for islands"
+
+        east, west = [await desk.join(island, "b") for island in ("east", "west")]
+        for reply in (east, west):
+            assert (reply.is_resumed, reply.resume_step, reply.grant.timeline) == (True, 20, 1)
+        again = await desk.join("east", "c")
+        assert (again.is_resumed, again.grant.incarnation) == (True, 3)
+
+        await desk.round_report(1, {"timeline": 0, "fragment_id": 0, "version": 4})
+        assert (await desk.join("east", "d")).is_resumed, "that is the pinned version"
+        await desk.round_report(1, {"timeline": 1, "fragment_id": 0, "version": 5})
+        returned = await desk.join("east", "e")
+        assert (returned.is_resumed, returned.resume_step) == (False, 0)
+        await desk.restart()
+        assert not (await desk.join("east", "f")).is_resumed
+
+    play(story)
+
+
+def test_whoever_belongs_to_an_earlier_timeline_is_told_so_and_changes_nothing(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+        await desk.restart(resume_step=20)
+
+        reply = await desk.report(east, inner_step=50, checkpoint_steps=[50])
+        await desk.leave(east)
+
+        assert (reply.stop, reply.exit_code) == (True, 40)
+        assert "resumed from inner step 20 (timeline 1)" in reply.reason
+        assert "start island 'east' again" in reply.reason
+        assert desk.membership.members["east"].exit_code is None
+        with pytest.raises(HandlerFailed, match="timeline"):
+            await desk.round_report(0)
+
+    play(story)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def test_what_ended_the_run_is_remembered_by_the_next_coordinator(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+        await desk.round_report(fatal_reason="quorum lost", fatal_exit_code=50)
+        assert desk.coordinator.ended.is_set()
+        await desk.restart()
+
+        reply = await desk.report(east)
+
+        assert (reply.stop, reply.exit_code, reply.reason) == (True, 50, "quorum lost")
+        assert desk.state() == "failed"
+
+    play(story)
+
+
+def test_a_syncer_that_cannot_start_ends_this_coordinator_only(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+        desk.coordinator.fail("the port is taken", 2)
+        assert (await desk.report(east)).stop
+        await desk.restart()
+
+        assert not (await desk.report(east)).stop
+
+    play(story)
