@@ -1,1 +1,56 @@
-"""Train one language model across datacenters that are far apart."""
+"""Train one language model across datacenters that are far apart.
+
+The public names are found when they are first used, so that `import diloco` loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco.config.load import load_config
+    from diloco.errors import (
+        AggregationError,
+        ConfigError,
+        CoordinatorUnavailable,
+        DilocoError,
+        FingerprintMismatch,
+        IslandFailed,
+        PlanMismatch,
+        QuorumLost,
+    )
+    from diloco.launch.connect import connect
+    from diloco.sync.session import DiLoCo
+
+__all__ = [
+    "AggregationError",
+    "ConfigError",
+    "CoordinatorUnavailable",
+    "DiLoCo",
+    "DilocoError",
+    "FingerprintMismatch",
+    "IslandFailed",
+    "PlanMismatch",
+    "QuorumLost",
+    "connect",
+    "load_config",
+]
+
+_MODULES = {
+    "DiLoCo": "diloco.sync.session",
+    "connect": "diloco.launch.connect",
+    "load_config": "diloco.config.load",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Find a public name; `Any`, since it may be a function or a class."""
+    if name not in __all__:
+        raise AttributeError(f"module 'diloco' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES.get(name, "diloco.errors")), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

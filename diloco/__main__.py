@@ -2,4 +2,5 @@
 
 from diloco.cli.main import main
 
-main()
+if __name__ == "__main__":  # a spawned process imports its parent's main module
+    main()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ from torch import Tensor
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
+from diloco.rounds.pins import restore
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.service import Worker
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer, SyncerRules
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.io_thread import Waits
 from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.shards import LaneShards
 from diloco.telemetry.events import Event
@@ -33,6 +35,7 @@ from transport.contracts import Transport
 from transport.loopback import LoopbackNetwork
 
 RUN = "virtual"
+_T = TypeVar("_T")
 InnerStep = Callable[[str, int, dict[str, Tensor]], None]
 
 
@@ -62,8 +65,13 @@ class LoopRunner:
     def post(self, action: Callable[..., object], *arguments: object) -> None:
         asyncio.get_running_loop().call_soon(action, *arguments)
 
-    async def drive(self, waits: Iterable[Coroutine[Any, Any, None]]) -> None:
-        for wait in waits:
+    async def drive(self, waits: Waits[_T]) -> _T:
+        while True:
+            try:
+                wait = next(waits)
+            except StopIteration as end:
+                value: _T = end.value
+                return value
             await asyncio.create_task(wait)  # after what was posted
 
 
@@ -81,6 +89,7 @@ class Setting:
     inner_step: InnerStep
     directory: Path
     inner_steps: int
+    start_step: int = 0
     islands: tuple[str, ...] = ("a", "b")
     tokens: Mapping[str, int] = field(default_factory=dict)
     inner_steps_per_round: int = 4
@@ -114,10 +123,30 @@ class Setting:
         return PublicationRules(self.uplink_codec, self.downlink_codec, self.optimizer)
 
 
-class VirtualIsland:
-    """One island: parameters, session, and the history of local and published values."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """What an island keeps of one inner step: its parameters and its outer state."""
 
-    def __init__(self, name: str, setting: Setting, control: Transport, data: Transport) -> None:
+    inner_step: int
+    parameters: dict[str, Tensor]
+    outer: dict[str, Tensor]
+
+
+class VirtualIsland:
+    """One start of an island: parameters, session, and the history of what it held.
+
+    `local` and `published` have the values after every inner step of this start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        setting: Setting,
+        control: Transport,
+        data: Transport,
+        incarnation: int = 1,
+        timeline: int = 0,
+    ) -> None:
         self.name = name
         self.setting = setting
         self.events: list[Event] = []
@@ -135,7 +164,7 @@ class VirtualIsland:
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
             control=control,
             data=data,
-            grant=grant(name),
+            grant=grant(name, incarnation, timeline),
             rules=ExchangeRules(setting.uplink_codec, setting.error_feedback, 60.0, 600.0),
             rng=random.Random(0),
             on_event=self.events.append,
@@ -147,17 +176,42 @@ class VirtualIsland:
             self.exchange,
             self.runner,
             Agreement(None),
-            timeline=0,
+            timeline=timeline,
             local_mix=setting.local_mix,
             clock=asyncio.get_running_loop().time,
             on_event=self.events.append,
+            start_step=setting.start_step,
         )
 
     def values(self) -> dict[str, list[float]]:
         return {name: parameter.tolist() for name, parameter in self.parameters.items()}
 
-    async def start(self) -> None:
-        await self.runner.drive(self.session.starting())
+    async def start(self, *, last_inner_step: int = 0, overwrite_initial: bool = False) -> None:
+        await self.runner.drive(
+            self.session.starting(
+                overwrite_initial=overwrite_initial, last_inner_step=last_inner_step
+            )
+        )
+
+    async def checkpoint(self) -> Checkpoint:
+        """Pin the present versions and keep a copy of everything."""
+        await self.runner.drive(self.session.pinning())
+        outer = await self.runner.drive(self.session.capturing())
+        return Checkpoint(
+            self.session.inner_step,
+            {name: parameter.detach().clone() for name, parameter in self.parameters.items()},
+            {name: values.clone() for name, values in outer.items()},
+        )
+
+    async def resume(self, checkpoint: Checkpoint) -> None:
+        with torch.no_grad():
+            for name, values in checkpoint.parameters.items():
+                self.parameters[name].copy_(values)
+        await self.runner.drive(self.session.resuming(checkpoint.outer))
+
+    async def drop(self) -> None:
+        """End without a word; whoever trains it is cancelled by the caller."""
+        await self.exchange.stop()
 
     async def train(self, inner_steps: int) -> None:
         num_tokens = self.setting.tokens.get(self.name, 1)
@@ -173,10 +227,14 @@ class VirtualIsland:
     async def finish(self) -> None:
         await self.runner.drive(self.session.finishing())
 
+    async def go_on(self) -> None:
+        """Train from where it stands to the end of the run."""
+        await self.train(self.setting.inner_steps - self.session.inner_step)
+        await self.finish()
+
     async def run(self) -> None:
         await self.start()
-        await self.train(self.setting.inner_steps)
-        await self.finish()
+        await self.go_on()
 
     def kinds(self, kind: str) -> list[dict[str, Any]]:
         return [event.as_dict() for event in self.events if event.kind == kind]
@@ -192,6 +250,7 @@ class VirtualRun:
         self.records: list[Mapping[str, Any]] = []
         self.worker: Worker = InlineWorker()
         self.epoch = 0
+        self.timeline = 0
 
     async def start_syncer(self) -> Syncer:
         self.epoch += 1
@@ -200,7 +259,10 @@ class VirtualRun:
         self.syncer = Syncer(
             plan,
             SyncerRules(
-                0, tuple(sorted(setting.islands)), setting.publication(), setting.round_deadline_s
+                self.timeline,
+                tuple(sorted(setting.islands)),
+                setting.publication(),
+                setting.round_deadline_s,
             ),
             [FragmentStore(setting.directory, fragment, 4) for fragment in plan.fragments],
             syncer_epoch=self.epoch,
@@ -220,9 +282,27 @@ class VirtualRun:
         await self.server.stop(0)
         await self.syncer.stop()
 
-    def island(self, name: str) -> VirtualIsland:
+    async def resume(self, step: int) -> None:
+        """Take the store back to a run checkpoint and serve it in a new timeline."""
+        await self.kill_syncer()
+        restore(
+            self.setting.directory,
+            self.setting.plan(),
+            step=step,
+            abandoned_timeline=self.timeline,
+        )
+        self.timeline += 1
+        self.incarnations.saved = {}
+        await self.start_syncer()
+
+    def island(self, name: str, incarnation: int = 1) -> VirtualIsland:
         return VirtualIsland(
-            name, self.setting, self.network.connect("syncer"), self.network.connect("syncer")
+            name,
+            self.setting,
+            self.network.connect("syncer"),
+            self.network.connect("syncer"),
+            incarnation,
+            self.timeline,
         )
 
     async def run(self) -> dict[str, VirtualIsland]:

@@ -153,6 +153,34 @@ class Plan:
         return blake3.blake3(self.to_json().encode()).hexdigest()
 
 
+def plan_difference(ours: str, theirs: str) -> list[str]:
+    """Name the first ten places where two plan manifests differ, with both values.
+
+    Args:
+        ours: Result of `Plan.to_json`; its values are written first, as those "here".
+        theirs: The same of the other side, "there".
+    """
+    differing: list[str] = []
+
+    def walk(path: str, a: object, b: object) -> None:
+        if isinstance(a, dict) and isinstance(b, dict):
+            for key in sorted({*a, *b}):
+                walk(f"{path}.{key}".lstrip("."), a.get(key), b.get(key))
+        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            for index, (left, right) in enumerate(zip(a, b, strict=True)):
+                walk(f"{path}[{index}]", left, right)
+        elif a != b:
+            differing.append(f"{path}: {_short(a)} here, {_short(b)} there")
+
+    walk("", json.loads(ours), json.loads(theirs))
+    return differing[:10]
+
+
+def _short(value: object) -> str:
+    text = f"{len(value)} entries" if isinstance(value, list) else json.dumps(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
 def make_plan(
     tensors: Iterable[TensorSpec],
     *,

@@ -12,15 +12,18 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def pseudo_gradient(anchor: Tensor, local: Tensor) -> Tensor:
-    """Return Delta = anchor - local, so that the outer optimizer descends.
+def pseudo_gradient_(local: Tensor, anchor: Tensor) -> Tensor:
+    """Turn local values into Delta = anchor - local in place, so that the outer optimizer descends.
+
+    In place, because the training thread waits for it: fresh memory costs it more than the
+    subtraction.
 
     Args:
-        anchor: Published values that the island last merged, float32.
-        local: The island's values now, float32, same shape and device.
+        local: A copy of the island's values now, float32; overwritten.
+        anchor: Published values that the island last merged, float32, same shape and device.
 
     Returns:
-        Tensor of the same shape, float32, freshly allocated.
+        `local`.
 
     Raises:
         ValueError: If shapes or dtypes differ from that.
@@ -30,4 +33,4 @@ def pseudo_gradient(anchor: Tensor, local: Tensor) -> Tensor:
             f"pseudo-gradient of local {local.dtype} {tuple(local.shape)} against anchor "
             f"{anchor.dtype} {tuple(anchor.shape)}: both must be float32 of one shape"
         )
-    return anchor - local
+    return torch.sub(anchor, local, out=local)

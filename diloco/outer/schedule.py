@@ -111,6 +111,12 @@ class Schedule:
             if (inner_step - phase) % self.inner_steps_per_round == 0
         )
 
+    def next_due(self, fragment_id: int, after: int) -> int | None:
+        """Return the first inner step > `after` >= 0 at which a fragment is sent; None if none."""
+        period = self.inner_steps_per_round
+        step = after + 1 + (self.phases[fragment_id] - after - 1) % period
+        return step if fragment_id in self.due(step) else None
+
     def merge_step(self, due_step: int) -> int:
         """Return the inner step after which what was sent at `due_step` is merged."""
         return due_step + self.overlap_steps

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diloco.errors import DilocoError, IslandFailed
 from diloco.sync.ledger import Verdict
 
 _VERDICTS = tuple(Verdict)
@@ -57,6 +58,18 @@ class Agreement:
         self._is_leader = group is None or dist.get_rank(group) == 0
         self._started: tuple[Tensor, dist.Work | None] | None = None
 
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the rank whose word counts."""
+        return self._is_leader
+
+    def smallest(self, values: Sequence[int]) -> list[int]:
+        """Return the smallest of every rank's values, one by one: a barrier for the island."""
+        vector = torch.tensor(values, dtype=torch.int64)
+        if self._group is not None:
+            dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group)
+        return list(vector.tolist())
+
     def start(self, exit_code: int, standings: Sequence[Standing]) -> None:
         """Start an all-reduce that `read` ends in the next outer step: no barrier now."""
         vector = self._encode(exit_code, standings)
@@ -91,6 +104,28 @@ class Agreement:
                 attempt = standing.attempt
             values += [standing.staged_version, verdict, attempt]
         return torch.tensor(values, dtype=torch.int64)
+
+
+def exit_code_of(failure: DilocoError | None) -> int:
+    """Return a rank's word on its failure: 0 for none."""
+    return 0 if failure is None else failure.exit_code
+
+
+def raise_failure(own: DilocoError | None, exit_code: int) -> None:
+    """Stop on every rank when any rank failed; with its own error where it happened.
+
+    Raises:
+        DilocoError: `own`, or one that tells of another rank's `exit_code`, where that is not 0.
+    """
+    if exit_code == 0:
+        return
+    if own is not None:
+        raise own
+    error = IslandFailed(
+        f"another rank of this island failed with exit code {exit_code}: see its log"
+    )
+    error.exit_code = exit_code
+    raise error
 
 
 def _decode(vector: Tensor) -> Agreed:

@@ -9,7 +9,7 @@ Source: protocol.md sections 5 and 8 (`unreachable_s`).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import blake3
 from google.protobuf.message import Message
@@ -115,6 +115,17 @@ class SyncerCalls:
             digest=blake3.blake3(payload).digest(),
         )
         reply = await self._call(self._data, "fragment.upload", header, payload)
+        return wire.Ack.FromString(reply.header)
+
+    async def pin(self, inner_step: int, versions: Sequence[int]) -> wire.Ack:
+        """Have the syncer keep one version of each fragment for a run checkpoint."""
+        request = wire.PinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            checkpoint_step=inner_step,
+            versions=[wire.Pinned(fragment_id=p, version=v) for p, v in enumerate(versions)],
+        )
+        reply = await self._call(self._control, "fragment.pin", request)
         return wire.Ack.FromString(reply.header)
 
     async def fetch(

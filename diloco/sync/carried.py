@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import blake3
+import torch
 from torch import Tensor
 
+from diloco.compression.base import Codec, from_bytes, to_bytes
+from diloco.outer.fragments import Fragment
 from diloco.rounds.state import RoundKey
+from diloco.sync.captured import CapturedLanes
 from diloco.sync.ledger import Outstanding, Verdict
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
@@ -25,18 +30,25 @@ NOT_DURABLE = (Verdict.REFUSED, Verdict.DECLINED)
 class FragmentView:
     """What a rank knows of a fragment, for the training thread.
 
-    `staged_version` is the newest version of which all of this rank's lanes are verified (-1:
-    none); `key` is what is outstanding and `verdict` its end, None while it is undecided. Commands
-    that were posted and not yet carried out are not in it: hold `key` against what was sent.
+    `anchor_version` is what the lanes hold (-1 before the island has entered the run; then
+    `is_overwritten` says whether own values differed); `staged_version` is the newest version of
+    which all of this rank's lanes are verified (-1: none); `key` is what is outstanding and
+    `verdict` its end, None while it is undecided. Commands that were posted and not yet carried out
+    are not in it: hold `key` against what was sent. `sent_at_inner_step` and `is_flush` are the
+    syncer's word on `version`.
     """
 
     key: RoundKey | None = None
+    anchor_version: int = -1
+    is_overwritten: bool = False
     version: int = -1
     attempt: int = 0
     staged_version: int = -1
     verdict: Verdict | None = None
     digest: str = ""
     contributors: tuple[str, ...] = ()
+    sent_at_inner_step: int = 0
+    is_flush: bool = False
 
     @property
     def has_ended(self) -> bool:
@@ -55,27 +67,44 @@ class SentLane:
     residual_after: Tensor | None
     received_epoch: int = -1
 
+    @classmethod
+    def of(cls, encoded: Tensor, residual_after: Tensor | None) -> SentLane:
+        """Make one of an encoded lane, uint8; nothing is copied."""
+        payload = to_bytes(encoded)
+        return cls(payload, blake3.blake3(payload).digest(), residual_after)
+
 
 @dataclass(slots=True)
 class CarriedFragment:
     """A fragment's lanes on one rank; `lanes` may be empty.
 
-    `outcome` is what the syncer said of `outstanding`; `state` is what it last announced.
-    `staging_version` is the newest version whose fetch was begun.
+    `outcome` is what the syncer said of `outstanding`, which is a decline where `decline_reason`
+    says why; `state` is what the syncer last announced. `staging_version` is the newest version
+    whose fetch was begun.
     """
 
     fragment_id: int
     lanes: tuple[int, ...]
     anchor: dict[int, Tensor] = field(default_factory=dict)
     anchor_version: int = -1
+    is_overwritten: bool = False
     residual: dict[int, Tensor] = field(default_factory=dict)
     outstanding: Outstanding | None = None
     sending: dict[int, SentLane] = field(default_factory=dict)
+    decline_reason: str = ""
     outcome: Verdict | None = None
     state: wire.FragmentState = field(default_factory=wire.FragmentState)
     staged: dict[int, Tensor] = field(default_factory=dict)
     staging_version: int = -1
     staged_version: int = -1
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether this version stays the newest until this island contributes, or for good.
+
+        A round that is closing is not: it counts the contribution of this island's earlier start.
+        """
+        return self.state.is_founded and (self.state.is_open or self.state.is_flush)
 
     def settle(self, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding.
@@ -90,7 +119,8 @@ class CarriedFragment:
         if is_merged:
             self.anchor, self.anchor_version = self.staged, self.anchor_version + 1
             self.staged, self.staged_version = {}, -1
-        self.outstanding, self.sending, self.outcome = None, {}, None
+        self.outstanding, self.outcome = None, None
+        self.sending, self.decline_reason = {}, ""
 
     def verdict(self) -> Verdict | None:
         """Say how what is outstanding ended; a refused one waits for the round's end."""
@@ -106,12 +136,36 @@ class CarriedFragment:
         sent, state = self.outstanding, self.state
         return FragmentView(
             key=None if sent is None else sent.key,
+            anchor_version=self.anchor_version,
+            is_overwritten=self.is_overwritten,
             version=state.version if state.is_founded else -1,
             attempt=state.attempt,
             staged_version=self.staged_version,
             verdict=self.verdict(),
             digest=state.digest.hex(),
             contributors=tuple(state.contributors),
+            sent_at_inner_step=state.sent_at_inner_step,
+            is_flush=state.is_flush,
+        )
+
+    def captured(self, fragment: Fragment, codec: Codec, *, error_feedback: bool) -> CapturedLanes:
+        """Return the state of the lanes, zeros where there is none; tensors are not copied."""
+        payload: dict[int, Tensor] = {}
+        residual: dict[int, Tensor] = {}
+        residual_after: dict[int, Tensor] = {}
+        for lane_id in self.lanes:
+            numel, sent = fragment.lanes[lane_id].numel, self.sending.get(lane_id)
+            payload[lane_id] = (
+                torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+                if sent is None
+                else from_bytes(sent.payload)
+            )
+            if error_feedback:
+                after = None if sent is None else sent.residual_after
+                residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel))
+                residual_after[lane_id] = torch.zeros(numel) if after is None else after
+        return CapturedLanes(
+            dict(self.anchor), payload, residual, residual_after, bool(self.decline_reason)
         )
 
     def known(self) -> wire.FragmentState:

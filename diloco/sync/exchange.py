@@ -10,35 +10,27 @@ Source: protocol.md sections 1, 4, 5 and 6.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import blake3
 import torch
 from torch import Tensor
 
-from diloco.compression.base import to_bytes
 from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.registry import get_codec
-from diloco.errors import (
-    CodecError,
-    DilocoError,
-    FingerprintMismatch,
-    IslandFailed,
-    error_of_exit_code,
-)
+from diloco.errors import CodecError, DilocoError, IslandFailed, error_of_exit_code
 from diloco.outer.fragments import Plan
 from diloco.rounds.messages import outcome_of
-from diloco.rounds.publication import lane_digest
 from diloco.rounds.state import Outcome
 from diloco.sync.calls import SyncerCalls
+from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.carried import NOT_DURABLE, CarriedFragment, FragmentView, SentLane
+from diloco.sync.entry import Entry, check_restored
 from diloco.sync.ledger import Outstanding, Verdict
 from diloco.sync.staging import stage_lane
+from diloco.sync.tasks import Tasks, wait_for
 from diloco.telemetry.events import Event, SyncerRestarted
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
@@ -50,7 +42,6 @@ logger = logging.getLogger(__name__)
 _DECLINED = "declined:"
 _NOT_OPEN_WAIT_S = 0.25
 _DECLINE_AGAIN_S = 1.0
-_TELL_WAITING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +66,7 @@ class ExchangeRules:
 
 
 class Exchange:
-    """One rank's exchange with the syncer; `start` polls until `stop`.
+    """One rank's exchange with the syncer; it polls from `enter` or `restore` until `stop`.
 
     `failure` is set once, when the rank cannot go on; everything after it is void.
     """
@@ -93,6 +84,7 @@ class Exchange:
         on_event: Callable[[Event], None],
     ) -> None:
         """Assign only. `lanes` maps every fragment to the lanes that this rank carries."""
+        self.rules = rules
         self._plan = plan
         self._grant = grant
         self._calls = SyncerCalls(
@@ -107,21 +99,30 @@ class Exchange:
             ),
             rng=rng,
         )
-        self._error_feedback = rules.error_feedback
         self._on_event = on_event
         self._carried = {p: CarriedFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
         self._views = {p: FragmentView() for p in self._carried}
         self._codec = get_codec(rules.uplink_codec)
         self._epoch = 0
-        self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.failure: DilocoError | None = None
+        self._tasks = Tasks(self._show)
+        self._entry = Entry(
+            plan, grant, self._calls, self._carried, self._tasks, lambda: self._epoch
+        )
 
     # -- read by the training thread -----------------------------------------------------------
+
+    @property
+    def failure(self) -> DilocoError | None:
+        """Why this rank cannot go on, once it cannot."""
+        return self._tasks.failure
 
     def view(self, fragment_id: int) -> FragmentView:
         """Return what this rank knows of a fragment now."""
         return self._views[fragment_id]
+
+    def anchor(self, fragment_id: int) -> Mapping[int, Tensor]:
+        """Return the lanes of `view().anchor_version`."""
+        return dict(self._carried[fragment_id].anchor)
 
     def staged(self, fragment_id: int) -> Mapping[int, Tensor]:
         """Return the verified lanes of `view().staged_version`."""
@@ -139,40 +140,33 @@ class Exchange:
 
     # -- called in the loop ----------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to poll."""
-        self._spawn(self._poll_forever())
+    def enter(self, own: Mapping[int, Mapping[int, Tensor]], overwrite_initial: bool) -> None:
+        """Begin to poll and enter the run: found version 0 of it, or return to what is published.
+
+        Done when every view has an anchor version. A failure, such as initial parameters that
+        differ from the run's and must not be overwritten, becomes `failure`.
+        """
+        self._tasks.spawn(self._poll_forever())
+        self._tasks.spawn(self._enter(own, overwrite_initial))
+
+    def restore(self, fragments: Sequence[CapturedFragment]) -> None:
+        """Begin to poll and enter the run with the state of its checkpoint.
+
+        Done when every view has an anchor version; what was in flight is submitted again.
+        """
+        self._tasks.spawn(self._poll_forever())
+        self._tasks.spawn(self._restore(fragments))
 
     async def stop(self) -> None:
         """Cancel all tasks and close both transports."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
         await self._calls.close()
 
-    async def found(self, initial: Mapping[int, Mapping[int, Tensor]]) -> None:
-        """Agree on version 0: upload it if asked to, then hold this rank's lanes against it.
-
-        Raises:
-            FingerprintMismatch: If the initial parameters differ from the run's.
-            DilocoError: If the run is past version 0, or the syncer cannot be reached.
-        """
-        uploads: dict[tuple[int, int], int] = {}
-        while not all(carried.state.is_founded for carried in self._carried.values()):
-            self._raise_failure()
-            changed = self._changed
-            for p, carried in self._carried.items():
-                for lane_id in carried.lanes:
-                    wanted = carried.state.wants_initial and not carried.state.is_founded
-                    if wanted and uploads.get((p, lane_id)) != self._epoch:
-                        uploads[p, lane_id] = self._epoch
-                        self._spawn(self._upload(p, lane_id, initial[p][lane_id]))
-            await _wait(changed, _TELL_WAITING_S)
-            if not changed.is_set():
-                logger.info("waiting until every island has joined and version 0 is durable")
-        for p, carried in self._carried.items():
-            self._check_founded(carried, initial[p])
-            carried.anchor, carried.anchor_version = dict(initial[p]), 0
+    async def wait_until_entered(self, at_most_s: float) -> None:
+        """Wait until `enter` or `restore` is done (or failed)."""
+        await self._tasks.wait_until(
+            lambda: all(view.anchor_version >= 0 for view in self._views.values()), at_most_s
+        )
 
     def send(self, sent: Outstanding, deltas: Mapping[int, Tensor]) -> None:
         """Encode and submit this rank's lanes of a contribution, until its outcome is known."""
@@ -183,33 +177,50 @@ class Exchange:
         except CodecError as error:
             self.fail(error)
             return
-        for lane_id, lane in carried.sending.items():
-            self._spawn(self._submit(carried, sent, lane_id, lane))
+        self._submit_all(carried, sent)
 
     def decline(self, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that the island has nothing valid to contribute to this attempt."""
-        self._spawn(self._decline(self._begin(sent), sent, reason))
+        carried = self._begin(sent)
+        carried.decline_reason = reason
+        self._tasks.spawn(self._decline(carried, sent))
 
     def settle(self, fragment_id: int, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding, after the island agreed on its end."""
         carried = self._carried[fragment_id]
         carried.settle(is_merged=is_merged, is_included=is_included)
         self._stage_if_published(carried)
-        self._notify()
+        self._tasks.notify()
 
     async def wait_for_end(self, fragment_id: int, at_most_s: float) -> None:
         """Wait until what is outstanding has ended for this rank (staged, expired, failed)."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(at_most_s):
-                while self.failure is None and not self.view(fragment_id).has_ended:
-                    await self._changed.wait()
+        await self._tasks.wait_until(lambda: self.view(fragment_id).has_ended, at_most_s)
+
+    async def capture(self, into: dict[int, CapturedLanes]) -> None:
+        """Put the state of every fragment's lanes into `into`, after what was posted before."""
+        for p, carried in self._carried.items():
+            into[p] = carried.captured(
+                self._plan.fragments[p], self._codec, error_feedback=self.rules.error_feedback
+            )
+
+    async def pin(self, inner_step: int, versions: Sequence[int]) -> None:
+        """Have the syncer keep these versions, durably, for the run checkpoint of a step."""
+        try:
+            ack = await self._calls.pin(inner_step, versions)
+        except DilocoError as error:
+            self.fail(error)
+            return
+        if not ack.is_accepted:
+            self.fail(
+                IslandFailed(
+                    f"versions {list(versions)} cannot be kept for the checkpoint of inner step "
+                    f"{inner_step}: {ack.message}"
+                )
+            )
 
     def fail(self, error: DilocoError) -> None:
         """Stop being able to go on; the first error stays."""
-        if self.failure is None:
-            logger.error("exchange failed: %s", error)
-            self.failure = error
-        self._notify()
+        self._tasks.fail(error)
 
     # -- polling ---------------------------------------------------------------------------------
 
@@ -244,7 +255,7 @@ class Exchange:
             self._take_outcome(outcome_of(outcome))
         for carried in self._carried.values():
             self._stage_if_published(carried)
-        self._notify()
+        self._tasks.notify()
 
     def _take_epoch(self, epoch: int) -> None:
         """Forget what the syncer before had only in memory: lanes received, refusals."""
@@ -275,25 +286,27 @@ class Exchange:
         carried = self._carried[sent.key.fragment_id]
         assert carried.outstanding is None, f"{sent.key} while {carried.outstanding} is out"
         carried.outstanding, carried.outcome = sent, None
-        self._notify()
+        self._tasks.notify()
         return carried
 
     def _encode(self, carried: CarriedFragment, lane_id: int, delta: Tensor) -> SentLane:
         residual = None
-        if self._error_feedback:
+        if self.rules.error_feedback:
             residual = carried.residual.setdefault(lane_id, torch.zeros_like(delta))
-        encoded, residual_after = encode_with_feedback(self._codec, delta, residual)
-        payload = to_bytes(encoded)
-        return SentLane(payload, blake3.blake3(payload).digest(), residual_after)
+        return SentLane.of(*encode_with_feedback(self._codec, delta, residual))
+
+    def _submit_all(self, carried: CarriedFragment, sent: Outstanding) -> None:
+        for lane_id, lane in carried.sending.items():
+            self._tasks.spawn(self._submit(carried, sent, lane_id, lane))
 
     async def _submit(
         self, carried: CarriedFragment, sent: Outstanding, lane_id: int, lane: SentLane
     ) -> None:
         """Have the lane received by whichever syncer runs, until the contribution is settled."""
         while carried.outstanding is sent and self.failure is None:
-            changed = self._changed
+            news = self._tasks.news
             if carried.outcome is not None or lane.received_epoch >= self._epoch:
-                await changed.wait()
+                await news.wait()
                 continue
             reply = await self._calls.submit(
                 sent, lane_id, codec=self._codec.name, digest=lane.digest, payload=lane.payload
@@ -302,7 +315,7 @@ class Exchange:
                 continue  # settled, or the word of a syncer that is gone
             self._take_submit_reply(carried, sent, lane_id, lane, reply)
             if reply.status == wire.SUBMIT_STATUS_NOT_OPEN:
-                await _wait(changed, _NOT_OPEN_WAIT_S)
+                await wait_for(news, _NOT_OPEN_WAIT_S)
 
     def _take_submit_reply(
         self,
@@ -327,40 +340,48 @@ class Exchange:
                 lane.received_epoch = reply.syncer_epoch
                 if reply.HasField("outcome"):
                     self._take_outcome(outcome_of(reply.outcome))
-                self._notify()
+                self._tasks.notify()
 
-    async def _decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
+    async def _decline(self, carried: CarriedFragment, sent: Outstanding) -> None:
         """Repeat it until the contribution is settled: a restarted syncer has forgotten it."""
         while carried.outstanding is sent and self.failure is None:
-            changed = self._changed
+            news = self._tasks.news
             if carried.outcome is None:
-                await self._calls.decline(sent.key, reason)
-            await _wait(changed, _DECLINE_AGAIN_S)
+                await self._calls.decline(sent.key, carried.decline_reason)
+            await wait_for(news, _DECLINE_AGAIN_S)
 
-    # -- version 0 -------------------------------------------------------------------------------
+    # -- entering the run ------------------------------------------------------------------------
 
-    async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
-        payload = to_bytes(values.view(torch.uint8))
-        ack = await self._calls.upload(fragment_id, lane_id, payload)
-        if not ack.is_accepted:
-            self.fail(CodecError(f"initial parameters of fragment {fragment_id}: {ack.message}"))
+    async def _enter(
+        self, own: Mapping[int, Mapping[int, Tensor]], overwrite_initial: bool
+    ) -> None:
+        await self._entry.enter(own, overwrite=overwrite_initial)
+        self._entered()
 
-    def _check_founded(self, carried: CarriedFragment, initial: Mapping[int, Tensor]) -> None:
-        state, p = carried.state, carried.fragment_id
-        if state.version != 0:
-            raise IslandFailed(
-                f"island {self._grant.island!r} starts at inner step 0, but fragment {p} of run "
-                f"{self._grant.run!r} is at version {state.version}: an island that returns to a "
-                f"run under way is not supported yet; start the run again in an empty state_dir"
-            )
-        for lane_id in carried.lanes:
-            if lane_digest(initial[lane_id]) != state.lane_digests[lane_id]:
-                names = ", ".join(e.name for e in self._plan.fragments[p].entries[:3])
-                raise FingerprintMismatch(
-                    f"the initial parameters of island {self._grant.island!r} differ from the "
-                    f"run's in fragment {p}, lane {lane_id} ({names}, ...): the same seed, model "
-                    f"and version of torch must be used everywhere"
-                )
+    async def _restore(self, fragments: Sequence[CapturedFragment]) -> None:
+        await self._entry.until_steady({})
+        for carried, restored in zip(self._carried.values(), fragments, strict=True):
+            check_restored(carried, restored)
+            carried.anchor = dict(restored.lanes.anchor)
+            carried.anchor_version = restored.ledger.version
+            carried.residual = dict(restored.lanes.residual)
+            if (sent := restored.ledger.outstanding) is None:
+                continue
+            if restored.lanes.is_declined:
+                self.decline(sent, "declined before the checkpoint that is resumed")
+                continue
+            self._begin(sent)
+            carried.sending = {
+                lane_id: SentLane.of(payload, restored.lanes.residual_after.get(lane_id))
+                for lane_id, payload in restored.lanes.payload.items()
+            }
+            self._submit_all(carried, sent)
+        self._entered()
+
+    def _entered(self) -> None:
+        for carried in self._carried.values():
+            self._stage_if_published(carried)
+        self._tasks.notify()
 
     # -- staging ---------------------------------------------------------------------------------
 
@@ -372,7 +393,7 @@ class Exchange:
         carried.staging_version = version
         is_newest = carried.state.version == version
         digests = tuple(carried.state.lane_digests) if is_newest else ()
-        self._spawn(self._stage(carried, version, digests))
+        self._tasks.spawn(self._stage(carried, version, digests))
 
     async def _stage(
         self, carried: CarriedFragment, version: int, digests: tuple[bytes, ...]
@@ -393,38 +414,11 @@ class Exchange:
         )
         carried.staged = dict(zip(carried.lanes, lanes, strict=True))
         carried.staged_version = version
-        self._notify()
+        self._tasks.notify()
 
     # -- plumbing --------------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if not isinstance(error, DilocoError):
-            logger.error("exchange task failed", exc_info=error)
-            error = DilocoError(f"the exchange with the syncer failed: {error!r}")
-        self.fail(error)
-
-    def _raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-    def _notify(self) -> None:
-        """Show the training thread how things stand, and wake whoever waits for a change."""
+    def _show(self) -> None:
+        """Show the training thread how things stand."""
         for p, carried in self._carried.items():
             self._views[p] = carried.view()
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-
-async def _wait(event: asyncio.Event, at_most_s: float) -> None:
-    """Wait for an event or for time to pass, whichever is first."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(at_most_s):
-            await event.wait()

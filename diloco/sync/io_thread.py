@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeAlias, TypeVar
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+#: What a step of the outer loop is: it yields whatever has to be waited for, and returns a value.
+Waits: TypeAlias = Generator[Coroutine[Any, Any, None], None, _T]
 
 
 class IoThread:
@@ -50,9 +53,14 @@ class IoThread:
             raise RuntimeError("an action posted to the IO thread failed") from broken
         return result
 
-    def drive(self, waits: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run one of the session's generators: whatever it yields is awaited in the loop."""
-        for wait in waits:
+    def drive(self, waits: Waits[_T]) -> _T:
+        """Await whatever a generator of the outer loop yields in the loop; return its value."""
+        while True:
+            try:
+                wait = next(waits)
+            except StopIteration as end:
+                value: _T = end.value
+                return value
             self.run(wait)
 
     def stop(self) -> None:

@@ -38,7 +38,9 @@ class FragmentLedger:
     """Counters of one fragment of one island.
 
     `tokens` and `steps` run since the counters last restarted; `version` is that of the anchor;
-    `attempt` the attempt last announced for it; `local_steps` run since the last merge.
+    `attempt` the attempt last announced for it; `local_steps` run since the last merge. Due steps
+    up to `sent_until` were sent before the island returned: it passes some of them again and sends
+    nothing there. `is_flushed` says that `version` is the flush.
     """
 
     timeline: int
@@ -48,7 +50,13 @@ class FragmentLedger:
     tokens: int = 0
     steps: int = 0
     local_steps: int = 0
+    sent_until: int = 0
+    is_flushed: bool = False
     outstanding: Outstanding | None = None
+
+    def is_sending(self, due_step: int) -> bool:
+        """Whether the island still owes what is due after an inner step."""
+        return due_step > self.sent_until and not self.is_flushed
 
     def count(self, num_tokens: int) -> None:
         """Count one inner step of `num_tokens` tokens."""
@@ -88,6 +96,7 @@ class FragmentLedger:
             self.attempt = max(attempt, sent.key.attempt + 1)
             return 0
         self.version, self.attempt = sent.key.version + 1, 0
+        self.is_flushed = sent.is_flush
         steps_since_send = self.steps - sent.weight_steps
         overwritten = steps_since_send if verdict is Verdict.INCLUDED else self.local_steps
         self.local_steps = 0

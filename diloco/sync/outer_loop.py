@@ -3,10 +3,10 @@
 Belongs to the training thread: collectives and parameters are touched here only. What needs the
 network is posted to the `Exchange`; what needs all ranks goes through `Agreement`.
 
-`step`, `start` and `finish` are written as generators that yield whatever has to be waited for, so
-that one body serves a training thread (which blocks) and a virtual clock (which awaits).
+What takes time is written as a generator that yields whatever has to be waited for, so that one
+body serves a training thread (which blocks) and a virtual clock (which awaits).
 
-Source: protocol.md sections 3, 5, 6 and 7.
+Source: protocol.md sections 3, 5, 6, 7 and 9.
 """
 
 from __future__ import annotations
@@ -14,44 +14,36 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
-from diloco.errors import AggregationError, IslandFailed
+from diloco.errors import AggregationError
 from diloco.outer.fragments import Plan
-from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.outer.pseudo_gradient import pseudo_gradient_
 from diloco.outer.schedule import Schedule
-from diloco.sync.agreement import Agreed, Agreement, Standing
+from diloco.sync.agreement import Agreed, Agreement, Standing, exit_code_of, raise_failure
 from diloco.sync.exchange import Exchange
+from diloco.sync.io_thread import Waits
 from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
+from diloco.sync.outer_state import LOOK_S, OuterState, Runner, StateKeeper
 from diloco.sync.shards import LaneShards
 from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, RoundExpiredSeen
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-_Waits = Generator[Coroutine[Any, Any, None], None, _T]
-
-#: Seconds after which a blocked rank looks at the others again.
-_LOOK_S = 1.0
 _MAX_BROKEN_IN_A_ROW = 3
-
-
-class Runner(Protocol):
-    """Where the exchange runs: the IO thread of a rank, or the current loop."""
-
-    def post(self, action: Callable[..., object], *arguments: object) -> None:
-        """Run `action(*arguments)` there, after what was posted before."""
 
 
 class OuterLoop:
     """The outer loop of one rank of an island.
 
-    Every rank of the island makes the same calls in the same order. `inner_step` counts completed
-    inner steps; `overwritten_steps` those whose local effect a merge replaced, each fragment by its
-    share of the parameters.
+    Every rank of the island makes the same calls in the same order; `starting` or `resuming` is the
+    first. `inner_step` counts completed inner steps; `overwritten_steps` those whose local effect a
+    merge replaced, each fragment by its share of the parameters; it and `blocked_s` are sums since
+    the start. No run checkpoint may be taken before `first_checkpoint_step`: an island that
+    returned holds versions until then that the others merge only there.
     """
 
     def __init__(
@@ -67,8 +59,9 @@ class OuterLoop:
         local_mix: float,
         clock: Callable[[], float],
         on_event: Callable[[Event], None],
+        start_step: int = 0,
     ) -> None:
-        """Assign only; `start` agrees on the first published version."""
+        """Assign only; `start_step` is where the run began: 0, or a warm start's position."""
         self._plan = plan
         self._schedule = schedule
         self._shards = shards
@@ -78,12 +71,24 @@ class OuterLoop:
         self._local_mix = local_mix
         self._clock = clock
         self._on_event = on_event
+        self._keeper = StateKeeper(
+            plan,
+            schedule,
+            shards,
+            exchange,
+            runner,
+            agreement,
+            timeline=timeline,
+            start_step=start_step,
+            on_event=on_event,
+        )
         self._ledgers = [FragmentLedger(timeline, f.fragment_id) for f in plan.fragments]
         self._anchors: list[Mapping[int, Tensor]] = []
         self._broken_in_a_row = [0] * len(plan.fragments)
         numel = sum(fragment.numel for fragment in plan.fragments)
         self._shares = [fragment.numel / numel for fragment in plan.fragments]
-        self.inner_step = 0
+        self.inner_step = start_step
+        self.first_checkpoint_step = start_step
         self.blocked_s = 0.0
         self.overwritten_steps = 0.0
 
@@ -101,18 +106,108 @@ class OuterLoop:
         return sum(ledger.outstanding is not None for ledger in self._ledgers)
 
     @property
+    def versions(self) -> tuple[int, ...]:
+        """Version of each fragment that this island last merged."""
+        return tuple(ledger.version for ledger in self._ledgers)
+
+    @property
     def digests(self) -> tuple[str, ...]:
         """Digest of the version of each fragment that the syncer last announced, in hex."""
         return tuple(self._exchange.view(f.fragment_id).digest for f in self._plan.fragments)
 
-    def starting(self) -> _Waits[None]:
-        """Agree on version 0 of every fragment; anchors are the initial parameters."""
-        initial = {f.fragment_id: self._shards.collect(f.fragment_id) for f in self._plan.fragments}
-        self._runner.post(self._exchange.start)
-        yield self._exchange.found(initial)
-        self._anchors = [initial[f.fragment_id] for f in self._plan.fragments]
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that this rank has sent."""
+        return self._exchange.bytes_up
 
-    def stepping(self, num_tokens: int) -> _Waits[None]:
+    @property
+    def bytes_down(self) -> int:
+        """Bytes that this rank has received."""
+        return self._exchange.bytes_down
+
+    # -- the start -------------------------------------------------------------------------------
+
+    def starting(self, *, overwrite_initial: bool, last_inner_step: int) -> Waits[None]:
+        """Enter the run: found version 0 with the others, or return to what is published.
+
+        Afterwards parameters and anchors are the published versions, and `inner_step` says where
+        to go on: at `start_step`, or, for an island that returns, as `course` finds it.
+
+        Args:
+            overwrite_initial: Whether initial parameters that differ from the run's are replaced,
+                with an event, or refused.
+            last_inner_step: That the island's start before this one reported; 0 if there was none.
+
+        Raises:
+            FingerprintMismatch: If the initial parameters differ and must not be replaced.
+            IslandFailed: If another rank failed, or the ranks hold different versions.
+            DilocoError: If the run cannot be entered.
+        """
+        self._take(
+            (
+                yield from self._keeper.starting(
+                    overwrite_initial=overwrite_initial, last_inner_step=last_inner_step
+                )
+            )
+        )
+
+    def resuming(self, state: Mapping[str, Tensor]) -> Waits[None]:
+        """Enter the run where `capturing` left it, in a later timeline; instead of `starting`.
+
+        What was in flight is submitted again: the same bytes, weights and steps, as the first
+        attempt of this timeline. Parameters are not touched: they are the caller's to restore.
+
+        Args:
+            state: At least what `capturing` returned for the lanes of this rank; copied.
+
+        Raises:
+            ConfigError: Naming what is missing from the state, or of another plan.
+            FingerprintMismatch: If the syncer restored another checkpoint.
+            DilocoError: If another rank failed, or the run cannot be entered.
+        """
+        self._take((yield from self._keeper.resuming(state)))
+
+    def _take(self, state: OuterState) -> None:
+        self.inner_step, self.first_checkpoint_step = state.inner_step, state.first_checkpoint_step
+        self._ledgers, self._anchors = state.ledgers, state.anchors
+        self._broken_in_a_row = state.broken_in_a_row
+
+    # -- run checkpoints -------------------------------------------------------------------------
+
+    def pinning(self) -> Waits[None]:
+        """Have the syncer keep the present versions for a run checkpoint of this inner step.
+
+        They are durable when it ends, on every rank.
+
+        Raises:
+            ValueError: Before `first_checkpoint_step`.
+            IslandFailed: If the syncer keeps other versions for this step.
+        """
+        if self.inner_step < self.first_checkpoint_step:
+            raise ValueError(
+                f"no run checkpoint can be taken after inner step {self.inner_step}: this island "
+                f"returned, and stands where the others stood only from inner step "
+                f"{self.first_checkpoint_step} on"
+            )
+        yield from self._keeper.pinning(self.inner_step, self.versions)
+
+    def capturing(self) -> Waits[dict[str, Tensor]]:
+        """Return the state of this rank's lanes after the last step, by the names of `captured`.
+
+        The tensors are in use, though never written to: copy before writing into them.
+        """
+        state = OuterState(
+            self.inner_step,
+            self.first_checkpoint_step,
+            self._ledgers,
+            self._anchors,
+            self._broken_in_a_row,
+        )
+        return (yield from self._keeper.capturing(state))
+
+    # -- training --------------------------------------------------------------------------------
+
+    def stepping(self, num_tokens: int) -> Waits[None]:
         """Account for one inner step of `num_tokens` tokens of the whole island, then act.
 
         Order: merges of earlier sends, then sends, then, for tau = 0, their merges.
@@ -126,7 +221,11 @@ class OuterLoop:
             sent = ledger.outstanding
             if sent is not None and self._merge_step(sent) <= self.inner_step:
                 yield from self._settle(ledger, agreed)
-        due = self._schedule.due(self.inner_step)
+        due = [
+            fragment_id
+            for fragment_id in self._schedule.due(self.inner_step)
+            if self._ledgers[fragment_id].is_sending(self.inner_step)
+        ]
         for fragment_id in due:
             self._send(self._ledgers[fragment_id], is_flush=False)
         if self._schedule.overlap_steps == 0:
@@ -135,7 +234,7 @@ class OuterLoop:
         if self.num_in_flight:
             self._agreement.start(self._exit_code, self._standings())
 
-    def finishing(self) -> _Waits[None]:
+    def finishing(self) -> Waits[None]:
         """Merge what is outstanding, then flush: nobody's last steps are lost."""
         self._raise_failure(self._agreement.read())
         for ledger in self._ledgers:
@@ -143,15 +242,19 @@ class OuterLoop:
                 yield from self._settle(ledger, None)
         if not self._schedule.flush:
             return
-        waiting = list(self._ledgers)
-        before = [ledger.version for ledger in self._ledgers]
+        waiting = []
+        for ledger in self._ledgers:
+            if ledger.is_flushed:  # before this island returned
+                self._shards.distribute(ledger.fragment_id, self._anchors[ledger.fragment_id], 0.0)
+            else:
+                waiting.append(ledger)
         while waiting:
             for ledger in waiting:
                 self._send(ledger, is_flush=True)
             for ledger in waiting:
                 yield from self._settle(ledger, None)
             # An expired attempt is tried again; three in a row end the run by the syncer's word.
-            waiting = [ledger for ledger in waiting if ledger.version == before[ledger.fragment_id]]
+            waiting = [ledger for ledger in waiting if not ledger.is_flushed]
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -173,10 +276,10 @@ class OuterLoop:
         p = ledger.fragment_id
         local = self._shards.collect(p)
         deltas = {
-            lane_id: pseudo_gradient(self._anchors[p][lane_id], values)
+            lane_id: pseudo_gradient_(values, self._anchors[p][lane_id])
             for lane_id, values in local.items()
         }
-        norm = math.sqrt(sum(float(delta.double().square().sum()) for delta in deltas.values()))
+        norm = math.hypot(*(_norm(delta) for delta in deltas.values()))
         sent = ledger.send(self.inner_step, is_flush=is_flush)
         declined = ""
         if not math.isfinite(norm):
@@ -219,7 +322,7 @@ class OuterLoop:
             )
             self._runner.post(self._exchange.fail, AggregationError(reason))
 
-    def _settle(self, ledger: FragmentLedger, agreed: Agreed | None) -> _Waits[None]:
+    def _settle(self, ledger: FragmentLedger, agreed: Agreed | None) -> Waits[None]:
         """Wait until the island agrees on the outcome of what is outstanding, and apply it."""
         sent = ledger.outstanding
         assert sent is not None
@@ -231,7 +334,7 @@ class OuterLoop:
                     break
                 if standing.verdict is not None and standing.staged_version > sent.key.version:
                     break
-            yield self._exchange.wait_for_end(ledger.fragment_id, _LOOK_S)
+            yield self._exchange.wait_for_end(ledger.fragment_id, LOOK_S)
             agreed = self._agreement.now(self._exit_code, self._standings())
             self._raise_failure(agreed)
         blocked_s = self._clock() - began
@@ -278,8 +381,10 @@ class OuterLoop:
 
     @property
     def _exit_code(self) -> int:
-        failure = self._exchange.failure
-        return 0 if failure is None else failure.exit_code
+        return exit_code_of(self._exchange.failure)
+
+    def _raise_failure(self, agreed: Agreed | None) -> None:
+        raise_failure(self._exchange.failure, 0 if agreed is None else agreed.exit_code)
 
     def _standings(self) -> list[Standing]:
         standings = []
@@ -291,14 +396,6 @@ class OuterLoop:
             standings.append(Standing(view.staged_version, verdict, view.attempt))
         return standings
 
-    def _raise_failure(self, agreed: Agreed | None) -> None:
-        """Stop on every rank when any rank failed; its own error where it happened."""
-        if agreed is None or agreed.exit_code == 0:
-            return
-        if self._exchange.failure is not None:
-            raise self._exchange.failure
-        error = IslandFailed(
-            f"another rank of this island failed with exit code {agreed.exit_code}: see its log"
-        )
-        error.exit_code = agreed.exit_code
-        raise error
+
+def _norm(delta: Tensor) -> float:
+    return float(torch.linalg.vector_norm(delta, dtype=torch.float64))

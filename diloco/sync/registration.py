@@ -24,6 +24,7 @@ from diloco.errors import (
     PlanMismatch,
     error_of_exit_code,
 )
+from diloco.sync.stop_line import StopLine
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
@@ -56,6 +57,7 @@ class IslandState(StrEnum):
     TRAINING = "training"
     FLUSHING = "flushing"
     FINISHED = "finished"
+    STOPPED = "stopped"
     FAILED = "failed"
 
 
@@ -84,6 +86,7 @@ class Island:
     """What an island says of itself when it joins.
 
     `start_id` is random, one a start: a repeated join of one start gets one incarnation.
+    `start_step` is where a new run begins: 0, or a warm start's position.
     """
 
     run: str
@@ -93,10 +96,16 @@ class Island:
     corpus_sha256: str
     num_ranks: int
     start_id: str
+    start_step: int = 0
 
 
 class Registration:
-    """The leader's channel to the coordinator; everything but the constructor runs in one loop."""
+    """The leader's channel to the coordinator; everything but the constructor runs in one loop.
+
+    `checkpoint_steps` are the complete checkpoints that the island keeps, ascending, as its reports
+    say; whoever keeps them replaces the tuple, from any thread. `complete_checkpoints` are those of
+    the run that every island has, as the coordinator last said; None before it has.
+    """
 
     def __init__(
         self,
@@ -113,7 +122,11 @@ class Registration:
         self._rpc_deadline_s = rpc_deadline_s
         self._policy = policy
         self._rng = rng
+        self.checkpoint_steps: tuple[int, ...] = ()
+        self.complete_checkpoints: tuple[int, ...] | None = None
         self._grant = Grant()
+        self._stop_line: StopLine | None = None
+        self._is_held = False
         self._reporting: asyncio.Task[None] | None = None
 
     async def join(self) -> JoinReply:
@@ -136,6 +149,7 @@ class Registration:
             corpus_sha256=island.corpus_sha256,
             num_ranks=island.num_ranks,
             start_id=island.start_id,
+            start_step=island.start_step,
         ).SerializeToString()
         until = loop.time() + self._policy.budget_s
         while True:
@@ -159,22 +173,42 @@ class Registration:
             await asyncio.sleep(_ASK_AGAIN_S)
 
     def start_reporting(
-        self, progress: Callable[[], Progress], on_stop: Callable[[DilocoError], None]
+        self,
+        progress: Callable[[], Progress],
+        on_stop: Callable[[DilocoError], None],
+        stop_line: StopLine,
     ) -> None:
         """Report once a second until `leave`.
 
         Args:
             progress: Gives the present state; called in this loop.
             on_stop: Called once, with the reason, when the coordinator says that the run is over.
+            stop_line: Gives the island's promise when an operator asks to stop, and hears where.
         """
+        self._stop_line = stop_line
         self._reporting = asyncio.get_running_loop().create_task(
-            self._report_forever(progress, on_stop)
+            self._report_forever(progress, on_stop, stop_line)
         )
 
-    async def leave(self, exit_code: int, reason: str, *, last: Progress, at_most_s: float) -> None:
+    async def leave(
+        self,
+        exit_code: int,
+        reason: str,
+        *,
+        last: Progress,
+        at_most_s: float,
+        is_stopped: bool = False,
+    ) -> None:
         """Report for the last time, say that this start has ended, and close the channel.
 
         A coordinator that does not answer for `at_most_s` seconds is left without a word.
+
+        Args:
+            exit_code: That of the island; 0 for a good end.
+            reason: In words.
+            last: What the last report says.
+            at_most_s: Seconds for all of it.
+            is_stopped: Whether it stopped gracefully, after a checkpoint: the run is not over.
         """
         if self._reporting is not None:
             self._reporting.cancel()
@@ -184,6 +218,7 @@ class Registration:
             grant=self._grant,
             exit_code=exit_code,
             reason=reason,
+            is_stopped=is_stopped,
         ).SerializeToString()
         policy = RetryPolicy(max_wait_s=1.0, budget_s=at_most_s)
         if self._grant.incarnation:
@@ -215,14 +250,21 @@ class Registration:
             blocked_s=progress.blocked_s,
             utilisation=progress.utilisation,
             state=progress.state,
+            checkpoint_steps=self.checkpoint_steps,
         )
+        promise = self._stop_line.promise() if self._is_held and self._stop_line else None
+        if promise is not None:
+            request.has_hold, request.hold_step = True, promise
         reply = await self._transport.call(
             "control.report", request.SerializeToString(), deadline_s=self._rpc_deadline_s
         )
         return ReportReply.FromString(reply.header)
 
     async def _report_forever(
-        self, progress: Callable[[], Progress], on_stop: Callable[[DilocoError], None]
+        self,
+        progress: Callable[[], Progress],
+        on_stop: Callable[[DilocoError], None],
+        stop_line: StopLine,
     ) -> None:
         is_heard = True
         while True:
@@ -234,8 +276,14 @@ class Registration:
                 is_heard = False
             else:
                 is_heard = True
+                self._is_held = self._is_held or reply.hold
+                self.complete_checkpoints = tuple(reply.checkpoint_steps)
+                if reply.has_stop_step:
+                    stop_line.decide(reply.stop_step)
                 if reply.stop:
-                    on_stop(_stop_error(reply, self._island.island_id))
+                    reason = _stop_error(reply, self._island.island_id)
+                    stop_line.fail(reason)
+                    on_stop(reason)
                     return
             await asyncio.sleep(_REPORT_S)
 

@@ -328,15 +328,14 @@ class LaneShards:
         self, sent: _Slab, sources: Iterable[Tensor], received: _Slab
     ) -> Iterator[tuple[_Copy, Tensor]]:
         """Send one slab, and yield every copy of the slab received with its values."""
+        if self._group is None:
+            # Both ends are this rank and list the same copies in the same order: nothing travels.
+            return zip(received.copies, sources, strict=True)
         outgoing = torch.empty(sum(sent.splits))
         for (_, view), source in zip(_views(outgoing, sent), sources, strict=True):
             view.copy_(source)
-        incoming = outgoing
-        if self._group is not None:
-            incoming = torch.empty(sum(received.splits))
-            dist.all_to_all_single(
-                incoming, outgoing, received.splits, sent.splits, group=self._group
-            )
+        incoming = torch.empty(sum(received.splits))
+        dist.all_to_all_single(incoming, outgoing, received.splits, sent.splits, group=self._group)
         return _views(incoming, received)
 
 
@@ -431,7 +430,9 @@ def tensor_specs(parameters: Mapping[str, Tensor]) -> list[TensorSpec]:
     return [TensorSpec(name, tuple(parameters[name].shape)) for name in sorted(parameters)]
 
 
-def canonical_parameters(modules: nn.Module | Iterable[nn.Module]) -> dict[str, Tensor]:
+def canonical_parameters(
+    modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
+) -> dict[str, Tensor]:
     """Return the trained parameters under the names that every island uses for them.
 
     Names lose what wrappers add: ``_orig_mod.`` (compile), ``_checkpoint_wrapped_module.``
@@ -439,7 +440,8 @@ def canonical_parameters(modules: nn.Module | Iterable[nn.Module]) -> dict[str, 
     under several names (tied) comes once, under the first in sorted order.
 
     Args:
-        modules: The model, or its parts (pipeline stages, say) with disjoint names.
+        modules: The model; or its parts (pipeline stages, say) with disjoint names; or the
+            parameters themselves by name, which stays as it is.
 
     Returns:
         Canonical name -> parameter, sorted by name; those with ``requires_grad`` only.
@@ -449,29 +451,50 @@ def canonical_parameters(modules: nn.Module | Iterable[nn.Module]) -> dict[str, 
             none.
     """
     parameters: dict[str, Tensor] = {}
-    for module in [modules] if isinstance(modules, nn.Module) else modules:
-        for name, parameter in _stripped_parameters(module):
-            if parameters.setdefault(name, parameter) is not parameter:
-                raise ValueError(
-                    f"two different parameters are called {name!r}: give the modules distinct "
-                    "names, for example by passing their common parent"
-                )
+    for name, parameter in _named_parameters(modules):
+        if parameters.setdefault(name, parameter) is not parameter:
+            raise ValueError(
+                f"two different parameters are called {name!r}: give the modules distinct "
+                "names, by passing their common parent or a mapping from name to parameter"
+            )
     first_names: dict[int, str] = {}
     for name in sorted(parameters):
         first_names.setdefault(id(parameters[name]), name)
     canonical = {name: parameters[name] for name in first_names.values()}
     if not canonical:
-        raise ValueError("the modules have no parameter with requires_grad: nothing to train")
+        raise ValueError(
+            "there is no parameter with requires_grad: nothing to train; freeze fewer parameters, "
+            "or pass the model's modules themselves"
+        )
     if problems := _dtype_problems(canonical):
         raise ValueError("; ".join(problems))
     return canonical
 
 
+def reshard_(modules: Iterable[nn.Module | FSDPModule]) -> None:
+    """Let FSDP2 modules show their sharded parameters, so that they may be read and written.
+
+    After a forward without a backward (an evaluation) the root keeps its gathered copies, and the
+    next forward would compute with them whatever was written to the shards meanwhile.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _named_parameters(
+    modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
+) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(modules, Mapping):
+        yield from ((name, value) for name, value in modules.items() if value.requires_grad)
+        return
+    for module in [modules] if isinstance(modules, nn.Module) else modules:
+        yield from _stripped_parameters(module)
+
+
 def _stripped_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield trained parameters, tied ones repeatedly, by name without what wrappers added."""
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()  # after a forward without backward the root shows unsharded copies
+    reshard_(module.modules())
     wrapped = {
         f"{path}.module".removeprefix(".")
         for path, child in module.named_modules(remove_duplicate=False)

@@ -49,27 +49,46 @@ async def stage_lane(
         CodecError: If even the whole lane does not match.
         DilocoError: If the syncer does not have it, or cannot be reached.
     """
-
-    async def fetch(kind: wire.FetchKind) -> tuple[wire.FetchReply, Buffer]:
-        reply, payload = await calls.fetch(
-            fragment_id, version, lane_id, kind, max_reply_bytes=4 * anchor.numel()
-        )
-        if reply.status != wire.FETCH_STATUS_OK:
-            is_fenced = reply.status == wire.FETCH_STATUS_FENCED
-            raise (IslandFailed if is_fenced else CoordinatorUnavailable)(
-                f"version {version} of fragment {fragment_id}, lane {lane_id}, cannot be had from "
-                f"the syncer: {reply.message}"
-            )
-        return reply, payload
-
     if digest:
-        reply, payload = await fetch(wire.FETCH_KIND_PAYLOAD)
+        reply, payload = await _fetch(
+            calls, fragment_id, version, lane_id, wire.FETCH_KIND_PAYLOAD, anchor.numel()
+        )
         values = _step(reply.codec, payload, anchor)
         if values is not None and lane_digest(values) == digest:
             return values
         on_event(DigestMismatch(fragment_id, version, lane_id))
-    reply, payload = await fetch(wire.FETCH_KIND_DENSE)
-    values = get_codec("float32").decode(from_bytes(payload), anchor.numel())
+    return await fetch_lane(
+        calls, fragment_id, version, lane_id, numel=anchor.numel(), digest=digest
+    )
+
+
+async def fetch_lane(
+    calls: SyncerCalls,
+    fragment_id: int,
+    version: int,
+    lane_id: int,
+    *,
+    numel: int,
+    digest: bytes,
+) -> Tensor:
+    """Take one published lane as a whole: `numel` float32 values.
+
+    Args:
+        calls: Way to the syncer.
+        fragment_id: The lane's fragment.
+        version: Version to fetch.
+        lane_id: The lane.
+        numel: Its number of values.
+        digest: Of the published lane; empty when it is not known, which trusts the syncer's reply.
+
+    Raises:
+        CodecError: If it does not match the digest.
+        DilocoError: If the syncer does not have it, or cannot be reached.
+    """
+    reply, payload = await _fetch(
+        calls, fragment_id, version, lane_id, wire.FETCH_KIND_DENSE, numel
+    )
+    values = get_codec("float32").decode(from_bytes(payload), numel)
     # Of a whole lane, the digest of the payload is the digest of the lane.
     if lane_digest(values) != (digest or reply.digest):
         raise CodecError(
@@ -77,6 +96,26 @@ async def stage_lane(
             f"syncer's digest even when fetched as a whole"
         )
     return values
+
+
+async def _fetch(
+    calls: SyncerCalls,
+    fragment_id: int,
+    version: int,
+    lane_id: int,
+    kind: wire.FetchKind,
+    numel: int,
+) -> tuple[wire.FetchReply, Buffer]:
+    reply, payload = await calls.fetch(
+        fragment_id, version, lane_id, kind, max_reply_bytes=4 * numel
+    )
+    if reply.status != wire.FETCH_STATUS_OK:
+        is_fenced = reply.status == wire.FETCH_STATUS_FENCED
+        raise (IslandFailed if is_fenced else CoordinatorUnavailable)(
+            f"version {version} of fragment {fragment_id}, lane {lane_id}, cannot be had from "
+            f"the syncer: {reply.message}"
+        )
+    return reply, payload
 
 
 def _step(codec: str, payload: Buffer, anchor: Tensor) -> Tensor | None:

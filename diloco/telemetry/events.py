@@ -89,12 +89,68 @@ class DigestMismatch(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class InitialOverwritten(Event):
+    """Initial parameters that differed from the run's version 0 were replaced by it."""
+
+    kind: ClassVar[str] = "initial_overwritten"
+    inner_step: int
+    fragment_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IslandRejoined(Event):
+    """An island returned to a run under way; `lost_steps` were made by its last start in vain."""
+
+    kind: ClassVar[str] = "island_rejoined"
+    inner_step: int
+    lost_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class IslandResumed(Event):
+    """An island goes on from a run checkpoint of this inner step, in a new timeline."""
+
+    kind: ClassVar[str] = "island_resumed"
+    inner_step: int
+    timeline: int
+
+
+@dataclass(frozen=True, slots=True)
 class SyncerRestarted(Event):
     """The syncer answered with a new epoch; outstanding lanes are sent again."""
 
     kind: ClassVar[str] = "syncer_restarted"
     syncer_epoch: int
     resent_lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BytesMoved(Event):
+    """What all ranks of an island have sent and received since its start, headers included."""
+
+    kind: ClassVar[str] = "bytes_moved"
+    inner_step: int
+    bytes_up: int
+    bytes_down: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten(Event):
+    """An island's part of a run checkpoint is on disk; bytes of all ranks, seconds of this one."""
+
+    kind: ClassVar[str] = "checkpoint_written"
+    inner_step: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written, and training goes on; earlier ones are untouched."""
+
+    kind: ClassVar[str] = "checkpoint_failed"
+    inner_step: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

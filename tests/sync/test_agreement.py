@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.sync.agreement import Agreed, Agreement, Standing
+from diloco.errors import CodecError, IslandFailed
+from diloco.sync.agreement import Agreed, Agreement, Standing, exit_code_of, raise_failure
 from diloco.sync.ledger import Verdict
 from tests.distributed import run_ranks
 
@@ -20,6 +22,8 @@ def test_an_island_of_one_rank_agrees_with_itself() -> None:
     assert agreement.read() == Agreed(0, (standing, Standing(-1, None, 0)))
     assert agreement.read() is None
     assert agreement.now(20, []) == Agreed(20, ())
+    assert agreement.smallest([3, -1]) == [3, -1]
+    assert agreement.is_leader
 
 
 def test_every_verdict_survives_the_message() -> None:
@@ -46,6 +50,11 @@ def agree(island_rank: int) -> dict[str, object]:
     heard["one fails"] = agreement.now(0 if is_leader else 20, []).exit_code
     heard["both fail"] = agreement.now(30 if is_leader else 20, []).exit_code
 
+    # While another is on its way, as at a checkpoint between two steps.
+    agreement.start(0, [Standing(8, None, 3)])
+    heard["smallest"] = agreement.smallest([island_rank, -island_rank, 7])
+    heard["on its way"] = agreement.read()
+
     # Started by both, read by one long before the other comes to it: no barrier in `start`.
     agreement.start(0, [Standing(island_rank, Verdict.EXPIRED, 4)])
     dist.barrier()
@@ -64,6 +73,8 @@ def test_the_smallest_staged_version_counts_and_the_leader_speaks() -> None:
         "undecided": Agreed(0, (Standing(1, None, 0),)),
         "one fails": 20,
         "both fail": 30,
+        "smallest": [0, -1, 7],
+        "on its way": Agreed(0, (Standing(8, None, 3),)),
         "read later": Agreed(0, (Standing(0, Verdict.EXPIRED, 4),)),
     }
 
@@ -73,3 +84,15 @@ def test_the_message_is_one_small_integer_vector() -> None:
 
     assert vector.dtype == torch.int64
     assert vector.numel() == 1 + 3 * 24
+
+
+def test_a_failure_is_raised_where_it_happened_and_told_elsewhere() -> None:
+    own = CodecError("a lane is broken")
+    raise_failure(None, 0)
+
+    with pytest.raises(CodecError, match="a lane is broken"):
+        raise_failure(own, 20)
+    with pytest.raises(IslandFailed, match=r"another rank .* exit code 30: see its log") as caught:
+        raise_failure(None, 30)
+    assert caught.value.exit_code == 30
+    assert (exit_code_of(own), exit_code_of(None)) == (20, 0)

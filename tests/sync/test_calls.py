@@ -6,8 +6,6 @@ import asyncio
 import random
 from pathlib import Path
 
-import pytest
-
 from diloco.errors import CoordinatorUnavailable
 from diloco.sync.exchange import Exchange, ExchangeRules
 from tests.virtual_run import Setting, grant
@@ -64,9 +62,10 @@ def test_waits_between_calls_are_those_of_the_rules(tmp_path: Path) -> None:
             on_event=lambda event: None,
         )
         began = asyncio.get_running_loop().time()
-        exchange.start()
-        with pytest.raises(CoordinatorUnavailable, match=r"fragment\.poll for 20 s"):
-            await exchange.found({0: {}})
+        exchange.enter({0: {}}, False)
+        await exchange.wait_until_entered(60.0)
+        assert isinstance(exchange.failure, CoordinatorUnavailable)
+        assert "fragment.poll for 20 s" in str(exchange.failure)
         await exchange.stop()
         return began
 

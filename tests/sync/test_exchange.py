@@ -25,8 +25,9 @@ from diloco.errors import (
 )
 from diloco.rounds.state import RoundKey
 from diloco.rounds.store import FragmentStore
+from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.exchange import Exchange, ExchangeRules
-from diloco.sync.ledger import Outstanding, Verdict
+from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
 from protos import fragment_pb2 as wire
 from tests.raw_island import KEY, NUMEL, RawIsland, SlowWorker, founded, restart
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun, grant
@@ -532,10 +533,8 @@ def test_a_version_that_is_no_longer_the_newest_is_staged_whole_and_verified(
                 await island.contribute(RoundKey(0, 0, version, 0), value=1.0 + version)
             await asyncio.sleep(1.0)
         exchange = make_exchange(run.setting, "a", {0: (0, 1)}, run.network.connect("syncer"))
-        carried = exchange._carried[0]
-        carried.anchor = deltas_of(run.setting, 0.0)
-        carried.anchor_version = 0
-        exchange.start()
+        lanes = CapturedLanes(deltas_of(run.setting, 0.0), {}, {}, {}, is_declined=False)
+        exchange.restore([CapturedFragment(FragmentLedger(0, 0), lanes, 0)])
         await asyncio.sleep(1.0)
 
         assert exchange.view(0).staged_version == 1
@@ -560,12 +559,10 @@ def test_two_ranks_found_and_send_disjoint_lanes_and_one_carries_nothing(setting
         ranks = []
         for lanes in ((0,), (1,), ()):
             rank = make_exchange(run.setting, "a", {0: lanes}, run.network.connect("syncer"))
-            rank.start()
+            rank.enter({0: {i: initial[i] for i in lanes}}, False)
             ranks.append((rank, lanes))
 
-        await asyncio.gather(
-            *(rank.found({0: {i: initial[i] for i in lanes}}) for rank, lanes in ranks)
-        )
+        await asyncio.gather(*(rank.wait_until_entered(30.0) for rank, _ in ranks))
         for rank, lanes in ranks:
             rank.send(outstanding(), {i: deltas_of(run.setting, 1.0 + i)[i] for i in lanes})
         await asyncio.gather(*(rank.wait_for_end(0, 30.0) for rank, _ in ranks))
@@ -593,9 +590,9 @@ def test_founding_goes_on_after_the_syncer_lost_half_of_the_lanes(setting: Setti
             make_exchange(run.setting, "a", {0: (i,)}, run.network.connect("syncer"), lines[i])
             for i in range(2)
         ]
-        for rank in ranks:
-            rank.start()
-        founding = asyncio.gather(*(r.found({0: {i: initial[i]}}) for i, r in enumerate(ranks)))
+        for i, rank in enumerate(ranks):
+            rank.enter({0: {i: initial[i]}}, False)
+        founding = asyncio.gather(*(rank.wait_until_entered(60.0) for rank in ranks))
         await asyncio.sleep(5.0)
         assert len(lines[0].of("upload")) == 1
 
@@ -704,9 +701,10 @@ def test_an_answer_that_no_repetition_can_mend_ends_the_island_at_once() -> None
         await network.server("syncer", {"fragment.poll": broken}).start()
         setting = Setting({"w": [0.0]}, descend, Path(), 8)
         exchange = make_exchange(setting, "a", {0: (0,)}, network.connect("syncer"))
-        exchange.start()
-        with pytest.raises(CoordinatorUnavailable, match=r"failed at fragment\.poll: ValueError"):
-            await exchange.found({0: {0: torch.zeros(128)}})
+        exchange.enter({0: {0: torch.zeros(128)}}, False)
+        await exchange.wait_until_entered(10.0)
+        assert isinstance(exchange.failure, CoordinatorUnavailable)
+        assert "failed at fragment.poll: ValueError" in str(exchange.failure)
         return asyncio.get_running_loop().time()
 
     assert run_virtual(scenario()) == 0.0
@@ -746,7 +744,7 @@ def test_an_unexpected_error_in_a_task_is_a_failure_not_a_silence(setting: Setti
         async def stumble() -> None:
             raise KeyError("lane")
 
-        a.exchange._spawn(stumble())
+        a.exchange._tasks.spawn(stumble())
         await asyncio.sleep(0.1)
 
         assert type(a.exchange.failure) is DilocoError
@@ -772,8 +770,8 @@ def test_a_round_over_a_thin_link_takes_the_time_of_its_bytes(setting: Setting) 
             run.network.connect("syncer"), LinkState(link, seed=0), LinkState(link, seed=1)
         )
         exchange = make_exchange(run.setting, "a", {0: (0, 1)}, line)
-        exchange.start()
-        await exchange.found({0: deltas_of(run.setting, 0.0)})
+        exchange.enter({0: deltas_of(run.setting, 0.0)}, False)
+        await exchange.wait_until_entered(100.0)
         loop = asyncio.get_running_loop()
         await asyncio.sleep(10.0)
         began = loop.time()

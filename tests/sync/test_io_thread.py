@@ -32,21 +32,21 @@ def test_posted_actions_run_in_order_before_what_is_run_next(io: IoThread) -> No
     assert thread_id != threading.get_ident()
 
 
-def test_generator_goes_on_after_each_of_its_waits(io: IoThread) -> None:
+def test_generator_goes_on_after_each_of_its_waits_and_gives_its_value(io: IoThread) -> None:
     seen: list[str] = []
 
     async def wait(name: str) -> None:
         await asyncio.sleep(0)
         seen.append(name)
 
-    def waits() -> Generator[Coroutine[Any, Any, None], None, None]:
+    def waits() -> Generator[Coroutine[Any, Any, None], None, int]:
         yield wait("first")
         seen.append("between")
         yield wait("second")
         seen.append("after")
+        return 7
 
-    io.drive(waits())
-
+    assert io.drive(waits()) == 7
     assert seen == ["first", "between", "second", "after"]
 
 
@@ -54,8 +54,11 @@ def test_error_in_the_loop_reaches_the_training_thread(io: IoThread) -> None:
     async def fail() -> None:
         raise ValueError("the cause")
 
+    def waits() -> Generator[Coroutine[Any, Any, None], None, None]:
+        yield fail()
+
     with pytest.raises(ValueError, match="the cause"):
-        io.drive(iter([fail()]))
+        io.drive(waits())
 
 
 def test_stop_cancels_what_is_under_way_and_lets_it_clean_up() -> None:

@@ -107,3 +107,30 @@ def test_nothing_is_settled_twice() -> None:
 
     with pytest.raises(AssertionError, match="nothing outstanding"):
         made.settle(Verdict.INCLUDED, attempt=0, local_mix=0.0)
+
+
+def test_due_steps_behind_a_return_and_flushed_fragments_are_not_sent() -> None:
+    returned = FragmentLedger(0, 0, version=2, sent_until=8)
+
+    assert [returned.is_sending(step) for step in (7, 8, 9)] == [False, False, True]
+    assert not FragmentLedger(0, 0, version=2, is_flushed=True).is_sending(12)
+
+
+@pytest.mark.parametrize(
+    ("is_flush", "verdict", "is_flushed"),
+    [
+        (False, Verdict.INCLUDED, False),
+        (True, Verdict.INCLUDED, True),
+        (True, Verdict.DECLINED, True),
+        (True, Verdict.EXPIRED, False),
+    ],
+)
+def test_a_merged_flush_is_the_last_version(
+    is_flush: bool, verdict: Verdict, is_flushed: bool
+) -> None:
+    made = FragmentLedger(timeline=1, fragment_id=2)
+    made.send(24, is_flush=is_flush)
+
+    made.settle(verdict, attempt=0, local_mix=0.0)
+
+    assert made.is_flushed is is_flushed

@@ -1,7 +1,7 @@
-"""An island of two real ranks against a real syncer over gRPC: agreement, cuts, failures.
+"""An island of two real ranks against a real syncer over gRPC: agreement, cuts, failures, resume.
 
 One tensor-parallel pair of parameters: a sharded matrix and a replicated norm, in two lanes, one
-on each rank. Rank 0 also hosts the syncer, in a thread of its own.
+on each rank (or both on one). Rank 0 also hosts the syncer, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from diloco.errors import AggregationError, CodecError, DilocoError, IslandFaile
 from diloco.outer.fragments import Plan, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
+from diloco.rounds.pins import restore
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer, SyncerRules
@@ -83,6 +84,15 @@ class CutWire:
         await self._inner.close()
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint of the whole island: the union of its ranks' outer states."""
+
+    inner_step: int
+    whole: dict[str, Tensor]
+    outer: dict[str, Tensor]
+
+
 @dataclass
 class Rank:
     """One rank of the island, ready to train."""
@@ -103,9 +113,10 @@ class Rank:
     def whole(self) -> dict[str, Tensor]:
         """All parameters unsharded; collective."""
         return {
-            name: parameter.full_tensor().detach().clone()
+            name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+            .detach()
+            .clone()
             for name, parameter in self.parameters.items()
-            if isinstance(parameter, DTensor)
         }
 
     def train(self, inner_steps: int) -> None:
@@ -116,16 +127,18 @@ class Rank:
             with torch.no_grad():
                 for name in sorted(self.parameters):
                     parameter = self.parameters[name]
-                    assert isinstance(parameter, DTensor)
                     move = torch.randn(parameter.shape, generator=generator) * 0.01
-                    parameter.sub_(distribute_tensor(move, parameter.device_mesh,
-                                                     parameter.placements))  # fmt: skip
+                    if isinstance(parameter, DTensor):
+                        move = distribute_tensor(move, parameter.device_mesh, parameter.placements)
+                    parameter.sub_(move)
             self.io.drive(self.session.stepping(100))
 
 
 @contextmanager
-def serving(island_rank: int, plan: Plan, directory: str) -> Iterator[str]:
-    """Let rank 0 serve; gives its address to both."""
+def serving(
+    island_rank: int, plan: Plan, directory: str, *, timeline: int, num_ranks: int
+) -> Iterator[str]:
+    """Let rank 0 serve; gives its address to all ranks."""
     address: list[str | None] = [None]
     thread = IoThread()
 
@@ -133,7 +146,7 @@ def serving(island_rank: int, plan: Plan, directory: str) -> Iterator[str]:
         syncer = Syncer(
             plan,
             SyncerRules(
-                0,
+                timeline,
                 ("island",),
                 PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 0)),
                 60.0,
@@ -155,11 +168,13 @@ def serving(island_rank: int, plan: Plan, directory: str) -> Iterator[str]:
     if island_rank == 0:
         thread.start()
         syncer, server = thread.run(serve())
-    dist.broadcast_object_list(address, src=0)
+    if num_ranks > 1:
+        dist.broadcast_object_list(address, src=0)
     assert address[0] is not None
     try:
         yield address[0]
-        dist.barrier()  # nobody stops the syncer while the other rank still needs it
+        if num_ranks > 1:
+            dist.barrier()  # nobody stops the syncer while the other rank still needs it
     finally:
         if island_rank == 0:
             thread.run(server.stop(0.0))
@@ -169,10 +184,18 @@ def serving(island_rank: int, plan: Plan, directory: str) -> Iterator[str]:
 
 @contextmanager
 def island(
-    island_rank: int, *, local_mix: float = 0.0, unreachable_s: float = 40.0
+    island_rank: int,
+    *,
+    local_mix: float = 0.0,
+    unreachable_s: float = 40.0,
+    error_feedback: bool = False,
+    num_ranks: int = 2,
+    directory: str | None = None,
+    kept: Kept | None = None,
 ) -> Iterator[Rank]:
-    """Two ranks, H = 6, tau = 2, version 0 founded."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    """H = 6, tau = 2; version 0 founded, or gone on from what was `kept`."""
+    timeline = 0 if kept is None else 1
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)) if num_ranks == 2 else None
     model = nn.Module()
     generator = torch.Generator().manual_seed(1)
     for name, shape, placement in (
@@ -180,27 +203,38 @@ def island(
         ("norm", (COLUMNS,), Replicate()),
     ):
         values = torch.randn(shape, generator=generator)
-        setattr(model, name, nn.Parameter(distribute_tensor(values, mesh, [placement])))
+        if kept is not None:
+            values = kept.whole[name]
+        stored = values.clone() if mesh is None else distribute_tensor(values, mesh, [placement])
+        setattr(model, name, nn.Parameter(stored))
     parameters = canonical_parameters(model)
     plan = make_plan(tensor_specs(parameters), num_fragments=1)
     assert len(plan.fragments[0].lanes) == 2
     events: list[Event] = []
     io = IoThread()
     io.start()
+    if kept is not None and island_rank == 0:
+        assert directory is not None
+        restore(Path(directory), plan, step=kept.inner_step, abandoned_timeline=0)
     with (
-        tempfile.TemporaryDirectory() as directory,
-        serving(island_rank, plan, directory) as address,
+        tempfile.TemporaryDirectory() as fresh,
+        serving(
+            island_rank, plan, directory or fresh, timeline=timeline, num_ranks=num_ranks
+        ) as address,
     ):
-        shards = LaneShards(plan, parameters, group=dist.new_group(backend="gloo"))
-        assert shards.lanes_of(0) == (island_rank,)
+        groups: list[dist.ProcessGroup | None] = [None, None]
+        if num_ranks == 2:
+            groups = [dist.new_group(backend="gloo") for _ in groups]
+        shards = LaneShards(plan, parameters, group=groups[0])
+        assert shards.lanes_of(0) == ((island_rank,) if num_ranks == 2 else (0, 1))
         data = CutWire(address)
         exchange = Exchange(
             plan,
             {0: shards.lanes_of(0)},
             control=GrpcTransport(address),
             data=data,
-            grant=grant("island"),
-            rules=ExchangeRules("int4", False, rpc_deadline_s=30.0, unreachable_s=unreachable_s),
+            grant=grant("island", 1 + timeline, timeline),
+            rules=ExchangeRules("int4", error_feedback, 30.0, unreachable_s),
             rng=random.Random(island_rank),
             on_event=events.append,
         )
@@ -213,13 +247,16 @@ def island(
             shards,
             exchange,
             io,
-            Agreement(dist.new_group(backend="gloo")),
-            timeline=0,
+            Agreement(groups[1]),
+            timeline=timeline,
             local_mix=local_mix,
             clock=time.monotonic,
             on_event=events.append,
         )  # fmt: skip
-        io.drive(session.starting())
+        if kept is None:
+            io.drive(session.starting(overwrite_initial=False, last_inner_step=0))
+        else:
+            io.drive(session.resuming(kept.outer))
         try:
             yield Rank(session, exchange, io, data, parameters, events)
         finally:
@@ -437,3 +474,72 @@ def test_a_lane_that_is_not_finite_on_one_rank_declines_for_the_island_and_ends_
 
     assert first == (IslandFailed.__name__, 20, ["round_expired", "round_expired"])
     assert second == (AggregationError.__name__, 20, ["round_expired", "round_expired"])
+
+
+# -- run checkpoints -----------------------------------------------------------------------------
+
+STEP, LAST = 13, 20  # one step after a send, in flight until 14
+
+
+def keep_and_resume(island_rank: int, directory: str) -> list[dict[str, Any]]:
+    """With both ranks keep, go on, and resume with one; with one keep, and resume with both."""
+    ends: list[dict[str, Any]] = []
+    for before, after in ((2, 1), (1, 2)):
+        options = {"error_feedback": True, "directory": f"{directory}/from {before}"}
+        mine: Kept | None = None
+        if island_rank < before:
+            with island(island_rank, num_ranks=before, **options) as rank:
+                rank.train(STEP)
+                rank.io.drive(rank.session.pinning())
+                outer = rank.io.drive(rank.session.capturing())
+                mine = Kept(STEP, rank.whole(), {n: v.clone() for n, v in outer.items()})
+                ends.append(to_the_end(rank))
+        parts: list[Any] = [None, None]
+        dist.all_gather_object(parts, mine)
+        parts = parts[:before]
+        assert all(f"anchor/0/{i}" in part.outer for i, part in enumerate(parts))
+        union = {name: values for part in parts for name, values in part.outer.items()}
+        if island_rank < after:
+            kept = Kept(STEP, parts[0].whole, union)
+            with island(island_rank, num_ranks=after, kept=kept, **options) as rank:
+                assert (rank.session.inner_step, rank.session.num_in_flight) == (STEP, 1)
+                ends.append(to_the_end(rank))
+        dist.barrier()
+    return ends
+
+
+def to_the_end(rank: Rank) -> dict[str, Any]:
+    rank.train(LAST - rank.session.inner_step)
+    rank.io.drive(rank.session.finishing())
+    whole = {name: values.numpy().tobytes() for name, values in rank.whole().items()}
+    return {"digests": rank.session.digests, **whole}
+
+
+def test_what_two_ranks_kept_is_resumed_by_one_and_the_reverse(tmp_path: Path) -> None:
+    first, second = run_ranks(keep_and_resume, 2, str(tmp_path))
+
+    assert (len(first), len(second)) == (4, 2)
+    assert all(end == first[0] for end in first + second)
+
+
+def resume_with_a_lane_missing(island_rank: int, directory: str) -> str:
+    with island(island_rank, directory=directory) as rank:
+        rank.io.drive(rank.session.pinning())
+        outer = rank.io.drive(rank.session.capturing())
+        whole = rank.whole()
+    if island_rank == 1:
+        del outer["anchor/0/1"]
+    with (
+        pytest.raises(DilocoError) as caught,
+        island(island_rank, directory=directory, kept=Kept(0, whole, outer)),
+    ):
+        pass
+    return f"{type(caught.value).__name__} {caught.value.exit_code}: {caught.value}"
+
+
+def test_a_lane_that_one_rank_misses_ends_the_resume_on_both(tmp_path: Path) -> None:
+    first, second = run_ranks(resume_with_a_lane_missing, 2, str(tmp_path))
+
+    told = "another rank of this island failed with exit code 2: see its log"
+    assert first == f"IslandFailed 2: {told}"
+    assert second.startswith("ConfigError 2: the outer state cannot be resumed: 'anchor/0/1'")

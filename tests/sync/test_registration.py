@@ -15,7 +15,9 @@ from diloco.errors import (
     PlanMismatch,
     QuorumLost,
 )
+from diloco.outer.schedule import Schedule
 from diloco.sync.registration import Island, IslandState, Progress, Registration
+from diloco.sync.stop_line import StopLine
 from protos import control_pb2 as control
 from transport.contracts import IncomingCall, Reply
 from transport.loopback import LoopbackNetwork, run_virtual
@@ -30,6 +32,7 @@ ISLAND = Island(
     corpus_sha256="5a",
     num_ranks=2,
     start_id="a start",
+    start_step=300,
 )
 ACCEPTED = control.JoinReply(
     status=control.JOIN_STATUS_ACCEPTED,
@@ -37,6 +40,15 @@ ACCEPTED = control.JoinReply(
     syncers=[control.SyncerAssignment(address="syncer:1")],
 )
 NOT_YET = control.JoinReply(status=control.JOIN_STATUS_ACCEPTED, grant=ACCEPTED.grant)
+
+
+def stop_line() -> StopLine:
+    """Due after 4, 8, 12, 16; the run has 20 inner steps."""
+    return StopLine(
+        Schedule.make(
+            inner_steps_per_round=4, num_fragments=1, overlap_steps=1, inner_steps=20, flush=True
+        )
+    )
 
 
 class FakeCoordinator:
@@ -108,9 +120,8 @@ def test_join_says_who_asks_and_asks_again_until_a_syncer_is_there() -> None:
     run(coordinator, story, up=True)
     joins = coordinator.of(control.JoinRequest)
     assert len(joins) == 3
-    assert {(join.run, join.island, join.num_ranks, join.start_id) for join in joins} == {
-        ("demo", "east", 2, "a start")
-    }
+    asked = {(j.run, j.island, j.num_ranks, j.start_id, j.start_step) for j in joins}
+    assert asked == {("demo", "east", 2, "a start", 300)}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +174,7 @@ def test_stop_in_a_report_becomes_the_error_of_its_exit_code(
     async def story(registration: Registration) -> None:
         await registration.join()
         progress = Progress(IslandState.TRAINING, inner_step=5, loss_nats=2.5)
-        registration.start_reporting(lambda: progress, stops.append)
+        registration.start_reporting(lambda: progress, stops.append, stop_line())
         await asyncio.sleep(10)
 
     run(coordinator, story, up=True)
@@ -182,7 +193,7 @@ def test_reports_survive_a_coordinator_that_is_away() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, stops.append)
+        registration.start_reporting(Progress, stops.append, stop_line())
         await asyncio.sleep(2.5)
         await coordinator.server.stop(0)
         await asyncio.sleep(20)
@@ -200,7 +211,7 @@ def test_leave_stops_reports_and_says_the_last_word() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, lambda error: None)
+        registration.start_reporting(Progress, lambda error: None, stop_line())
         await asyncio.sleep(1.5)
         last = Progress(IslandState.FINISHED, inner_step=9)
         await registration.leave(0, "finished", last=last, at_most_s=5.0)
@@ -210,6 +221,72 @@ def test_leave_stops_reports_and_says_the_last_word() -> None:
     *_, report, leave = coordinator.heard
     assert (report.state, report.inner_step) == ("finished", 9)
     assert (leave.grant.incarnation, leave.exit_code, leave.reason) == (3, 0, "finished")
+    assert not leave.is_stopped
+
+
+def test_an_island_that_is_asked_to_stop_promises_and_hears_where() -> None:
+    hold = control.ReportReply(hold=True)
+    coordinator = FakeCoordinator(
+        reports=[
+            control.ReportReply(),
+            hold,
+            hold,
+            hold,
+            control.ReportReply(hold=True, has_stop_step=True, stop_step=12),
+        ]
+    )
+    line = stop_line()
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        registration.start_reporting(Progress, lambda error: None, line)
+        await asyncio.sleep(2.5)
+        line.begin(0)
+        assert not line.passing(4)
+        await asyncio.sleep(1.0)
+        assert line.passing(8)
+        assert await line.decided() == 12
+        assert not line.passing(12)
+
+    run(coordinator, story, up=True)
+    promised = [(r.has_hold, r.hold_step) for r in coordinator.of(control.ReportRequest)]
+    # Asked at the second report, before training had begun.
+    assert promised[:5] == [(False, 0)] * 3 + [(True, 8)] * 2
+
+
+def test_an_island_that_holds_hears_that_the_run_is_over() -> None:
+    stop = control.ReportReply(stop=True, reason="west is missing", exit_code=50)
+    coordinator = FakeCoordinator(reports=[control.ReportReply(hold=True), stop])
+    line = stop_line()
+    line.begin(0)
+    stops: list[DilocoError] = []
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        registration.start_reporting(Progress, stops.append, line)
+        with pytest.raises(QuorumLost, match="west is missing"):
+            await line.decided()
+
+    run(coordinator, story, up=True)
+    assert len(stops) == 1
+
+
+def test_reports_name_the_checkpoints_that_are_kept() -> None:
+    coordinator = FakeCoordinator()
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        registration.start_reporting(Progress, lambda error: None, stop_line())
+        await asyncio.sleep(0.5)
+        registration.checkpoint_steps = (40, 80)
+        await registration.leave(
+            0, "stopped", last=Progress(inner_step=80), at_most_s=5.0, is_stopped=True
+        )
+
+    run(coordinator, story, up=True)
+    kept = [list(report.checkpoint_steps) for report in coordinator.of(control.ReportRequest)]
+    assert kept == [[], [40, 80]]
+    assert coordinator.of(control.LeaveRequest)[0].is_stopped
 
 
 def test_leave_gives_up_in_time_and_says_nothing_when_it_never_joined() -> None:

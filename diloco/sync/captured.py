@@ -1,0 +1,179 @@
+"""An island's outer state at one inner step, as named tensors for a run checkpoint.
+
+    meta                      int64 [3]: format, timeline, inner step
+    ledger/{p}                int64 [12]: counters and what is outstanding of fragment p
+    anchor/{p}/{lane}         float32 [lane.numel]
+    payload/{p}/{lane}        uint8 [wire bytes]: what is in flight; zeros when nothing is
+    residual/{p}/{lane}       float32 [lane.numel], with error feedback only
+    residual_after/{p}/{lane} float32 [lane.numel], with error feedback only: of what is in flight
+
+A rank holds the lanes that it carries; `meta` and `ledger/{p}` are equal on all ranks, so that the
+union over the ranks serves any number of ranks. Names and shapes follow from the plan, the codec,
+error feedback and the lanes alone, never from the moment.
+
+Source: protocol.md section 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.compression.registry import get_codec
+from diloco.errors import ConfigError
+from diloco.outer.fragments import Plan
+from diloco.rounds.state import RoundKey
+from diloco.sync.ledger import FragmentLedger, Outstanding
+
+_FORMAT = 1
+_LEDGER_NUMBERS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedLanes:
+    """One fragment's lanes on one rank, by lane id; `is_declined`: what is in flight is a decline.
+
+    The tensors are those in use: they are replaced and never written to, here and by whoever reads
+    them. Residuals are empty without error feedback.
+    """
+
+    anchor: Mapping[int, Tensor]
+    payload: Mapping[int, Tensor]
+    residual: Mapping[int, Tensor]
+    residual_after: Mapping[int, Tensor]
+    is_declined: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedFragment:
+    """One fragment of an island: its ledger, its lanes, and the broken sends in a row."""
+
+    ledger: FragmentLedger
+    lanes: CapturedLanes
+    broken_in_a_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Names, shapes and dtypes of one rank's state; `lanes`: fragment -> lanes that it carries."""
+
+    plan: Plan
+    lanes: Mapping[int, Sequence[int]]
+    codec: str
+    error_feedback: bool
+
+    def expected(self) -> dict[str, tuple[list[int], torch.dtype]]:
+        """Return what `to_tensors` gives, name by name."""
+        shapes: dict[str, tuple[list[int], torch.dtype]] = {"meta": ([3], torch.int64)}
+        for p in self.lanes:
+            shapes[f"ledger/{p}"] = ([_LEDGER_NUMBERS], torch.int64)
+            for section, lane_id in self._parts(p):
+                numel = self.plan.fragments[p].lanes[lane_id].numel
+                shapes[f"{section}/{p}/{lane_id}"] = (
+                    ([get_codec(self.codec).wire_bytes(numel)], torch.uint8)
+                    if section == "payload"
+                    else ([numel], torch.float32)
+                )
+        return shapes
+
+    def to_tensors(
+        self, timeline: int, inner_step: int, fragments: Sequence[CapturedFragment]
+    ) -> dict[str, Tensor]:
+        """Return the state of fragments 0, 1, ... under its names."""
+        state = {"meta": torch.tensor([_FORMAT, timeline, inner_step])}
+        for p, fragment in enumerate(fragments):
+            state[f"ledger/{p}"] = torch.tensor(_numbers(fragment))
+            for section, lane_id in self._parts(p):
+                state[f"{section}/{p}/{lane_id}"] = getattr(fragment.lanes, section)[lane_id]
+        return state
+
+    def from_tensors(
+        self, state: Mapping[str, Tensor], timeline: int
+    ) -> tuple[int, list[CapturedFragment]]:
+        """Read a state into another timeline; lanes of other ranks may be in it too.
+
+        Returns:
+            The inner step and fragments 0, 1, ...: copies of the tensors; what is in flight as
+            the first attempt in `timeline`.
+
+        Raises:
+            ConfigError: Naming the first tensor that is missing or of another shape or dtype.
+        """
+        for name, (shape, dtype) in self.expected().items():
+            found = state.get(name)
+            if found is None or (list(found.shape), found.dtype) != (shape, dtype):
+                what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+                raise ConfigError(
+                    f"the outer state cannot be resumed: {name!r} must be {dtype} {shape}, found "
+                    f"{what}. It was captured with another plan, outer.uplink_codec or "
+                    f"outer.error_feedback, or lanes of some ranks are missing from it"
+                )
+        form, _, inner_step = state["meta"].tolist()
+        if form != _FORMAT:
+            raise ConfigError(
+                f"the outer state cannot be resumed: it has format {form}, this version of diloco "
+                f"reads {_FORMAT}: resume with the version that wrote it"
+            )
+        return inner_step, [self._fragment(state, timeline, p) for p in self.lanes]
+
+    def _fragment(self, state: Mapping[str, Tensor], timeline: int, p: int) -> CapturedFragment:
+        (
+            version, tokens, steps, local_steps, sent_until, is_flushed, broken_in_a_row,
+            in_flight, sent_at_inner_step, weight_tokens, weight_steps, is_flush,
+        ) = state[f"ledger/{p}"].tolist()  # fmt: skip
+        ledger = FragmentLedger(
+            timeline,
+            p,
+            version=version,
+            tokens=tokens,
+            steps=steps,
+            local_steps=local_steps,
+            sent_until=sent_until,
+            is_flushed=bool(is_flushed),
+        )
+        if in_flight:
+            key = RoundKey(timeline, p, version, 0)
+            ledger.outstanding = Outstanding(
+                key, sent_at_inner_step, weight_tokens, weight_steps, bool(is_flush)
+            )
+        parts: dict[str, dict[int, Tensor]] = {
+            name: {} for name in ("anchor", "payload", "residual", "residual_after")
+        }
+        for section, lane_id in self._parts(p):
+            values = state[f"{section}/{p}/{lane_id}"].detach().cpu()
+            parts[section][lane_id] = values.clone(memory_format=torch.contiguous_format)
+        return CapturedFragment(
+            ledger, CapturedLanes(**parts, is_declined=in_flight == 2), broken_in_a_row
+        )
+
+    def _parts(self, p: int) -> Iterator[tuple[str, int]]:
+        feedback = ("residual", "residual_after") if self.error_feedback else ()
+        for section in ("anchor", "payload", *feedback):
+            for lane_id in self.lanes[p]:
+                yield section, lane_id
+
+
+def _numbers(fragment: CapturedFragment) -> list[int]:
+    ledger, sent = fragment.ledger, fragment.ledger.outstanding
+    in_flight = [0, 0, 0, 0, 0]
+    if sent is not None:
+        in_flight = [
+            2 if fragment.lanes.is_declined else 1,
+            sent.sent_at_inner_step,
+            sent.weight_tokens,
+            sent.weight_steps,
+            int(sent.is_flush),
+        ]
+    return [
+        ledger.version,
+        ledger.tokens,
+        ledger.steps,
+        ledger.local_steps,
+        ledger.sent_until,
+        int(ledger.is_flushed),
+        fragment.broken_in_a_row,
+        *in_flight,
+    ]

@@ -1,0 +1,284 @@
+"""One rank's way to a run: IO thread, word with the coordinator, transports to the syncer.
+
+Everything of an island that needs the network begins and ends here; what is said over it belongs
+to `Registration` and `Exchange`, and what it is for to `DiLoCo`.
+
+    with diloco.connect(config) as connection:
+        outer = diloco.DiLoCo(model, config.outer, transport=connection)
+        ...
+
+Leaving the context ends this start of the island: its leader tells the coordinator whether it
+finished, stopped for a resume, or failed and why.
+
+Source: protocol.md sections 4, 8 and 9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from types import TracebackType
+from typing import Protocol
+
+from diloco.config.classes import identity_json
+from diloco.config.load import with_policy
+from diloco.config.schema import Config
+from diloco.errors import ConfigError, DilocoError
+from diloco.outer.fragments import Plan
+from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.io_thread import IoThread
+from diloco.sync.registration import Island, IslandState, Progress, Registration
+from diloco.sync.shards import LaneShards
+from diloco.sync.stop_line import StopLine
+from diloco.telemetry.events import Event
+from protos.control_pb2 import JoinReply
+from transport.contracts import Transport
+from transport.retry import RetryPolicy
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a failed island spends on telling the coordinator.
+_LAST_WORD_S = 5.0
+#: Checkpoints that a report names, at most: the newest; islands differ by less than a round.
+_REPORTED_CHECKPOINTS = 16
+_UNFINISHED = (
+    "the loop left `with diloco.connect(...)` after inner step {} of {} without outer.finish(): "
+    "call it after the last step, and after outer.is_stopping"
+)
+
+
+class Wires(Protocol):
+    """Where transports come from; `island_rank` and `carriers` choose a part of a shaped link."""
+
+    def coordinator(self) -> Transport:
+        """Open the channel to the coordinator."""
+
+    def syncer(
+        self, address: str, *, island_rank: int, carriers: Collection[int]
+    ) -> tuple[Transport, Transport]:
+        """Open the channels to a syncer: for control, and for data."""
+
+
+class Connection:
+    """One rank's connection with a run; a context manager, made by `diloco.connect`.
+
+    Attributes:
+        config: This site's configuration; from the join on with the coordinator's policy.
+        io: Where everything of the network runs.
+        progress: What the leader's reports say, asked once a second in another thread. `DiLoCo`
+            sets it; a loop that knows its loss or its utilisation may say more.
+        on_join: Hears the coordinator's answer before anything is done with it.
+    """
+
+    def __init__(self, config: Config, wires: Wires) -> None:
+        """Assign only; `config` has an island selected."""
+        self.config = config
+        self.io = IoThread()
+        self.progress: Callable[[], Progress] = Progress
+        self.on_join: Callable[[JoinReply], None] = lambda reply: None
+        self._kept: tuple[int, ...] = ()
+        self._wires = wires
+        self._rng = random.Random(secrets.randbits(64))
+        self._is_open = False
+        self._registration: Registration | None = None
+        self._exchange: Exchange | None = None
+        self._farewell = ""
+        self._is_stopped = False
+
+    def __enter__(self) -> Connection:
+        """Start the IO thread; nothing is said to anybody yet."""
+        self.io.start()
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the run, saying how this start of the island ended, and release everything.
+
+        Raises:
+            ValueError: If the loop ended in peace, but without `DiLoCo.finish()`.
+        """
+        unfinished: ValueError | None = None
+        if error is None and self._exchange is not None and not self._farewell:
+            progress = self.progress()
+            text = _UNFINISHED.format(progress.inner_step, self.config.run.inner_steps)
+            error = unfinished = ValueError(text)
+        try:
+            self._leave(error)
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("the last word failed")  # and must not hide what went wrong before
+        finally:
+            self._is_open = False
+            self.io.stop()
+        if unfinished is not None:
+            raise unfinished
+
+    def insist_on_open(self) -> None:
+        """Refuse use outside the context.
+
+        Raises:
+            ConfigError: If the context was not entered, or has been left.
+        """
+        if not self._is_open:
+            raise ConfigError(
+                "the connection is not open: use diloco.DiLoCo inside "
+                "`with diloco.connect(config) as connection:`, a new one for every start"
+            )
+
+    def insist_on_new(self) -> None:
+        """Refuse a second use.
+
+        Raises:
+            ConfigError: If it is not open, or a `DiLoCo` has joined with it already.
+        """
+        self.insist_on_open()
+        if self._exchange is not None:
+            raise ConfigError(
+                "this connection has joined already: one diloco.DiLoCo each; open another with "
+                "diloco.connect(config) to start the island again"
+            )
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def join(self, plan: Plan, *, num_ranks: int, start_step: int, data_digest: str) -> JoinReply:
+        """Join the run, as the island's leader.
+
+        Raises:
+            DilocoError: As `Registration.join` does.
+        """
+        config = self.config
+        self._registration = Registration(
+            self._wires.coordinator(),
+            Island(
+                run=config.run.name,
+                island_id=config.island_id,
+                identity_json=identity_json(config),
+                plan_json=plan.to_json(),
+                corpus_sha256=data_digest,
+                num_ranks=num_ranks,
+                start_id=secrets.token_hex(16),
+                start_step=start_step,
+            ),
+            rpc_deadline_s=config.transport.rpc_timeout_s,
+            policy=RetryPolicy(
+                first_wait_s=config.transport.retry.first_wait_s,
+                max_wait_s=config.transport.retry.max_wait_s,
+                budget_s=config.transport.unreachable_s,
+            ),
+            rng=self._rng,
+        )
+        return self.io.run(self._registration.join())
+
+    def joined(self, reply: JoinReply) -> Config:
+        """Take the coordinator's answer, on every rank; returns the configuration in force."""
+        self.on_join(reply)
+        self.config = with_policy(self.config, reply.policy_json)
+        return self.config
+
+    def exchange(
+        self,
+        reply: JoinReply,
+        plan: Plan,
+        shards: LaneShards,
+        *,
+        island_rank: int,
+        on_event: Callable[[Event], None],
+    ) -> Exchange:
+        """Open this rank's way to the syncer."""
+        config = self.config
+        lanes = {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments}
+        carriers = {
+            shards.carrier(fragment.fragment_id, lane.lane_id)
+            for fragment in plan.fragments
+            for lane in fragment.lanes
+        }
+        control, data = self._wires.syncer(
+            reply.syncers[0].address, island_rank=island_rank, carriers=carriers
+        )
+        self._exchange = Exchange(
+            plan,
+            lanes,
+            control=control,
+            data=data,
+            grant=reply.grant,
+            rules=ExchangeRules(
+                uplink_codec=config.outer.uplink_codec,
+                error_feedback=config.outer.error_feedback,
+                rpc_deadline_s=config.transport.rpc_timeout_s,
+                unreachable_s=config.transport.unreachable_s,
+                first_wait_s=config.transport.retry.first_wait_s,
+                max_wait_s=config.transport.retry.max_wait_s,
+            ),
+            rng=self._rng,
+            on_event=on_event,
+        )
+        return self._exchange
+
+    def start_reporting(self, stop_line: StopLine) -> None:
+        """Report to the coordinator once a second; the leader alone does."""
+        if self._registration is not None:
+            assert self._exchange is not None
+            start = self._registration.start_reporting
+            self.io.post(start, lambda: self.progress(), self._exchange.fail, stop_line)
+
+    def report_checkpoints(self, steps: Iterable[int]) -> None:
+        """Let reports name the checkpoints that this island keeps; the leader's do."""
+        self._kept = tuple(sorted(set(steps)))[-_REPORTED_CHECKPOINTS:]
+        if self._registration is not None:
+            self._registration.checkpoint_steps = self._kept
+
+    def kept(self, step: int) -> None:
+        """Note that all ranks have saved the checkpoint of an inner step."""
+        self.report_checkpoints({step, *(other for other in self._kept if other < step)})
+
+    @property
+    def complete_checkpoints(self) -> tuple[int, ...] | None:
+        """Inner steps of the run checkpoints that every island has, as the leader last heard.
+
+        None: nothing was heard, or this is another rank.
+        """
+        return None if self._registration is None else self._registration.complete_checkpoints
+
+    def finished(self, farewell: str, *, is_stopped: bool) -> None:
+        """Stop the exchange: all that this start owed is done; leaving the context says so.
+
+        Args:
+            farewell: How it ended, in words.
+            is_stopped: Whether the run is not over: it was asked to stop, after a checkpoint.
+        """
+        assert self._exchange is not None
+        self.io.run(self._exchange.stop())
+        self._farewell, self._is_stopped = farewell, is_stopped
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._registration is not None:
+            code, reason, at_most_s = 0, self._farewell, self.config.transport.unreachable_s
+            last = self.progress()
+            if error is not None:
+                is_ours = isinstance(error, DilocoError)
+                code = error.exit_code if isinstance(error, DilocoError) else 1
+                reason = str(error) if is_ours else repr(error)
+                at_most_s, last = _LAST_WORD_S, replace(last, state=IslandState.FAILED)
+            self.io.run(
+                self._registration.leave(
+                    code,
+                    reason,
+                    last=last,
+                    at_most_s=at_most_s,
+                    is_stopped=error is None and self._is_stopped,
+                )
+            )
+        if self._exchange is not None and not self._farewell:
+            with contextlib.suppress(TimeoutError):
+                self.io.run(asyncio.wait_for(self._exchange.stop(), _LAST_WORD_S))

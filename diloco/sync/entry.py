@@ -1,0 +1,152 @@
+"""How a carrier enters a run: it founds version 0, takes what is published, or is checked.
+
+An island enters when no version can be published without it: every round is open, or the fragment
+is flushed. Decides no round, touches no parameter.
+
+Source: protocol.md sections 4 (version 0) and 9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from diloco.compression.base import to_bytes
+from diloco.errors import CodecError, FingerprintMismatch
+from diloco.outer.fragments import Plan
+from diloco.rounds.publication import lane_digest
+from diloco.sync.calls import SyncerCalls
+from diloco.sync.captured import CapturedFragment
+from diloco.sync.carried import CarriedFragment
+from diloco.sync.staging import fetch_lane
+from diloco.sync.tasks import Tasks, wait_for
+from protos.control_pb2 import Grant
+
+logger = logging.getLogger(__name__)
+
+_TELL_WAITING_S = 30.0
+
+
+class Entry:
+    """One rank's way into the run, for the fragments that its exchange carries."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        grant: Grant,
+        calls: SyncerCalls,
+        carried: Mapping[int, CarriedFragment],
+        tasks: Tasks,
+        epoch: Callable[[], int],
+    ) -> None:
+        """Assign only; `epoch` gives the syncer's, by which uploads are repeated."""
+        self._plan = plan
+        self._grant = grant
+        self._calls = calls
+        self._carried = carried
+        self._tasks = tasks
+        self._epoch = epoch
+
+    async def enter(self, own: Mapping[int, Mapping[int, Tensor]], *, overwrite: bool) -> None:
+        """Take this rank's anchors: `own` lanes where they are as published, else the published.
+
+        Args:
+            own: Fragment -> lane -> the island's own values; uploaded where the syncer wants them.
+            overwrite: Whether version 0 replaces initial values that differ from it; later
+                versions always do.
+
+        Raises:
+            FingerprintMismatch: If initial values differ and must not be overwritten.
+            DilocoError: If a version cannot be had.
+        """
+        await self.until_steady(own)
+        is_return = any(carried.state.version > 0 for carried in self._carried.values())
+        for p, carried in self._carried.items():
+            if not is_return and not overwrite:
+                self._check_initial(carried, own[p])
+            carried.anchor = await self._published(carried, own[p])
+            carried.is_overwritten = any(carried.anchor[i] is not own[p][i] for i in own[p])
+        for carried in self._carried.values():
+            carried.anchor_version = carried.state.version
+
+    async def until_steady(self, initial: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Wait until no version can be published without this island; upload what is asked for."""
+        uploads: dict[tuple[int, int], int] = {}
+        while not all(carried.is_steady for carried in self._carried.values()):
+            news = self._tasks.news
+            for p, lanes in initial.items():
+                state = self._carried[p].state
+                for lane_id, values in lanes.items():
+                    wanted = state.wants_initial and not state.is_founded
+                    if wanted and uploads.get((p, lane_id)) != self._epoch():
+                        uploads[p, lane_id] = self._epoch()
+                        self._tasks.spawn(self._upload(p, lane_id, values))
+            await wait_for(news, _TELL_WAITING_S)
+            if not news.is_set():
+                logger.info("waiting until every island has joined and all rounds are open")
+
+    async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
+        payload = to_bytes(values.view(torch.uint8))
+        ack = await self._calls.upload(fragment_id, lane_id, payload)
+        if not ack.is_accepted:
+            raise CodecError(f"initial parameters of fragment {fragment_id}: {ack.message}")
+
+    def _check_initial(self, carried: CarriedFragment, own: Mapping[int, Tensor]) -> None:
+        p = carried.fragment_id
+        for lane_id in _differing(carried, own):
+            names = ", ".join(entry.name for entry in self._plan.fragments[p].entries[:3])
+            raise FingerprintMismatch(
+                f"the initial parameters of island {self._grant.island!r} differ from the run's in "
+                f"fragment {p}, lane {lane_id} ({names}, ...): the same seed, model and version of "
+                f"torch must be used everywhere"
+            )
+
+    async def _published(
+        self, carried: CarriedFragment, own: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Return the published lanes: own ones where they are equal, the others fetched whole."""
+        state, lanes = carried.state, dict(own)
+        differing = _differing(carried, own)
+        fetched = await asyncio.gather(
+            *(
+                fetch_lane(
+                    self._calls,
+                    carried.fragment_id,
+                    state.version,
+                    lane_id,
+                    numel=own[lane_id].numel(),
+                    digest=state.lane_digests[lane_id],
+                )
+                for lane_id in differing
+            )
+        )
+        lanes.update(zip(differing, fetched, strict=True))
+        return lanes
+
+
+def check_restored(carried: CarriedFragment, restored: CapturedFragment) -> None:
+    """Hold a checkpoint's anchors against the version that the syncer restored.
+
+    Raises:
+        FingerprintMismatch: If they are not that version.
+    """
+    p, version = carried.fragment_id, restored.ledger.version
+    if carried.state.version > version:
+        return  # the others went on: what was in flight gets its outcome, the anchor follows
+    differing = _differing(carried, restored.lanes.anchor)
+    if carried.state.version < version or differing:
+        lanes = f", and lanes {differing} of it differ" if differing else ""
+        raise FingerprintMismatch(
+            f"this checkpoint has version {version} of fragment {p}, the syncer has version "
+            f"{carried.state.version}{lanes}: they are not of one run checkpoint. Resume one that "
+            f"all sites have: `diloco coordinator RUN.toml --resume --at STEP`"
+        )
+
+
+def _differing(carried: CarriedFragment, own: Mapping[int, Tensor]) -> list[int]:
+    digests = carried.state.lane_digests
+    return [lane_id for lane_id in carried.lanes if lane_digest(own[lane_id]) != digests[lane_id]]

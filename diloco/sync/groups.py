@@ -1,0 +1,143 @@
+"""The ranks of an island beside those of its model: process groups, and what all ranks share.
+
+    start       the join, the first published version, checkpoints: may be long in coming
+    shards      collect and distribute, and sums for reports
+    agreement   what the ranks agree on between steps, nothing else
+
+All are gloo groups; an island of one rank has none. Collectives are for the training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from diloco.errors import ConfigError, DilocoError, IslandFailed
+
+_T = TypeVar("_T")
+
+#: Seconds after which a rank that hangs is noticed by the others.
+COLLECTIVE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Process groups of the island; None on an island of one rank."""
+
+    start: dist.ProcessGroup | None = None
+    shards: dist.ProcessGroup | None = None
+    agreement: dist.ProcessGroup | None = None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the one that speaks with the coordinator."""
+        return self.start is None or dist.get_rank(self.start) == 0
+
+    @property
+    def island_rank(self) -> int:
+        """Rank of this process in its island."""
+        return 0 if self.start is None else dist.get_rank(self.start)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the island."""
+        return 1 if self.start is None else dist.get_world_size(self.start)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.start is not None:
+            dist.barrier(self.start)
+
+    def leader_says(self, what: str, find: Callable[[], _T]) -> _T:
+        """Let the leader find out something, and everybody have it; may be long in coming.
+
+        Args:
+            what: What the leader does, for the others' error: "could not join".
+            find: Called on the leader alone; gives a value that can be pickled.
+
+        Raises:
+            DilocoError: What `find` raised; on the other ranks IslandFailed with its exit code.
+        """
+        word: list[Any] = [None]
+        failure: DilocoError | None = None
+        if self.is_leader:
+            try:
+                word = [(find(), 0, "")]
+            except DilocoError as error:
+                failure, word = error, [(None, error.exit_code, str(error))]
+        if self.start is not None:
+            dist.broadcast_object_list(word, group_src=0, group=self.start)
+        if failure is not None:
+            raise failure
+        value, exit_code, reason = word[0]
+        if exit_code:
+            told = IslandFailed(f"the leader of this island {what}: {reason}")
+            told.exit_code = exit_code
+            raise told
+        found: _T = value
+        return found
+
+    def all_say(self, is_said: bool) -> bool:
+        """Whether all ranks say yes; may be long in coming."""
+        said = torch.tensor([int(is_said)])
+        if self.start is not None:
+            dist.all_reduce(said, dist.ReduceOp.MIN, group=self.start)
+        return bool(said.item())
+
+    def sum(self, values: Sequence[int]) -> list[int]:
+        """Add integers of all ranks, one by one."""
+        total = torch.tensor(values)
+        if self.shards is not None:
+            dist.all_reduce(total, group=self.shards)
+        return [int(value) for value in total.tolist()]
+
+
+def make_groups(group: dist.ProcessGroup | None, *, patience_s: float) -> Groups:
+    """Make the groups of an island; collective over its ranks.
+
+    Args:
+        group: The island's ranks; None: all ranks of the default process group, or this process
+            alone where there is none.
+        patience_s: Seconds by which waits of the start group may exceed other collectives.
+
+    Raises:
+        ConfigError: If the ranks of `group` are members of unequally many groups.
+    """
+    if group is None and not dist.is_initialized():
+        return Groups()
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if len(ranks) == 1:
+        return Groups()
+    if group is not None:
+        _insist_on_equal_names(group)
+    start, shards, agreement = (
+        dist.new_group(
+            ranks,
+            backend="gloo",
+            timeout=timedelta(seconds=timeout_s),
+            use_local_synchronization=group is not None,
+        )
+        for timeout_s in (COLLECTIVE_S + patience_s, COLLECTIVE_S, COLLECTIVE_S)
+    )
+    return Groups(start, shards, agreement)
+
+
+def _insist_on_equal_names(group: dist.ProcessGroup) -> None:
+    """Refuse what PyTorch would answer by waiting for ever.
+
+    Without the ranks outside the group, it names a new one after the number of groups that each
+    rank is a member of.
+    """
+    num_groups = len(dist.distributed_c10d._world.pg_names)
+    counts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(counts, num_groups, group=group)
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"group=: its ranks are members of {counts} process groups, and can make another one "
+            f"only when these are equally many: make the same groups for every rank of the island"
+        )

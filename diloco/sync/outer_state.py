@@ -1,0 +1,178 @@
+"""An island's outer state: how it begins, is kept for a run checkpoint, and is resumed.
+
+Belongs to the training thread, as the outer loop does, and like it every rank makes the same calls:
+what one rank finds wrong ends the call on all of them.
+
+Source: protocol.md section 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from diloco.errors import ConfigError
+from diloco.outer.fragments import Plan
+from diloco.outer.schedule import Schedule
+from diloco.sync.agreement import Agreement, exit_code_of, raise_failure
+from diloco.sync.captured import CapturedFragment, CapturedLanes, StateLayout
+from diloco.sync.course import Entered, entered_of, entry_words, set_course
+from diloco.sync.exchange import Exchange
+from diloco.sync.io_thread import Waits
+from diloco.sync.ledger import FragmentLedger
+from diloco.sync.shards import LaneShards
+from diloco.telemetry.events import Event, InitialOverwritten, IslandRejoined, IslandResumed
+
+#: Seconds after which a blocked rank looks at the others again.
+LOOK_S = 1.0
+
+
+class Runner(Protocol):
+    """Where the exchange runs: the IO thread of a rank, or the current loop."""
+
+    def post(self, action: Callable[..., object], *arguments: object) -> None:
+        """Run `action(*arguments)` there, after what was posted before."""
+
+
+@dataclass(slots=True)
+class OuterState:
+    """What an outer loop goes on from: by fragment its ledger, anchor and broken sends in a row.
+
+    Before `first_checkpoint_step` no checkpoint of the run can be taken (`course`).
+    """
+
+    inner_step: int
+    first_checkpoint_step: int
+    ledgers: list[FragmentLedger]
+    anchors: list[Mapping[int, Tensor]]
+    broken_in_a_row: list[int]
+
+
+class StateKeeper:
+    """One rank's part in entering the run and in its checkpoints."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        shards: LaneShards,
+        exchange: Exchange,
+        runner: Runner,
+        agreement: Agreement,
+        *,
+        timeline: int,
+        start_step: int,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Assign only."""
+        self._plan = plan
+        self._schedule = schedule
+        self._shards = shards
+        self._exchange = exchange
+        self._runner = runner
+        self._agreement = agreement
+        self._timeline = timeline
+        self._start_step = start_step
+        self._on_event = on_event
+        self._layout = StateLayout(
+            plan,
+            {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
+            exchange.rules.uplink_codec,
+            exchange.rules.error_feedback,
+        )
+
+    def starting(self, *, overwrite_initial: bool, last_inner_step: int) -> Waits[OuterState]:
+        """Found version 0 or return; parameters that differ take the published values."""
+        own = {f.fragment_id: self._shards.collect(f.fragment_id) for f in self._plan.fragments}
+        self._runner.post(self._exchange.enter, own, overwrite_initial)
+        entered = yield from self._entering()
+        course = set_course(entered, self._schedule, self._start_step)
+        ledgers = [
+            FragmentLedger(
+                self._timeline,
+                p,
+                version=fragment.version,
+                attempt=fragment.attempt,
+                sent_until=course.sent_until[p],
+                is_flushed=fragment.is_flush,
+            )
+            for p, fragment in enumerate(entered)
+        ]
+        anchors = [self._exchange.anchor(p) for p in range(len(entered))]
+        overwritten = tuple(p for p, fragment in enumerate(entered) if fragment.is_overwritten)
+        for p in overwritten:
+            self._shards.distribute(p, anchors[p], 0.0)
+        if any(e.version or e.attempt for e in entered) or last_inner_step > self._start_step:
+            lost_steps = max(0, last_inner_step - course.inner_step)
+            self._on_event(IslandRejoined(course.inner_step, lost_steps))
+        elif overwritten:
+            self._on_event(InitialOverwritten(course.inner_step, overwritten))
+        return OuterState(
+            course.inner_step, course.first_checkpoint_step, ledgers, anchors, [0] * len(entered)
+        )
+
+    def resuming(self, state: Mapping[str, Tensor]) -> Waits[OuterState]:
+        """Restore what `capturing` returned, and submit again what was in flight."""
+        problem: ConfigError | None = None
+        inner_step, fragments = -1, list[CapturedFragment]()
+        try:
+            inner_step, fragments = self._layout.from_tensors(state, self._timeline)
+        except ConfigError as error:
+            problem = error
+        least, minus_most = self._smallest([inner_step, -inner_step], problem)
+        if least != -minus_most:
+            raise ConfigError(
+                f"the ranks of this island were given outer states of inner steps {least} to "
+                f"{-minus_most}: resume all of them from one checkpoint"
+            )
+        self._runner.post(self._exchange.restore, fragments)
+        yield from self._entering()
+        self._on_event(IslandResumed(inner_step, self._timeline))
+        return OuterState(
+            inner_step,
+            inner_step,
+            [fragment.ledger for fragment in fragments],
+            [fragment.lanes.anchor for fragment in fragments],
+            [fragment.broken_in_a_row for fragment in fragments],
+        )
+
+    def pinning(self, inner_step: int, versions: Sequence[int]) -> Waits[None]:
+        """Have the syncer keep the island's versions; durable when it ends, on every rank."""
+        if self._agreement.is_leader:
+            yield self._exchange.pin(inner_step, versions)
+        self._smallest([])
+
+    def capturing(self, state: OuterState) -> Waits[dict[str, Tensor]]:
+        """Return the state of this rank's lanes, after what was posted to the exchange."""
+        lanes: dict[int, CapturedLanes] = {}
+        yield self._exchange.capture(lanes)
+        # Only ranks whose lanes are broken know of it; whoever carries these lanes next must too.
+        broken = self._largest(state.broken_in_a_row)
+        declined = self._largest([int(lanes[p].is_declined) for p in range(len(state.ledgers))])
+        fragments = [
+            CapturedFragment(ledger, replace(lanes[p], is_declined=bool(declined[p])), broken[p])
+            for p, ledger in enumerate(state.ledgers)
+        ]
+        return self._layout.to_tensors(self._timeline, state.inner_step, fragments)
+
+    def _entering(self) -> Waits[list[Entered]]:
+        """Wait until every rank holds its anchors; they must be of the same versions."""
+        while True:
+            yield self._exchange.wait_until_entered(LOOK_S)
+            views = [self._exchange.view(f.fragment_id) for f in self._plan.fragments]
+            entered = entered_of(self._smallest(entry_words(views)))
+            if entered is not None:
+                return entered
+
+    def _largest(self, values: Sequence[int]) -> list[int]:
+        return [-value for value in self._smallest([-value for value in values])]
+
+    def _smallest(self, values: Sequence[int], problem: ConfigError | None = None) -> list[int]:
+        """Take the smallest of all ranks' values; raise on all of them where one has failed."""
+        failure = problem or self._exchange.failure
+        minus_code, *smallest = self._agreement.smallest([-exit_code_of(failure), *values])
+        raise_failure(failure, -minus_code)
+        return smallest

@@ -1,0 +1,520 @@
+"""`DiLoCo`, the outer loop beside a training loop that is not ours.
+
+    import diloco
+
+    config = diloco.load_config("run.toml", island="eu-west")
+    with diloco.connect(config) as connection:
+        outer = diloco.DiLoCo(model, config.outer, transport=connection)
+        for inner_step in range(outer.start_step, outer.inner_steps):
+            train_one_step(model, optimizer)
+            outer.step(num_tokens=tokens_of_the_island)
+            if outer.checkpoint_due:
+                with outer.checkpointing():
+                    save(model, optimizer, outer.state_dict(), outer.inner_step)
+            if outer.is_stopping:
+                break
+        outer.finish()
+        with outer.global_parameters():
+            evaluate(model)
+
+Every rank of an island makes the same calls. Everything here belongs to the training thread; what
+needs the network runs in the connection's IO thread.
+
+Source: design.md sections 3 and 6; protocol.md sections 4 to 9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.config.classes import identity_difference, identity_json
+from diloco.config.schema import OuterConfig
+from diloco.errors import ConfigError
+from diloco.sync.agreement import Agreement
+from diloco.sync.captured import StateLayout
+from diloco.sync.connection import Connection
+from diloco.sync.groups import make_groups
+from diloco.sync.layout import build_plan, build_schedule
+from diloco.sync.outer_loop import OuterLoop
+from diloco.sync.registration import IslandState, Progress
+from diloco.sync.shards import LaneShards
+from diloco.sync.stop_line import StopLine
+from diloco.sync.trained import Trained, TrainedParameters
+from diloco.telemetry.events import Event
+from protos.control_pb2 import JoinReply
+
+logger = logging.getLogger(__name__)
+
+#: The leader's word to its ranks while the stop step is not decided; else that step, 0: none.
+_HELD = -1
+#: Seconds after which a held leader looks whether the island has failed.
+_LOOK_S = 1.0
+
+
+class DiLoCo:
+    """One rank's part in a run: counts inner steps, sends and merges fragments when they are due.
+
+    Values are written into the parameters in place, so an optimizer may be built before or after;
+    its state is its own and no merge touches it. FSDP2 modules are resharded before parameters are
+    read or written, so an evaluation between two steps is harmless.
+
+    Attributes:
+        island_slot: Index of the island among the run's; chooses its data.
+        start_step: Inner steps that lie behind this start: 0; a warm start's; where an island that
+            returns goes on; or that of the checkpoint to resume from.
+        resume_step: Inner step of the run checkpoint that must be loaded before the first step:
+            model, inner optimizer and data by the loop, the rest with `load_state_dict`; None:
+            nothing is to be loaded.
+        inner_steps: Inner steps of the run, as the coordinator has it.
+        plan: Fragments and lanes of the run.
+        timeline: Counter of the run's resumes.
+        island_bytes: What all ranks had sent and received at the last due step.
+    """
+
+    start_step: int
+    resume_step: int | None
+    island_bytes: tuple[int, int]
+
+    def __init__(
+        self,
+        trained: Trained,
+        outer: OuterConfig,
+        *,
+        transport: Connection,
+        group: dist.ProcessGroup | None = None,
+        start_step: int = 0,
+        data_digest: str = "",
+        overwrite_initial: bool = True,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        """Join the run and agree on the published parameters; collective, and waits for the others.
+
+        A new run takes the initial parameters of the first island in sorted order; an island that
+        returns takes what is published, into its parameters too.
+
+        Args:
+            trained: Module, list of modules with distinct parameter names, or name -> parameter;
+                parallelised already (FSDP2, TP), float32, on any device.
+            outer: `outer` of the configuration that went to `diloco.connect`.
+            transport: The open connection; one `DiLoCo` each.
+            group: The island's ranks; None: all of the default process group, or this process
+                alone where there is none.
+            start_step: Inner step at which a new run starts, a warm start's; equal on all islands.
+            data_digest: Of the training text; where given, islands with another are refused.
+            overwrite_initial: Whether initial parameters that differ from the run's are replaced,
+                with an event, or refused.
+            on_event: Hears every event at once, in whichever thread; `step` returns the same.
+
+        Raises:
+            ValueError: If nothing is trainable, a parameter is not float32, or names collide.
+            ConfigError: If `outer` is not the connection's, or the connection is not open.
+            DilocoError: As the join and the first published version may fail.
+        """
+        transport.insist_on_new()
+        _insist_on_same(outer, transport.config.outer)
+        self._connection = transport
+        self._trained = TrainedParameters(trained)
+        self._on_event = on_event
+        self._events: deque[Event] = deque()
+        self._tokens = 0
+        self._state = IslandState.WAITING
+        self._stop_step: int | None = None
+        self.island_bytes = (0, 0)
+        settings = transport.config.transport
+        # The leader may wait that long for the coordinator, and again for a syncer.
+        patience_s = 2 * (settings.unreachable_s + settings.rpc_timeout_s)
+        self._groups = make_groups(group, patience_s=patience_s)
+        self.plan = build_plan(outer, self._trained.named)
+        shards = LaneShards(self.plan, self._trained.named, group=self._groups.shards)
+        reply = self._join(start_step, data_digest)
+        self.island_slot = reply.island_slot
+        self.timeline = reply.grant.timeline
+        self.resume_step = reply.resume_step if reply.is_resumed else None
+        self.start_step = reply.resume_step
+        self._is_ready = not reply.is_resumed
+        self._build_loop(reply, shards, start_step)
+        transport.progress = self._progress
+        transport.start_reporting(self._stop_line)
+        if self._is_ready:
+            self._trained.settle(self.start_step)
+            transport.io.drive(
+                self._loop.starting(
+                    overwrite_initial=overwrite_initial, last_inner_step=reply.last_inner_step
+                )
+            )
+            self.start_step = self._loop.inner_step
+            self._begin()
+
+    def _join(self, start_step: int, data_digest: str) -> JoinReply:
+        """Let the leader join, and everybody have the answer."""
+
+        def join() -> bytes:
+            reply = self._connection.join(
+                self.plan,
+                num_ranks=self._groups.num_ranks,
+                start_step=start_step,
+                data_digest=data_digest,
+            )
+            return reply.SerializeToString()
+
+        return JoinReply.FromString(self._groups.leader_says("could not join", join))
+
+    def _build_loop(self, reply: JoinReply, shards: LaneShards, start_step: int) -> None:
+        """Build what the coordinator's policy shapes."""
+        connection, plan = self._connection, self.plan
+        config = connection.joined(reply)
+        self.inner_steps = config.run.inner_steps
+        self._checkpoint_every = config.checkpoint.every_inner_steps
+        self._schedule = build_schedule(config.outer, self.inner_steps)
+        self._stop_line = StopLine(self._schedule)
+        self._exchange = connection.exchange(
+            reply, plan, shards, island_rank=self._groups.island_rank, on_event=self._hear
+        )
+        self._layout = StateLayout(
+            plan,
+            {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
+            config.outer.uplink_codec,
+            config.outer.error_feedback,
+        )
+        self._loop = OuterLoop(
+            plan,
+            self._schedule,
+            shards,
+            self._exchange,
+            connection.io,
+            Agreement(self._groups.agreement),
+            timeline=reply.grant.timeline,
+            local_mix=config.outer.local_mix,
+            clock=time.monotonic,
+            on_event=self._hear,
+            start_step=start_step,
+        )
+
+    def __repr__(self) -> str:
+        """Say where the island stands: steps, versions, what is in flight, what it waited."""
+        return (
+            f"DiLoCo(run={self._connection.config.run.name!r}, "
+            f"island={self._connection.config.island_id!r}, slot={self.island_slot}, "
+            f"{self._state.value}, inner_step={self.inner_step} of {self.inner_steps}, "
+            f"versions={list(self.versions)}, in_flight={self.num_in_flight}, "
+            f"blocked_s={self.blocked_s:.1f})"
+        )
+
+    # -- where the island stands -----------------------------------------------------------------
+
+    @property
+    def inner_step(self) -> int:
+        """Completed inner steps."""
+        return self._loop.inner_step if self._is_ready else self.start_step
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether everybody stops after the step just made, for a resume: leave the loop."""
+        return self._stop_step == self.inner_step < self.inner_steps
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of fragments whose contribution has no outcome yet."""
+        return self._loop.num_in_flight
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds for which steps of this rank waited for outcomes."""
+        return self._loop.blocked_s
+
+    @property
+    def overwritten_steps(self) -> float:
+        """Inner steps whose local effect a merge replaced, by share of the parameters."""
+        return self._loop.overwritten_steps
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version of each fragment that this island last merged."""
+        return self._loop.versions
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digest of the version of each fragment that the syncer last announced, in hex."""
+        return self._loop.digests
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that this rank has sent to the syncer."""
+        return self._exchange.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes that this rank has received from the syncer."""
+        return self._exchange.bytes_down
+
+    # -- training --------------------------------------------------------------------------------
+
+    def step(self, *, num_tokens: int = 0) -> list[Event]:
+        """Account for one inner step, just made, then send and merge what is due; collective.
+
+        Args:
+            num_tokens: Tokens of the whole island in this inner step: the weight of what it sends.
+
+        Returns:
+            What happened since the last call, in order; empty in most steps.
+
+        Raises:
+            ValueError: If `num_tokens` is not a positive integer, or the set of trained parameters
+                is not the one that this object was made with.
+            ConfigError: If the run is over, or a checkpoint must be loaded first.
+            DilocoError: If the island cannot go on.
+        """
+        self._insist_on_training()
+        _insist_on_tokens(num_tokens)
+        due = self._schedule.due(self.inner_step + 1)
+        if due:
+            self._trained.settle(self.inner_step)
+        elif self.num_in_flight:
+            self._trained.reshard()
+        self._connection.io.drive(self._loop.stepping(num_tokens))
+        self._tokens += num_tokens
+        if due:  # no collective in a step that has none anyway
+            self._tell_ranks()
+        return self._heard()
+
+    def finish(self) -> list[Event]:
+        """Merge what is outstanding and flush: nobody's last steps are lost; collective.
+
+        After a graceful stop nothing is flushed: what is in flight is in the checkpoint.
+
+        Returns:
+            What happened since the last call, in order.
+
+        Raises:
+            ConfigError: If it was called before.
+            DilocoError: If the island cannot go on.
+        """
+        self._insist_on_training(is_stepping=False)
+        self._trained.settle(self.inner_step)
+        is_stopping = self.is_stopping
+        if not is_stopping:
+            self._state = IslandState.FLUSHING
+            self._connection.io.drive(self._loop.finishing())
+        farewell = f"stopped after inner step {self.inner_step}" if is_stopping else "finished"
+        self._connection.finished(farewell, is_stopped=is_stopping)
+        # All ranks have stopped their exchange when the leader leaves and the run may end.
+        self._sum()
+        self._state = IslandState.STOPPED if is_stopping else IslandState.FINISHED
+        return self._heard()
+
+    @contextlib.contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Put the published values that this island last merged in place; restore afterwards.
+
+        What the run has learned so far, equal on all islands: what to evaluate and to export.
+        Collective at both ends.
+        """
+        if not self._is_ready:
+            self._insist_on_training()
+        self._trained.settle(self.inner_step)
+        with self._loop.global_parameters():
+            try:
+                yield
+            finally:
+                self._trained.reshard()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether a run checkpoint belongs after the step just made; equal on all islands."""
+        step, every = self.inner_step, self._checkpoint_every
+        if self.is_stopping:
+            return True
+        return (
+            every > 0
+            and step % every == 0
+            and max(self.start_step, self._loop.first_checkpoint_step - 1) < step < self.inner_steps
+        )
+
+    @contextlib.contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        """Make what is saved inside the island's part of the run checkpoint of this inner step.
+
+        The syncer keeps the present versions before; after it, if the block raised on no rank, the
+        coordinator hears that the island has the checkpoint. Save the model, the inner optimizer,
+        the data position and `state_dict()`, in any form and place but `checkpoint.dir`/ISLAND,
+        which is the built-in loop's. Collective at both ends.
+
+        Raises:
+            DilocoError: If the syncer cannot keep the present versions.
+        """
+        self._insist_on_training(is_stepping=False)
+        self._connection.io.drive(self._loop.pinning())
+        is_saved = False
+        try:
+            yield
+            is_saved = True
+        finally:
+            is_whole = self._groups.all_say(is_saved)
+        if is_whole:
+            self._connection.kept(self.inner_step)
+        else:
+            logger.error(
+                "no checkpoint after inner step %d: another rank could not save", self.inner_step
+            )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's part of the island's outer state, by lane; collective.
+
+        Names are those of lanes, so the union over the ranks serves any number of ranks; it goes
+        through `torch.distributed.checkpoint` as it is. The tensors are in use: they may be read
+        and saved, not written to. While a checkpoint waits to be loaded, tensors of the same names
+        and shapes, to load into.
+        """
+        if not self._is_ready:
+            expected = self._layout.expected().items()
+            return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in expected}
+        return self._connection.io.drive(self._loop.capturing())
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state_dict` was taken, at `resume_step`; collective.
+
+        Load the model's own parameters, too: they are not in it.
+
+        Args:
+            state: At least the lanes of this rank, such as the union over the ranks that saved it.
+
+        Raises:
+            ConfigError: If this start resumes no checkpoint, or this is another one, or of another
+                plan or codec.
+            DilocoError: If the run cannot be entered there.
+        """
+        if self._is_ready:
+            raise ConfigError(
+                f"nothing is to be resumed at inner step {self.inner_step} (outer.resume_step is "
+                f"{self.resume_step}): a run goes on from a checkpoint after `diloco coordinator "
+                f"RUN.toml --resume`; an island that starts again takes what is published, and "
+                f"needs its inner optimizer only"
+            )
+        if "meta" in state and (step := int(state["meta"][-1])) != self.resume_step:
+            raise ConfigError(
+                f"the run is resumed at inner step {self.resume_step}, this outer state is of "
+                f"inner step {step}: load the checkpoint of outer.resume_step"
+            )
+        self._trained.settle(self.inner_step)
+        self._connection.io.drive(self._loop.resuming(state))
+        self._is_ready = True
+        self._begin()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Begin to train, together."""
+        self._stop_line.begin(self._loop.inner_step, self._loop.first_checkpoint_step)
+        self._groups.barrier()
+        self._began_s = time.monotonic()
+        self._state = IslandState.TRAINING
+
+    def _insist_on_open(self) -> None:
+        self._connection.insist_on_open()
+        if self._state in (IslandState.FINISHED, IslandState.STOPPED):
+            raise ConfigError(
+                f"outer.finish() was called after inner step {self.inner_step}: this start of the "
+                f"island is over; train on with a new connection and a new DiLoCo"
+            )
+
+    def _insist_on_training(self, *, is_stepping: bool = True) -> None:
+        self._insist_on_open()
+        if not self._is_ready:
+            raise ConfigError(
+                f"the run is resumed at inner step {self.resume_step}: load the checkpoint that "
+                f"was saved there (model, optimizer, data), then outer.load_state_dict(...), "
+                f"before the first step"
+            )
+        if is_stepping and self.inner_step >= self.inner_steps:
+            raise ConfigError(
+                f"inner step {self.inner_step + 1}: the run has run.inner_steps = "
+                f"{self.inner_steps} (the coordinator's); loop over range(outer.start_step, "
+                f"outer.inner_steps), then call outer.finish()"
+            )
+
+    def _tell_ranks(self) -> None:
+        """Share what the leader knows of a graceful stop, and hold where it promised to."""
+        word = 0
+        if self._groups.is_leader:
+            is_held = self._stop_line.passing(self.inner_step)
+            stop_step = self._stop_line.stop_step
+            word = _HELD if is_held else 0 if stop_step is None else stop_step
+        word = self._sum(word)
+        self._stop_step = (self._hold() if word == _HELD else word) or None
+
+    def _hold(self) -> int:
+        """Wait until the coordinator says after which inner step everybody stops; collective."""
+        logger.info("holding after inner step %d: the run is asked to stop", self.inner_step)
+        return self._groups.leader_says(
+            "failed while the island held", lambda: self._connection.io.run(self._decided())
+        )
+
+    async def _decided(self) -> int:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    return await self._stop_line.decided()
+            if self._exchange.failure is not None:
+                raise self._exchange.failure
+
+    def _sum(self, word: int = 0) -> int:
+        """Sum the bytes that all ranks have moved, and the leader's word; collective."""
+        bytes_up, bytes_down, word = self._groups.sum([self.bytes_up, self.bytes_down, word])
+        self.island_bytes = (bytes_up, bytes_down)
+        return word
+
+    def _progress(self) -> Progress:
+        """What a report says; asked in the IO thread."""
+        trained_s = time.monotonic() - self._began_s if self._tokens else 1.0
+        bytes_up, bytes_down = self.island_bytes
+        return Progress(
+            state=self._state,
+            inner_step=self.inner_step,
+            tokens_per_s=self._tokens / trained_s,
+            tokens=self._tokens,
+            fragments_in_flight=self.num_in_flight,
+            bytes_up=bytes_up,
+            bytes_down=bytes_down,
+            blocked_s=self.blocked_s,
+        )
+
+    def _hear(self, event: Event) -> None:
+        self._events.append(event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _heard(self) -> list[Event]:
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+
+def _insist_on_same(given: OuterConfig, connected: OuterConfig) -> None:
+    differing = identity_difference(identity_json(given), identity_json(connected))
+    if differing:
+        raise ConfigError(
+            "DiLoCo was given another [outer] (here) than diloco.connect (there): "
+            + "; ".join(differing)
+            + ". Change the run file, and pass config.outer of the same configuration to both"
+        )
+
+
+def _insist_on_tokens(num_tokens: Any) -> None:
+    """Refuse what cannot be a weight; `Any` because a caller may pass a tensor or None."""
+    if isinstance(num_tokens, int) and not isinstance(num_tokens, bool) and num_tokens > 0:
+        return
+    raise ValueError(
+        f"outer.step(num_tokens={num_tokens!r}): with outer.weighting = 'tokens' an island's "
+        f"contribution weighs what it was trained on; pass the tokens of the whole island in this "
+        f"inner step, an int of at least 1 (of a tensor: int(count))"
+    )
