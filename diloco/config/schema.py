@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Identity, Local, Policy, Section
+from diloco.config.data import DataConfig
 from diloco.config.fields import (
     Duration,
     IslandName,
@@ -35,6 +36,10 @@ Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Names: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(tuples)]
 CodecName: TypeAlias = Literal["float32", "int4"]
 
+_NOT_LOOPBACK = (
+    "is not on this machine's loopback, and traffic is not encrypted yet; "
+    "set coordinator.insecure = true on a network that you trust"
+)
 _MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "debug": {"dim": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 416},
     "tiny": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96},
@@ -68,8 +73,10 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The decoder; `preset` gives dimensions, explicit keys win."""
 
-    family: Identity[Annotated[Literal["llama"], later("hf")]] = Field(
-        default="llama", description="Architecture: RoPE, grouped queries, SwiGLU, RMSNorm"
+    family: Identity[Annotated[Literal["llama", "own"], later("hf")]] = Field(
+        default="llama",
+        description="Architecture: llama (RoPE, grouped queries, SwiGLU, RMSNorm), or own: that of "
+        "a loop with diloco.DiLoCo, which may read the sizes",
     )
     preset: Local[Literal["debug", "tiny", "custom"]] = Field(
         default="custom",
@@ -99,6 +106,8 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("family") == "own":
+            data = {**_MODEL_PRESETS["tiny"], **data}  # a loop need not say what only it knows
         return with_preset(data, _MODEL_PRESETS)
 
     @field_validator("num_heads")
@@ -116,16 +125,6 @@ class ModelConfig(Section):
         if num_heads is not None and num_heads % value:
             raise ValueError(f"must divide num_heads = {num_heads}")
         return value
-
-
-class DataConfig(Section):
-    """Where text comes from."""
-
-    source: Identity[Literal["stdlib"]] = Field(
-        default="stdlib",
-        description="Corpus: the sources of Python's standard library, bytes as tokens",
-    )
-    sequence_length: Identity[int] = Field(ge=1, description="Tokens of one sequence")
 
 
 class InnerOptimizerConfig(Section):
@@ -301,25 +300,24 @@ class CoordinatorConfig(Section):
         default="",
         description="HOST:PORT at which islands reach the coordinator; empty: from state_dir",
     )
+    syncer_address: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which islands reach the syncer; empty: the host of address, if "
+        "any, and the port it listens on; port 0: that port",
+    )
     state_dir: Local[str] = Field(
         min_length=1, description="Directory of journal, records and logs; survives restarts"
     )
 
-    @field_validator("listen", "syncer_listen", "address")
+    @field_validator("listen", "syncer_listen", "address", "syncer_address")
     @classmethod
     def _check_address(cls, value: str, info: ValidationInfo) -> str:
-        is_bind = info.field_name != "address"
+        is_bind = info.field_name in ("listen", "syncer_listen")
         if not is_bind and not value:
             return value
-        try:
-            host, _ = split_address(value)
-        except ValueError:
-            raise ValueError('must be HOST:PORT, such as "127.0.0.1:0", port 0 to 65535') from None
+        host = _host_of(value)
         if is_bind and info.data.get("insecure") is False and not is_loopback(host):
-            raise ValueError(
-                "is not on this machine's loopback, and traffic is not encrypted yet; "
-                "set coordinator.insecure = true on a network that you trust"
-            )
+            raise ValueError(_NOT_LOOPBACK)
         coordinator = info.data.get("listen", value)
         if is_bind and is_loopback(host) and not is_loopback(split_address(coordinator)[0]):
             raise ValueError(
@@ -425,13 +423,51 @@ class EvaluationConfig(Section):
     )
 
 
+class WandbConfig(Section):
+    """Weights & Biases: one run an island, the islands of a run in one group."""
+
+    mode: Local[Literal["disabled", "offline", "online"]] = Field(
+        default="disabled",
+        description="Whether metrics go there: offline writes files below telemetry.dir for a "
+        "later `wandb sync`",
+    )
+    project: Local[str] = Field(
+        default="", description="Project; empty: WANDB_PROJECT, or wandb's own default"
+    )
+    entity: Local[str] = Field(
+        default="", description="User or team; empty: WANDB_ENTITY, or wandb's own default"
+    )
+
+
 class TelemetryConfig(Section):
-    """Where events go."""
+    """Where events and metrics go; events are always written as lines of JSON."""
 
     dir: Local[str] = Field(
         default="",
         description="Directory of events and logs; empty: telemetry in coordinator.state_dir",
     )
+    tensorboard: Local[bool] = Field(
+        default=False, description="Whether metrics go to telemetry.dir/tensorboard, too"
+    )
+    wandb: WandbConfig = Field(
+        default=WandbConfig(), description="Weights & Biases: one run an island"
+    )
+    coordinator_metrics: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which the coordinator serves /metrics to Prometheus; empty: "
+        "nowhere",
+    )
+    syncer_metrics: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which the syncer serves /metrics to Prometheus; empty: nowhere",
+    )
+
+    @field_validator("coordinator_metrics", "syncer_metrics")
+    @classmethod
+    def _check_address(cls, value: str) -> str:
+        if value:
+            _host_of(value)
+        return value
 
 
 class MeshConfig(Section):
@@ -467,6 +503,16 @@ class IslandConfig(Section):
         default="10min", description="Time without a failure after which all restarts are back"
     )
 
+    @property
+    def restart_wait_s(self) -> float:
+        """Seconds before the first restart."""
+        return parse_duration(self.restart_wait)
+
+    @property
+    def restart_reset_s(self) -> float:
+        """Seconds without a failure after which all restarts are back."""
+        return parse_duration(self.restart_reset)
+
     @field_validator("mesh")
     @classmethod
     def _check_mesh(cls, value: MeshConfig, info: ValidationInfo) -> MeshConfig:
@@ -496,7 +542,9 @@ class Config(Section):
         default=CheckpointConfig(), description="What a run is resumed from"
     )
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Held-out loss")
-    telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Where events go")
+    telemetry: TelemetryConfig = Field(
+        default=TelemetryConfig(), description="Where events and metrics go"
+    )
     islands: Identity[dict[IslandName, IslandConfig]] = Field(
         min_length=1, description="Islands by name; the sorted names must agree everywhere"
     )
@@ -534,6 +582,21 @@ class Config(Section):
             raise several_problems([("sequence_length", value.sequence_length, message)])
         return value
 
+    @field_validator("telemetry")
+    @classmethod
+    def _check_metrics(cls, value: TelemetryConfig, info: ValidationInfo) -> TelemetryConfig:
+        coordinator = info.data.get("coordinator")
+        if coordinator is None or coordinator.insecure:
+            return value
+        problems: list[Problem] = [
+            (name, address, _NOT_LOOPBACK)
+            for name in ("coordinator_metrics", "syncer_metrics")
+            if (address := getattr(value, name)) and not is_loopback(_host_of(address))
+        ]
+        if problems:
+            raise several_problems(problems)
+        return value
+
     @field_validator("islands")
     @classmethod
     def _check_islands(
@@ -554,6 +617,15 @@ class Config(Section):
             message = f"is not an island of this file; islands: {', '.join(sorted(self.islands))}"
             raise several_problems([("island_id", self.island_id, message)])
         return self
+
+
+def _host_of(address: str) -> str:
+    """Give the host of HOST:PORT."""
+    try:
+        host, _ = split_address(address)
+    except ValueError:
+        raise ValueError('must be HOST:PORT, such as "127.0.0.1:0", port 0 to 65535') from None
+    return host
 
 
 def _island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[Problem]:

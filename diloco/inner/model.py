@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diloco.config.schema import ModelConfig
+from diloco.errors import ConfigError
 
 #: Standard deviation of initial weights; projections into the residual stream have less.
 INIT_STD = 0.02
@@ -55,7 +56,16 @@ class LlamaShape:
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> LlamaShape:
-        """Take the sizes from a model configuration."""
+        """Take the sizes from a model configuration.
+
+        Raises:
+            ConfigError: If the model is not this module's but a loop's own.
+        """
+        if config.family == "own":
+            raise ConfigError(
+                'model.family = "own": only the loop that builds this model can train and read it, '
+                'with diloco.DiLoCo; for the built-in model set model.family = "llama"'
+            )
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
     @property
@@ -202,6 +212,11 @@ def build_model(shape: LlamaShape) -> Llama:
     """Build the decoder without memory, on the meta device; `parallelize` materialises it."""
     with torch.device("meta"):
         return Llama(shape)
+
+
+def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
+    """Give the unsharded shape of every parameter by its canonical name, tied ones once."""
+    return {name: tuple(p.shape) for name, p in build_model(shape).named_parameters()}
 
 
 def initialise_(model: Llama, seed: int) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from diloco.config.schema import InnerConfig
+from diloco.data.batches import Batches, Evaluation
 from diloco.errors import ConfigError
-from diloco.inner.data import TextData
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
 from diloco.inner.model import Llama
 from diloco.inner.optimizer import build_optimizer, learning_rate, set_learning_rate_
@@ -58,9 +58,9 @@ class InnerTrainer:
         model: Llama,
         *,
         mesh: IslandMesh,
-        data: TextData,
+        batches: Batches,
+        evaluation: Evaluation,
         config: InnerConfig,
-        island_slot: int,
         batch_size: int,
         inner_steps: int,
         clock: Callable[[], float],
@@ -70,16 +70,15 @@ class InnerTrainer:
         Args:
             model: Parallelised over `mesh` and filled with values.
             mesh: The island's ranks.
-            data: Text.
+            batches: The island's text, of which this rank takes its slice.
+            evaluation: Held-out text.
             config: Optimizer, clipping and micro-batches.
-            island_slot: Index of the island, which chooses its samples.
             batch_size: Sequences of the whole island and inner step.
             inner_steps: Inner steps of the run, for the learning rate.
             clock: Monotonic seconds.
 
         Raises:
-            ConfigError: If the batch cannot be divided into equal micro-batches, or the model has
-                fewer token ids than the text.
+            ConfigError: If the batch cannot be divided into equal micro-batches.
         """
         parts = mesh.dp_size * config.micro_batches
         if batch_size % parts:
@@ -88,17 +87,12 @@ class InnerTrainer:
                 f"inner.micro_batches = {parts} equal parts; use a multiple as "
                 "tokens_per_inner_step / sequence_length"
             )
-        if model.shape.vocab_size < data.vocab_size:
-            raise ConfigError(
-                f"model.vocab_size = {model.shape.vocab_size} is less than the text's "
-                f"{data.vocab_size} token ids; raise it"
-            )
         self.model = model
         self.optimizer = build_optimizer(model, config.optimizer)
         self._mesh = mesh
-        self._data = data
+        self._batches = batches
+        self._evaluation = evaluation
         self._config = config
-        self._island_slot = island_slot
         self._batch_size = batch_size
         self._micro_batch_size = batch_size // parts
         self._inner_steps = inner_steps
@@ -116,13 +110,7 @@ class InnerTrainer:
         started = self._clock()
         rate = learning_rate(self._config.optimizer, step, self._inner_steps)
         set_learning_rate_(self.optimizer, rate)
-        tokens = self._data.batch(
-            self._island_slot,
-            step,
-            self._batch_size,
-            dp_coordinate=self._mesh.dp_coordinate,
-            dp_size=self._mesh.dp_size,
-        )
+        tokens = self._batches.batch(step)
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for micro_batch in torch.split(tokens, self._micro_batch_size):
             micro_loss = self._token_losses(micro_batch).mean() / self._config.micro_batches
@@ -137,21 +125,20 @@ class InnerTrainer:
             loss=self._sum_over_dp(loss / self._mesh.dp_size),
             grad_norm=grad_norm,
             learning_rate=rate,
-            num_tokens=self._batch_size * self._data.sequence_length,
+            num_tokens=self._batch_size * (tokens.shape[1] - 1),
             duration_s=self._clock() - started,
         )
 
     @torch.no_grad()
-    def evaluate(self, num_sequences: int) -> float:
-        """Measure the mean loss on fixed held-out sequences, as parameters are now; collective.
+    def evaluate(self) -> float:
+        """Measure the loss on the held-out sequences, as parameters are now; collective.
 
-        Args:
-            num_sequences: Sequences, at least 1; need not divide among ranks.
+        Sequences need not divide among ranks.
 
         Returns:
-            Nats a byte, equal on all ranks of the island.
+            Nats a byte of text, equal on all ranks of the island.
         """
-        tokens = self._data.evaluation(num_sequences)
+        tokens, num_sequences = self._evaluation.tokens, len(self._evaluation.tokens)
         # All ranks make the same number of forwards; a repeated last sequence counts for nothing.
         size, dp_size = self._micro_batch_size, self._mesh.dp_size
         num_rounds = -(-num_sequences // (size * dp_size))
@@ -164,7 +151,7 @@ class InnerTrainer:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # else the next forward would use today's gathered values
-        return self._sum_over_dp(total) / (num_sequences * self._data.sequence_length)
+        return self._sum_over_dp(total) / self._evaluation.num_bytes
 
     def _token_losses(self, tokens_BS1: Tensor) -> Tensor:
         """Compute the loss of every predicted token, shape [B, S]."""

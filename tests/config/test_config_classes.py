@@ -25,9 +25,12 @@ from diloco.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "runs" / "demo.toml"
 CONFIG = load_config(DEMO, island="eu-west")
-LEAVES = [(path, mark) for path, mark, _ in leaves(CONFIG) if path != "islands"]
+#: Fields that hold the names of tables.
+NAMES = ("islands", "data.sources")
+LEAVES = [(path, mark) for path, mark, _ in leaves(CONFIG) if path not in NAMES]
 IDENTITY = {
     "run.name run.seed islands data.source data.sequence_length model.family model.vocab_size",
+    "data.sources data.separator data.held_out_documents data.shuffle_window",
     "model.dim model.num_layers model.num_heads model.num_kv_heads model.ffn_dim model.rope_theta",
     "model.max_sequence_length model.norm_eps model.tie_embeddings outer.inner_steps_per_round",
     "outer.num_fragments outer.fragment_pattern outer.embedding_alone outer.explicit_fragments",
@@ -195,7 +198,9 @@ def test_explain_lists_every_field_with_class_range_and_description() -> None:
         for path, _, _ in leaves(CONFIG)
         if "us-east" not in path
     }
-    assert rows.keys() == expected
+    named = {path for path in rows if path.startswith("data.sources.NAME.")}
+    assert rows.keys() - named == expected
+    assert "data.sources.NAME.files" in named
     assert all(row.description for row in rows.values())
     alpha = rows["outer.local_mix"]
     assert (alpha.config_class, alpha.default, alpha.allowed) == (

@@ -225,7 +225,7 @@ REFUSALS = [
     ("model.num_kv_heads=3", ["model.num_kv_heads: 3: must divide num_heads = 4"]),
     ("model.rope_theta=0", ["model.rope_theta: 0:", "> 0"]),
     ("model.max_sequence_length=16", ["data.sequence_length: 32:", "max_sequence_length = 16"]),
-    ("data.source=web", ['data.source: "web":', 'allowed: "stdlib"']),
+    ("data.source=web", ['data.source: "web":', 'allowed: "stdlib" or "streams"']),
     ("data.sequence_length=0", ["data.sequence_length: 0:", ">= 1"]),
     (
         "data.sequence_length=48",

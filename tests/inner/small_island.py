@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from diloco.config.schema import InnerConfig, InnerOptimizerConfig
-from diloco.inner.data import TextCorpus, TextData
+from diloco.data.batches import Evaluation
+from diloco.data.corpus import TextCorpus, TextData
 from diloco.inner.model import Llama, LlamaShape, build_model, initialise_
 from diloco.inner.parallelize import IslandMesh, make_mesh, parallelize
 from diloco.inner.trainer import InnerTrainer
@@ -68,14 +69,23 @@ def make_trainer(
     micro_batches: int = 1,
     batch_size: int = BATCH_SIZE,
     clip_norm: float = 0.5,
+    num_evaluated: int = 4,
+    evaluation: Evaluation | None = None,
 ) -> InnerTrainer:
     optimizer = InnerOptimizerConfig(lr=2e-3, warmup_steps=2)
+    data = small_data()
     return InnerTrainer(
         make_model(mesh, is_tied=is_tied),
         mesh=mesh,
-        data=small_data(),
+        batches=data.batches(
+            island_slot=1,
+            num_islands=2,
+            batch_size=batch_size,
+            dp_coordinate=mesh.dp_coordinate,
+            dp_size=mesh.dp_size,
+        ),
+        evaluation=evaluation or data.evaluation(num_evaluated),
         config=InnerConfig(optimizer=optimizer, clip_norm=clip_norm, micro_batches=micro_batches),
-        island_slot=1,
         batch_size=batch_size,
         inner_steps=INNER_STEPS,
         clock=iter(range(1_000_000)).__next__,

@@ -45,19 +45,21 @@ cases = pytest.mark.parametrize("name", CASES)
 def train(mesh, case):
     """Train 8 steps; then write other values, as the outer loop does, evaluate and train on."""
     with mock.patch.object(parallelize, "MIN_UNIT_NUMEL", case.min_unit_numel):
-        trainer = make_trainer(mesh, is_tied=case.is_tied, micro_batches=case.micro_batches)
+        trainer = make_trainer(
+            mesh, is_tied=case.is_tied, micro_batches=case.micro_batches, num_evaluated=EVALUATED
+        )
     initial = {
         name: hashlib.sha256(value.tobytes()).hexdigest()
         for name, value in whole_parameters(trainer.model).items()
     }
-    evaluations = [trainer.evaluate(EVALUATED)]
+    evaluations = [trainer.evaluate()]
     metrics = [trainer.inner_step(step) for step in range(INNER_STEPS)]
-    evaluations.append(trainer.evaluate(EVALUATED))
+    evaluations.append(trainer.evaluate())
     trained = whole_parameters(trainer.model)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(0.5)
-    evaluations.append(trainer.evaluate(EVALUATED))
+    evaluations.append(trainer.evaluate())
     metrics.append(trainer.inner_step(INNER_STEPS))
     return {"initial": initial, "trained": trained, "metrics": metrics, "evaluations": evaluations}
 

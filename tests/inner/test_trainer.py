@@ -7,17 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.config.schema import InnerConfig, InnerOptimizerConfig
+from diloco.config.schema import InnerOptimizerConfig
 from diloco.errors import ConfigError
-from diloco.inner.model import build_model
 from diloco.inner.optimizer import learning_rate
-from diloco.inner.parallelize import parallelize
-from diloco.inner.trainer import InnerTrainer
 from tests.inner.small_island import (
     BATCH_SIZE,
     INNER_STEPS,
     SEQUENCE_LENGTH,
-    debug_shape,
     make_model,
     make_trainer,
     one_rank,
@@ -98,19 +94,30 @@ def test_same_trainer_twice_is_the_same_to_the_bit():
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 11])
 def test_evaluation_is_the_mean_over_the_held_out_sequences(num_sequences):
-    trainer = make_trainer(one_rank())
-    tokens = small_data().evaluation(num_sequences)
+    trainer = make_trainer(one_rank(), num_evaluated=num_sequences)
+    tokens = small_data().evaluation(num_sequences).tokens
     with torch.no_grad():
         logits = trainer.model(tokens[:, :-1], torch.arange(SEQUENCE_LENGTH))
         expected = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    assert trainer.evaluate(num_sequences) == pytest.approx(expected.item(), abs=1e-6)
+    assert trainer.evaluate() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_evaluation_is_a_byte_of_text_not_a_token():
+    trainer = make_trainer(one_rank())
+    a_token = trainer.evaluate()
+    evaluation = small_data().evaluation(4)
+    coarse = dataclasses.replace(evaluation, num_bytes=3 * evaluation.num_bytes)
+
+    trainer = make_trainer(one_rank(), evaluation=coarse)
+
+    assert trainer.evaluate() == pytest.approx(a_token / 3)
 
 
 def test_evaluation_changes_nothing():
     trainer, undisturbed = make_trainer(one_rank()), make_trainer(one_rank())
 
-    trainer.evaluate(4)
+    trainer.evaluate()
 
     assert dataclasses.replace(trainer.inner_step(0), duration_s=0) == dataclasses.replace(
         undisturbed.inner_step(0), duration_s=0
@@ -122,20 +129,3 @@ def test_indivisible_batch_is_refused():
         ConfigError, match=r"8 sequences cannot be divided into .*micro_batches = 3"
     ):
         make_trainer(one_rank(), micro_batches=3)
-
-
-def test_vocabulary_smaller_than_the_text_is_refused():
-    model = build_model(dataclasses.replace(debug_shape(), vocab_size=128))
-    parallelize(model, one_rank(), sequence_length=SEQUENCE_LENGTH)
-
-    with pytest.raises(ConfigError, match=r"model\.vocab_size = 128 is less than the text's 256"):
-        InnerTrainer(
-            model,
-            mesh=one_rank(),
-            data=small_data(),
-            config=InnerConfig(optimizer=InnerOptimizerConfig(lr=1e-3)),
-            island_slot=0,
-            batch_size=BATCH_SIZE,
-            inner_steps=1,
-            clock=float,
-        )

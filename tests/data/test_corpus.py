@@ -1,13 +1,14 @@
 """Text: which bytes an island sees at a step, what it never sees, and the digest of all of it."""
 
+import json
 import time
 
 import numpy as np
 import pytest
 import torch
 
+from diloco.data.corpus import TextCorpus, TextData
 from diloco.errors import ConfigError
-from diloco.inner.data import TextCorpus, TextData
 from tests.inner.small_island import small_corpus
 
 LENGTH = 16
@@ -96,7 +97,7 @@ def test_held_out_documents_are_never_sampled():
 
     batches = torch.cat([data.batch(slot, step, 50) for slot in range(4) for step in range(20)])
 
-    assert (data.evaluation(20) == ord("#")).all()
+    assert (data.evaluation(20).tokens == ord("#")).all()
     assert not (batches == ord("#")).all(dim=1).any()
 
 
@@ -128,14 +129,14 @@ def test_evaluation_is_fixed_evenly_spread_and_does_not_overlap():
     data = TextData(small_corpus(), sequence_length=LENGTH, seed=1)
     text = data.corpus.held_out
     most = (len(text) - 1) // LENGTH
-    sequences = data.evaluation(most)
+    sequences = data.evaluation(most).tokens
 
     assert torch.equal(
-        sequences, TextData(small_corpus(), sequence_length=LENGTH, seed=2).evaluation(most)
+        sequences, TextData(small_corpus(), sequence_length=LENGTH, seed=2).evaluation(most).tokens
     )
     assert bytes(sequences[0].tolist()) == text[: LENGTH + 1].tobytes()
     assert bytes(sequences[-1].tolist()) == text[-LENGTH - 1 :].tobytes()
-    assert data.evaluation(1).shape == (1, LENGTH + 1)
+    assert data.evaluation(1).tokens.shape == (1, LENGTH + 1)
 
 
 @pytest.mark.parametrize("num_sequences", [0, 10_000])
@@ -166,7 +167,7 @@ def test_corpus_of_one_sequence_has_one_place():
     data = TextData(corpus, sequence_length=LENGTH, seed=0)
 
     assert (data.batch(0, 0, 3) == ord("a")).all()
-    assert (data.evaluation(1) == ord("b")).all()
+    assert (data.evaluation(1).tokens == ord("b")).all()
 
 
 def test_indivisible_batch_is_refused():
@@ -214,3 +215,54 @@ def test_stdlib_without_sources_is_refused(tmp_path, monkeypatch):
 
     with pytest.raises(ConfigError, match=r"no \*.py files below"):
         TextCorpus.from_stdlib()
+
+
+def test_batches_are_the_islands_samples_and_the_ranks_slice():
+    data = make_data()
+    batches = data.batches(island_slot=1, num_islands=3, batch_size=12, dp_coordinate=2, dp_size=4)
+
+    for step in (0, 1, 5):
+        assert torch.equal(batches.batch(step), data.batch(1, step, 12)[6:9])
+
+
+def open_batches(data, batch_size=4):
+    return data.batches(
+        island_slot=0, num_islands=1, batch_size=batch_size, dp_coordinate=0, dp_size=1
+    )
+
+
+def test_cursor_counts_steps_and_samples_over_a_change_of_batch():
+    batches = open_batches(make_data())
+    for step in range(3):
+        batches.batch(step)
+    state = json.loads(json.dumps(batches.state_dict()))
+
+    larger = open_batches(make_data(), batch_size=10)
+    larger.load_state_dict(state)
+    larger.batch(3)
+
+    assert (state["inner_step"], state["samples"]) == (3, 12)
+    assert {**state, "inner_step": 4, "samples": 22} == larger.state_dict()
+    larger.seek(6)
+    assert larger.state_dict()["samples"] == 42
+    larger.seek(2)
+    assert larger.state_dict()["samples"] == 20
+
+
+def test_cursor_of_other_text_is_refused():
+    state = open_batches(make_data()).state_dict()
+    other = open_batches(make_data(num_bytes=30_000))
+
+    with pytest.raises(ConfigError, match="the release of Python that wrote the checkpoint"):
+        other.load_state_dict(state)
+    with pytest.raises(ConfigError, match="trained on streams"):
+        other.load_state_dict({"inner_step": 3, "samples": 12})
+
+
+def test_indivisible_batches_are_refused():
+    with pytest.raises(ConfigError, match=r"a batch of 10 sequences .* among 4"):
+        make_data().batches(island_slot=0, num_islands=1, batch_size=10, dp_coordinate=0, dp_size=4)
+
+
+def test_evaluation_has_a_byte_a_token():
+    assert make_data().evaluation(20).num_bytes == 20 * LENGTH

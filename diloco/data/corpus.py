@@ -1,8 +1,8 @@
-"""Owns the text: the built-in corpus and which of its bytes an island sees at which inner step.
+"""The built-in corpus, and which of its bytes an island sees at which inner step.
 
-The built-in corpus is the Python standard library's sources, found offline, bytes as tokens. A
-batch is a pure function of (seed, island slot, inner step, batch size), so there is no cursor to
-store and no state a rank could get wrong. Nothing is cached on disk.
+It is the Python standard library's sources, found offline, bytes as tokens. A batch is a pure
+function of (seed, island slot, inner step, batch size), so the cursor needs nothing but the step.
+Nothing is cached on disk.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from diloco.data.batches import Evaluation, Position, dp_slice, evaluation_starts
+from diloco.data.counter_hash import counter_hash
 from diloco.errors import ConfigError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-Counters: TypeAlias = npt.NDArray[np.uint64]
 
 #: Token ids of a byte corpus are 0 to 255.
 BYTE_VOCAB_SIZE = 256
@@ -138,6 +139,8 @@ class TextData:
                 )
         self.corpus = corpus
         self.sequence_length = sequence_length
+        self.digest = corpus.sha256
+        self.num_documents = corpus.num_documents
         self._seed = seed
 
     def batch(
@@ -168,50 +171,101 @@ class TextData:
         Raises:
             ConfigError: If `dp_size` does not divide `batch_size`.
         """
-        if batch_size % dp_size:
-            raise ConfigError(
-                f"a batch of {batch_size} sequences cannot be divided among {dp_size} coordinates; "
-                "use a multiple as tokens_per_inner_step / sequence_length"
-            )
-        size = batch_size // dp_size
-        samples = np.arange(dp_coordinate * size, (dp_coordinate + 1) * size, dtype=np.uint64)
+        rows = dp_slice(batch_size, dp_coordinate, dp_size)
+        samples = np.arange(rows.start, rows.stop, dtype=np.uint64)
         places = len(self.corpus.train) - self.sequence_length
-        starts = _counter_hash(self._seed, island_slot, inner_step, samples) % np.uint64(places)
+        starts = counter_hash(self._seed, island_slot, inner_step, samples) % np.uint64(places)
         return self._sequences(self.corpus.train, starts.astype(np.int64))
 
-    def evaluation(self, num_sequences: int) -> Tensor:
-        """Return fixed, evenly spaced sequences of the held-out text.
+    def batches(
+        self,
+        *,
+        island_slot: int,
+        num_islands: int,
+        batch_size: int,
+        dp_coordinate: int,
+        dp_size: int,
+    ) -> TextBatches:
+        """Give one island's batches; `num_islands` does not matter, its slot draws its samples."""
+        dp_slice(batch_size, dp_coordinate, dp_size)
+        return TextBatches(
+            self,
+            island_slot=island_slot,
+            batch_size=batch_size,
+            dp_coordinate=dp_coordinate,
+            dp_size=dp_size,
+        )
 
-        Returns:
-            Token ids of shape [num_sequences, sequence_length + 1], int64, CPU.
+    def evaluation(self, num_sequences: int) -> Evaluation:
+        """Give fixed, evenly spaced sequences of the held-out text.
 
         Raises:
             ConfigError: If the held-out text has fewer sequences that do not overlap.
         """
-        available = (len(self.corpus.held_out) - 1) // self.sequence_length
-        if not 1 <= num_sequences <= available:
-            raise ConfigError(
-                f"evaluation.num_sequences = {num_sequences}: the held-out text has {available} "
-                f"sequences of {self.sequence_length} tokens; use 1 to {available}"
-            )
-        last = len(self.corpus.held_out) - self.sequence_length - 1
-        starts = np.arange(num_sequences, dtype=np.int64) * last // max(1, num_sequences - 1)
-        return self._sequences(self.corpus.held_out, starts)
+        length = self.sequence_length
+        starts = evaluation_starts(len(self.corpus.held_out), length, num_sequences)
+        tokens = self._sequences(self.corpus.held_out, starts)
+        return Evaluation(tokens, num_bytes=num_sequences * length)
 
     def _sequences(self, text: Bytes, starts: npt.NDArray[np.int64]) -> Tensor:
         window = np.arange(self.sequence_length + 1, dtype=np.int64)
         return torch.from_numpy(text[starts[:, None] + window].astype(np.int64))
 
 
-def _counter_hash(seed: int, island_slot: int, inner_step: int, samples: Counters) -> Counters:
-    """Hash four counters to 64 bits, by one round of splitmix64 for each.
+class TextBatches:
+    """One island's batches of a corpus: the cursor is bookkeeping, any step can be drawn."""
 
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
-    """
-    state = np.zeros_like(samples)
-    for word in (np.uint64(seed), np.uint64(island_slot), np.uint64(inner_step), samples):
-        state = (state ^ word) + np.uint64(0x9E3779B97F4A7C15)
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        state = state ^ (state >> np.uint64(31))
-    return state
+    def __init__(
+        self,
+        data: TextData,
+        *,
+        island_slot: int,
+        batch_size: int,
+        dp_coordinate: int,
+        dp_size: int,
+    ) -> None:
+        """Keep what chooses the samples; arguments are those of `TextData.batch`."""
+        self._data = data
+        self._island_slot = island_slot
+        self._batch_size = batch_size
+        self._dp_coordinate = dp_coordinate
+        self._dp_size = dp_size
+        self._position = Position()
+
+    def batch(self, inner_step: int) -> Tensor:
+        """Draw the batch of the inner step that follows `inner_step` completed ones."""
+        self._position = self._position.after(inner_step + 1, self._batch_size)
+        return self._data.batch(
+            self._island_slot,
+            inner_step,
+            self._batch_size,
+            dp_coordinate=self._dp_coordinate,
+            dp_size=self._dp_size,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the cursor and the text's digest."""
+        return {**asdict(self._position), "digest": self._data.digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a cursor.
+
+        Raises:
+            ConfigError: If it was written for other text.
+        """
+        if "digest" not in state:
+            raise ConfigError(
+                'the checkpoint was trained on streams, not on data.source = "stdlib"; use its '
+                "[data] section, or start from its weights alone: diloco export"
+            )
+        if state["digest"] != self._data.digest:
+            raise ConfigError(
+                f"the checkpoint was trained on text with digest {state['digest']}, "
+                f'data.source = "stdlib" gives {self._data.digest} here; resume with the release '
+                "of Python that wrote the checkpoint"
+            )
+        self._position = Position(state["inner_step"], state["samples"])
+
+    def seek(self, inner_step: int) -> None:
+        """Go to where `inner_step` completed steps lead."""
+        self._position = self._position.after(inner_step, self._batch_size)

@@ -1,0 +1,137 @@
+"""Mixes an island's sources by weight and shuffles their sequences in windows, without a generator.
+
+Sequence i of the mixture belongs to window i // W. A window's order is that of the hashes of (seed,
+island slot, window, index), so it depends on nothing that was drawn before. While one window is
+given out the next is read, a sequence for a sequence, so no step waits for a whole window but the
+first. The cursor is that of the sources at the window's start, and the place in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from diloco.data.counter_hash import counter_hash
+from diloco.data.packing import PackedSource, SourceEndedError
+from diloco.data.tokenizer import Tokens
+
+
+class Mixture:
+    """Sequences of several sources, each as near to its share of all as integers allow."""
+
+    def __init__(self, sources: Mapping[str, PackedSource], weights: Mapping[str, float]) -> None:
+        """Keep the sources.
+
+        Args:
+            sources: By name.
+            weights: By the same names; more than zero, need not add up to 1.
+        """
+        self._sources = dict(sorted(sources.items()))
+        total = sum(weights[name] for name in self._sources)
+        self._shares = {name: weights[name] / total for name in self._sources}
+
+    def next_sequence(self) -> Tokens:
+        """Take a sequence of the source that is furthest behind its share, the first by name.
+
+        Raises:
+            SourceEndedError: If that source has none.
+        """
+        num_taken = 1 + sum(source.num_sequences for source in self._sources.values())
+        chosen = max(
+            self._sources,
+            key=lambda name: self._shares[name] * num_taken - self._sources[name].num_sequences,
+        )
+        return self._sources[chosen].next_sequence()
+
+    def cursor(self) -> dict[str, Any]:
+        """Give the cursors of all sources."""
+        return {name: source.cursor() for name, source in self._sources.items()}
+
+    def go_to(self, cursor: Mapping[str, Any] | None) -> None:
+        """Send all sources to a cursor, or to the start."""
+        for name, source in self._sources.items():
+            source.go_to(cursor[name] if cursor else None)
+
+
+class WindowShuffle:
+    """Sequences of a mixture, in the order of their windows."""
+
+    def __init__(self, mixture: Mixture, *, window: int, seed: int, island_slot: int) -> None:
+        """Stand at the mixture's start.
+
+        Args:
+            mixture: At its start.
+            window: Sequences that are shuffled together; 1 keeps their order.
+            seed: Seed of the run.
+            island_slot: Index of the island.
+        """
+        self._mixture = mixture
+        self._size = window
+        self._seed = seed
+        self._island_slot = island_slot
+        self._begin(-1, mixture.cursor())
+        self._position = self._size  # of a window before the first
+
+    def _begin(self, window: int, next_cursor: dict[str, Any]) -> None:
+        """Stand in a window that has no sequences yet."""
+        self._window = window
+        self._sequences: list[Tokens] = []
+        self._cursor: dict[str, Any] = {}
+        self._next: list[Tokens] = []
+        self._next_cursor = next_cursor
+        self._end: SourceEndedError | None = None
+
+    def take(self) -> Tokens:
+        """Take the next sequence.
+
+        Raises:
+            SourceEndedError: If a source has ended and all that was read before is taken.
+        """
+        if self._position >= len(self._sequences):
+            self._turn()
+        sequence = self._sequences[self._position]
+        self._position += 1
+        self._read_ahead(1)
+        return sequence
+
+    def cursor(self) -> dict[str, Any]:
+        """Give the position before the next sequence: JSON values."""
+        if self._position == self._size:
+            return {"window": self._window + 1, "position": 0, "sources": self._next_cursor}
+        return {"window": self._window, "position": self._position, "sources": self._cursor}
+
+    def go_to(self, cursor: Mapping[str, Any] | None) -> None:
+        """Go to a cursor, or to the start."""
+        self._mixture.go_to(cursor["sources"] if cursor else None)
+        self._begin(cursor["window"] - 1 if cursor else -1, self._mixture.cursor())
+        self._position = self._size
+        if cursor and cursor["position"]:
+            self._turn()
+            self._position = cursor["position"]
+
+    def _turn(self) -> None:
+        """Go to the next window, whose last sequences are read now."""
+        self._read_ahead(self._size)
+        if not self._next:
+            assert self._end is not None
+            raise self._end
+        self._window += 1
+        indices = np.arange(len(self._next), dtype=np.uint64)
+        order = np.argsort(
+            counter_hash(self._seed, self._island_slot, self._window, indices), kind="stable"
+        )
+        self._sequences = [self._next[index] for index in order]
+        self._cursor, self._position = self._next_cursor, 0
+        self._next, self._next_cursor = [], self._mixture.cursor()
+
+    def _read_ahead(self, num_sequences: int) -> None:
+        """Read at most so many sequences of the next window, no more than it holds."""
+        room = self._size - len(self._next)
+        for _ in range(0 if self._end else min(num_sequences, room)):
+            try:
+                self._next.append(self._mixture.next_sequence())
+            except SourceEndedError as end:
+                self._end = end
+                return

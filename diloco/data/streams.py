@@ -1,0 +1,280 @@
+"""Text of streams: an island's batches with their cursor, and the held-out documents.
+
+Source: design.md section 6 (Data); measured.md A5.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, astuple
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from diloco.config.classes import identity_difference, identity_json
+from diloco.config.data import DataConfig
+from diloco.data.batches import Evaluation, Position, dp_slice, evaluation_starts
+from diloco.data.documents import Source, open_source
+from diloco.data.files import Part, first_difference
+from diloco.data.packing import PackedSource, Share, SourceEndedError
+from diloco.data.shuffle import Mixture, WindowShuffle
+from diloco.data.tokenizer import Tokenizer, Tokens, open_tokenizer
+from diloco.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class StreamData:
+    """Documents of several sources; the first of each are held out.
+
+    Attributes:
+        sequence_length: Predicted tokens of a sequence.
+        vocab_size: Token ids are below this.
+        digest: Over tokenizer, configuration and content of the sources.
+    """
+
+    #: Streams are not counted.
+    num_documents = 0
+
+    def __init__(self, config: DataConfig, *, seed: int, num_islands: int) -> None:
+        """Open tokenizer and sources, and read the held-out documents.
+
+        Args:
+            config: With at least one source.
+            seed: Seed of the run.
+            num_islands: Islands that need at least one document of each source.
+
+        Raises:
+            ConfigError: If anything cannot be found or read, or a source has too few documents.
+        """
+        self._config = config
+        self._seed = seed
+        self._tokenizer: Tokenizer = open_tokenizer(config.tokenizer, config.separator)
+        self._sources = {
+            name: open_source(name, config.sources[name]) for name in sorted(config.sources)
+        }
+        self.sequence_length = config.sequence_length
+        self.vocab_size = self._tokenizer.vocab_size
+        self.recipe = _recipe(config, seed, self._tokenizer)
+        self.parts = {name: source.parts for name, source in self._sources.items()}
+        described = {name: [astuple(part) for part in self.parts[name]] for name in self.parts}
+        self.digest = blake3(json.dumps([self.recipe, described]).encode()).hexdigest()
+        self._held_out = [
+            text
+            for source in self._sources.values()
+            for text in _held_out(source, config.held_out_documents, num_islands)
+        ]
+
+    def evaluation(self, num_sequences: int) -> Evaluation:
+        """Give evenly spaced sequences of the held-out documents of all sources, in a row.
+
+        A separator stands for no byte.
+
+        Raises:
+            ConfigError: If the held-out text has fewer sequences that do not overlap.
+        """
+        tokens, num_bytes = self._held_out_tokens
+        length = self.sequence_length
+        remedy = ", or raise data.held_out_documents"
+        starts = evaluation_starts(len(tokens), length, num_sequences, remedy)
+        rows = starts[:, None] + np.arange(length + 1, dtype=np.int64)
+        return Evaluation(
+            torch.from_numpy(tokens[rows].astype(np.int64)),
+            num_bytes=int(num_bytes[rows[:, 1:]].sum(dtype=np.int64)),
+        )
+
+    def hub_name(self, source: str) -> str:
+        """Give the hub's name of a source; empty if it is files."""
+        return self._config.sources[source].hub
+
+    def batches(
+        self,
+        *,
+        island_slot: int,
+        num_islands: int,
+        batch_size: int,
+        dp_coordinate: int,
+        dp_size: int,
+    ) -> StreamBatches:
+        """Give an island's batches, of which this rank takes one coordinate's slice.
+
+        Raises:
+            ConfigError: If `dp_size` does not divide `batch_size`, or a source cannot be opened.
+        """
+        config = self._config
+        rows = dp_slice(batch_size, dp_coordinate, dp_size)
+        share = Share(config.held_out_documents, island_slot, num_islands)
+        packed = {
+            name: PackedSource(
+                source,
+                share,
+                self._tokenizer,
+                sequence_length=self.sequence_length,
+                repeat=config.sources[name].repeat,
+            )
+            for name, source in self._sources.items()
+        }
+        weights = {name: config.sources[name].weight for name in packed}
+        sequences = WindowShuffle(
+            Mixture(packed, weights),
+            window=config.shuffle_window,
+            seed=self._seed,
+            island_slot=island_slot,
+        )
+        return StreamBatches(self, sequences, share, batch_size=batch_size, rows=rows)
+
+    @cached_property
+    def _held_out_tokens(self) -> tuple[Tokens, Tokens]:
+        """Ids of the held-out documents, and the bytes that each stands for."""
+        ids: list[Tokens] = []
+        num_bytes: list[Tokens] = []
+        for text in self._held_out:
+            tokens, widths = self._tokenizer.encode_measured(text)
+            ids += [tokens, np.array([self._tokenizer.separator], dtype=np.int32)]
+            num_bytes += [widths, np.zeros(1, dtype=np.int32)]
+        if not ids:
+            return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32)
+        return np.concatenate(ids), np.concatenate(num_bytes)
+
+
+class StreamBatches:
+    """One island's batches of its streams."""
+
+    def __init__(
+        self,
+        data: StreamData,
+        sequences: WindowShuffle,
+        share: Share,
+        *,
+        batch_size: int,
+        rows: slice,
+    ) -> None:
+        """Stand at the start.
+
+        Args:
+            data: What the cursor is checked against.
+            sequences: The island's sequences, at their start.
+            share: The island's part of the documents.
+            batch_size: Sequences of the whole island and inner step.
+            rows: Those that this rank takes.
+        """
+        self._data = data
+        self._sequences = sequences
+        self._share = share
+        self._batch_size = batch_size
+        self._rows = rows
+        self._position = Position()
+
+    def batch(self, inner_step: int) -> Tensor:
+        """Give the batch of the inner step that follows `inner_step` completed ones.
+
+        Raises:
+            ConfigError: If a source has ended, or a document cannot be read.
+        """
+        if inner_step != self._position.inner_step:
+            self.seek(inner_step)
+        rows = np.stack([self._take() for _ in range(self._batch_size)][self._rows])
+        self._position = self._position.after(inner_step + 1, self._batch_size)
+        return torch.from_numpy(rows.astype(np.int64))
+
+    def seek(self, inner_step: int) -> None:
+        """Go to where `inner_step` completed steps lead, by reading all that lies between."""
+        if inner_step < self._position.inner_step:
+            self._sequences.go_to(None)
+            self._position = Position()
+        target = self._position.after(inner_step, self._batch_size)
+        num_sequences = target.samples - self._position.samples
+        if num_sequences:
+            logger.info("passing over text, num_sequences=%d", num_sequences)
+        for _ in range(num_sequences):
+            self._take()
+        self._position = target
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the cursor, and what it holds for: configuration, sources and split."""
+        return {
+            **asdict(self._position),
+            "recipe": self._data.recipe,
+            "parts": {
+                name: [list(astuple(part)) for part in parts]
+                for name, parts in self._data.parts.items()
+            },
+            "split": [self._share.island_slot, self._share.num_islands],
+            "sequences": self._sequences.cursor(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a cursor; one of another split, as of a warm start, gives its inner step only.
+
+        Raises:
+            ConfigError: If the sources, or how they are cut, have changed since.
+        """
+        if "recipe" not in state:
+            raise ConfigError(
+                'the checkpoint was trained on data.source = "stdlib", not on streams; use its '
+                "[data] section, or start from its weights alone: diloco export"
+            )
+        if differing := identity_difference(self._data.recipe, state["recipe"]):
+            raise ConfigError(
+                "the checkpoint's text was cut in another way, its values are those there:\n  "
+                + "\n  ".join(differing)
+            )
+        for name, parts in self._data.parts.items():
+            there = [Part(*part) for part in state["parts"][name]]
+            if difference := first_difference(parts, there):
+                is_hub = bool(self._data.hub_name(name))
+                pinned = f'set data.sources.{name}.revision = "{there[0].digest}"'
+                raise ConfigError(
+                    f"data.sources.{name} is not what the checkpoint was trained on: {difference}; "
+                    f"{pinned if is_hub else 'put it back'}, or start a new run from the weights: "
+                    "diloco export"
+                )
+        split = [self._share.island_slot, self._share.num_islands]
+        if state["split"] != split:
+            logger.warning(
+                "the checkpoint's text was split among other islands, going to its inner step: "
+                "slot_and_islands=%s checkpoint=%s",
+                split,
+                state["split"],
+            )
+            self.seek(state["inner_step"])
+            return
+        self._sequences.go_to(state["sequences"])
+        self._position = Position(state["inner_step"], state["samples"])
+
+    def _take(self) -> Tokens:
+        try:
+            return self._sequences.take()
+        except SourceEndedError as end:
+            raise ConfigError(f"after inner step {self._position.inner_step}: {end}") from None
+
+
+def _recipe(config: DataConfig, seed: int, tokenizer: Tokenizer) -> str:
+    """Give what decides how the sources are cut: canonical JSON of dotted key to value."""
+    values = {f"data.{key}": value for key, value in json.loads(identity_json(config)).items()}
+    values |= {"data.tokenizer": tokenizer.digest, "run.seed": seed}
+    return json.dumps(values, sort_keys=True)
+
+
+def _held_out(source: Source, num_held_out: int, num_islands: int) -> Iterator[bytes]:
+    """Read the first documents and make sure that each island has one after them."""
+    reader = source.read()
+    while reader.document < num_held_out + num_islands:
+        is_held_out = reader.document < num_held_out
+        text = reader.read()
+        if text is None and not reader.document:
+            raise ConfigError(f"{source.setting} is empty: it has no document")
+        if text is None:
+            raise ConfigError(
+                f"{source.setting} has {reader.document} documents: data.held_out_documents = "
+                f"{num_held_out} are held out, and each of {num_islands} islands needs one more; "
+                "add text or lower data.held_out_documents"
+            )
+        if text and is_held_out:
+            yield text

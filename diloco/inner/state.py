@@ -1,0 +1,95 @@
+"""What training an island leaves in its model and its inner optimizer, by canonical name.
+
+    model        parameters
+    exp_avg      first moments of AdamW
+    exp_avg_sq   second moments of AdamW
+
+Names are those of the plan, so what one island wrote fits another of any layout. Learning rate and
+data position follow from the inner step and are not state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from diloco.sync.shards import canonical_parameters
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEP = "step"
+
+#: (section, canonical name) -> the full tensor, float32, CPU.
+Read = Callable[[str, str], Tensor]
+
+
+def training_tensors(
+    model: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """Return parameters and moments as they are stored: DTensors stay DTensors, nothing is copied.
+
+    Args:
+        model: As `canonical_parameters` takes it.
+        optimizer: AdamW over its parameters. Moments of a parameter that it has not met are zero.
+
+    Returns:
+        Section -> canonical name -> tensor of the shape and layout of the parameter.
+    """
+    parameters = canonical_parameters(model)
+    sections = {"model": parameters}
+    for moment in MOMENTS:
+        sections[moment] = {
+            name: optimizer.state[parameter].get(moment, torch.zeros_like(parameter))
+            if parameter in optimizer.state
+            else torch.zeros_like(parameter)
+            for name, parameter in parameters.items()
+        }
+    return sections
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many steps the optimizer has made: the age of its moments; 0 before the first."""
+    return max((int(state[_STEP]) for state in optimizer.state.values()), default=0)
+
+
+def load_parameters_(model: nn.Module | Iterable[nn.Module], read: Read) -> None:
+    """Write section "model" into the parameters, each rank its own part; no communication."""
+    for name, parameter in canonical_parameters(model).items():
+        _write_(parameter, read("model", name))
+
+
+def load_moments_(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    read: Read,
+    *,
+    step: int,
+) -> None:
+    """Give a new AdamW the moments that `read` has, at the age of `step` optimizer steps.
+
+    One parameter at a time is held in full. Learning rates and other settings are left alone.
+    """
+    is_fused = any(group["fused"] for group in optimizer.param_groups)
+    for name, parameter in canonical_parameters(model).items():
+        moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        for moment, values in moments.items():
+            _write_(values, read(moment, name))
+        # Where AdamW itself keeps it: beside the parameter when fused, else on the CPU.
+        device = parameter.device if is_fused else torch.device("cpu")
+        age = torch.tensor(float(step), dtype=torch.float32, device=device)
+        optimizer.state[parameter] = {_STEP: age, **moments}
+
+
+@torch.no_grad()
+def _write_(target: Tensor, full: Tensor) -> None:
+    """Copy this rank's part of `full` into `target`."""
+    if full.shape != target.shape:
+        raise ValueError(f"shape {list(full.shape)} cannot be written into {list(target.shape)}")
+    if isinstance(target, DTensor):
+        mesh, placements = target.device_mesh, target.placements
+        part = distribute_tensor(full.to(target.device), mesh, placements, src_data_rank=None)
+        target.to_local().copy_(part.to_local())
+    else:
+        target.copy_(full)
