@@ -65,8 +65,15 @@ IMPORTED_WITHOUT_TORCH = (
     "diloco.config",
     "diloco.coordinator",
     "diloco.errors",
+    "diloco.launch.checkpoints",
+    "diloco.launch.disk",
+    "diloco.launch.island",
+    "diloco.launch.local",
+    "diloco.launch.local_resume",
     "diloco.outer.fragments",
     "diloco.outer.schedule",
+    "diloco.rounds.pins",
+    "diloco.rounds.record",
     "diloco.rounds.state",
 )
 

@@ -43,23 +43,54 @@ def island(
             metavar="DIR", help="Directory of events and logs; left out: telemetry of the file."
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Insist that a valid checkpoint of this island is here, and say which; whether "
+            "the run is resumed, and where, is the coordinator's word.",
+        ),
+    ] = False,
+    nnodes: Annotated[
+        int | None, typer.Option(metavar="N", help="Hosts of this island; left out: this one.")
+    ] = None,
+    node_rank: Annotated[
+        int, typer.Option(metavar="I", help="This one of them, from 0; host 0 has the first ranks.")
+    ] = 0,
+    rdzv: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Where the hosts meet: an address of host 0, a free port."
+        ),
+    ] = "",
     overrides: Overrides = None,
 ) -> None:
     """Train one island: starts its ranks on this host and ends when the run is over.
 
+    Ranks that fail (exit codes 20 and 40, a crash, a signal) are started again, as often as
+    islands.NAME.max_restarts says; the island then returns to the run. An island of several hosts:
+    the same command on each, with --nnodes, --node-rank and --rdzv.
+
+    Ctrl-C or SIGTERM ends the ranks in order, without a checkpoint, and this command with them; a
+    second one ends it at once. To stop the whole run with a checkpoint, stop its coordinator.
+
     Under torchrun or srun (RANK, WORLD_SIZE and MASTER_ADDR are set) it is one rank of that job
-    and starts nothing.
+    and starts nothing, nor does it restart anything.
     """
     from diloco.config.load import load_config
     from diloco.launch.island import run_island
+    from diloco.launch.place import Place
 
     config = load_config(run_file, overrides or (), island=name)
+    place = Place.of(config.island.ranks, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
     address = coordinator or _coordinator_address(config)
     directory = output or config.telemetry_dir
+    if resume:
+        typer.echo(_found_text(config))
     typer.echo(f"island {name} goes to the coordinator at {address}; logs and events: {directory}")
-    code = run_island(config, name, address, directory)
+    code = run_island(config, name, address, directory, place)
     if code == 0:
-        typer.echo(f"island {name} has finished")
+        typer.echo(f"island {name} is done: the run has finished, or was stopped at a checkpoint")
     raise typer.Exit(code)
 
 
@@ -102,6 +133,27 @@ def _coordinator_address(config: Config) -> str:
     return endpoint.address
 
 
+def _found_text(config: Config) -> str:
+    """Say which checkpoints of the island are on this machine.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    from diloco.errors import ConfigError
+    from diloco.launch.checkpoints import valid_steps
+
+    directory = config.checkpoint_dir / config.island_id
+    steps = valid_steps(config.checkpoint_dir, config.island_id)
+    if not steps:
+        raise ConfigError(
+            f"--resume: no valid checkpoint of island {config.island_id} in {directory}. Give the "
+            f"directory it was written to (--set checkpoint.dir=DIR), or leave --resume out: the "
+            f"island then takes its parameters from the run, with a fresh inner optimizer"
+        )
+    found = ", ".join(map(str, steps))
+    return f"valid checkpoints of island {config.island_id} in {directory}: inner steps {found}"
+
+
 def _show(planned: Forecast) -> None:
     from rich.console import Console
 
@@ -125,6 +177,13 @@ def _show(planned: Forecast) -> None:
     console.print(_table(*_send_rows(planned)))
     console.print(f"\nOne island's traffic over the run{_link_text(planned)}:\n")
     console.print(_table(*_way_rows(planned)))
+    disk = planned.disk
+    console.print(
+        f"\nOn disk, at most: {format_bytes(disk.island_bytes)} an island ({disk.num_checkpoints} "
+        f"checkpoints of {format_bytes(disk.checkpoint_bytes)}), "
+        f"{format_bytes(disk.store_bytes)} at the syncer ({disk.num_records} records of "
+        f"{format_bytes(disk.record_bytes)})."
+    )
     console.print(
         f"\nFingerprints: configuration {planned.config_fingerprint[:16]}, plan "
         f"{planned.plan_fingerprint[:16]}."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,12 +18,17 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
 
     from diloco.config.schema import Config
+    from diloco.launch.ending import Request
     from diloco.launch.local import LocalRun
     from diloco.launch.summary import Summary
     from protos.control_pb2 import StatusReply
 
 _LINE_EVERY_S = 10.0
 _SHOWN_LINES = 6
+_STOPPING = (
+    "stopping: every island goes on to one inner step and writes its checkpoint; "
+    "a second signal ends every process at once"
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -41,6 +48,13 @@ def local(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Move an earlier run in state_dir aside first.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run, from its newest whole checkpoint.")
+    ] = False,
+    at: Annotated[
+        int | None,
+        typer.Option("--at", metavar="STEP", min=0, help="With --resume: from that checkpoint."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")
     ] = False,
@@ -48,60 +62,100 @@ def local(
     """Run everything on this machine: coordinator, syncer, and all islands.
 
     Shows a live table, keeps events, logs and records in coordinator.state_dir, and ends with a
-    summary in words (summary.json has it too). Ctrl-C stops every process.
+    summary in words (summary.json has it too) and plots. Ctrl-C stops the run: the islands go on to
+    one inner step and write a checkpoint, from which --resume goes on. A second Ctrl-C ends every
+    process at once.
     """
     from rich.console import Console
 
     from diloco.config.load import load_config
     from diloco.launch.ending import Interrupted, heeding_signals
-    from diloco.launch.forecast import forecast
-    from diloco.launch.local import insist_on_no_events, make_room, without_links
+    from diloco.launch.local import without_links
 
     console = Console(quiet=as_json)
     config = load_config(run_file, overrides or ())
     if islands:
         config = without_links(config, islands)
-    forecast(config)  # what only the parameters can tell is refused before anything is touched
-    moved = make_room(Path(config.coordinator.state_dir), fresh=fresh)
-    insist_on_no_events(config.telemetry_dir)
-    if moved is not None:
-        console.print(f"the earlier run is now in {moved}", highlight=False)
-    try:
-        with heeding_signals() as request:
-            code = _run(config, console, request.check)
-    except Interrupted as interrupted:
-        Console(stderr=True).print("stopped: every process of the run has ended")
-        raise typer.Exit(interrupted.exit_code) from None
+    command = _command(run_file, overrides or (), islands)
+    step = _prepare(config, console, command, fresh=fresh, resume=resume, at=at)
+    with heeding_signals(num_graceful=1) as request:
+        try:
+            code, is_stopped = _run(config, console, request, step)
+        except Interrupted:
+            code, is_stopped = 0, True
+    if is_stopped:
+        said = _stopped_text(config, command)
+        Console(stderr=True).print(said, highlight=False, soft_wrap=True)
+        raise typer.Exit(128 + request.number)
     if code != 0:
-        Console(stderr=True).print(_failure_text(config), highlight=False, style="red")
+        said = _failure_text(config, command)
+        Console(stderr=True).print(said, highlight=False, style="red")
         raise typer.Exit(code)
-    with console.status("recomputing the last versions from their contributions"):
-        summary = _summary(config)
-    path = Path(config.coordinator.state_dir) / "summary.json"
-    path.write_text(json.dumps(summary.as_dict(), indent=2) + "\n")
-    if as_json:
-        typer.echo(path.read_text())
-    console.print(summary.as_text(), highlight=False)
-    console.print(f"summary: {path}", highlight=False)
-    if not (summary.are_digests_equal and summary.are_versions_recomputed):
-        raise typer.Exit(1)
+    _tell_end(config, console, as_json=as_json)
 
 
-def _run(config: Config, console: Console, check: Callable[[], None]) -> int:
-    """Run every process to its end; returns the first failure, or 0."""
+def _prepare(
+    config: Config, console: Console, command: str, *, fresh: bool, resume: bool, at: int | None
+) -> int | None:
+    """Refuse what cannot be before anything is touched, and make room for the run.
+
+    Returns:
+        Inner step of the checkpoint to resume from; None for a new run.
+    """
+    from diloco.errors import ConfigError
+    from diloco.launch.disk import insist_on_room
+    from diloco.launch.local import insist_on_no_events, make_room
+    from diloco.launch.local_resume import find_resume_step
+
+    if at is not None and not resume:
+        raise ConfigError(f"--at {at} says where to resume: add --resume, or leave it out")
+    if fresh and resume:
+        raise ConfigError("--fresh begins a new run, --resume goes on with one: give one of them")
+    step = None
+    if resume:
+
+        def tell(text: str) -> None:
+            console.print(text, highlight=False, soft_wrap=True)
+
+        step = find_resume_step(config, at, tell, command=f"{command} --resume")
+    from diloco.launch.forecast import forecast  # torch takes seconds to load
+
+    planned = forecast(config)
+    insist_on_room(config, planned.parameters, islands=config.islands, is_new=not resume)
+    if not resume:
+        moved = make_room(Path(config.coordinator.state_dir), fresh=fresh)
+        insist_on_no_events(config.telemetry_dir)
+        if moved is not None:
+            console.print(f"the earlier run is now in {moved}", highlight=False)
+    return step
+
+
+def _command(run_file: Path, overrides: Sequence[str], islands: int) -> str:
+    """Write the command that was typed, without what only its first start needed."""
+    words = ["diloco", "local", str(run_file)]
+    words += [word for override in overrides for word in ("--set", override)]
+    words += ["--islands", str(islands)] if islands else []
+    return shlex.join(words)
+
+
+def _run(
+    config: Config, console: Console, request: Request, resume_step: int | None
+) -> tuple[int, bool]:
+    """Run every process to its end; returns the first failure or 0, and whether it was stopped."""
     from diloco.launch.local import LocalRun
 
-    with LocalRun(config, check) as run:
+    with LocalRun(config, request, resume_step) as run:
         run.start()
         console.print(
             f"run {config.run.name}: coordinator at {run.address}; logs and events in "
             f"{config.coordinator.state_dir}",
             highlight=False,
+            soft_wrap=True,
         )
         code = _watch(run, console)
         if code == 0:
             run.wait_for_coordinator()
-    return code
+        return code, code == 0 and run.is_stopped
 
 
 def _watch(run: LocalRun, console: Console) -> int:
@@ -114,27 +168,47 @@ def _watch(run: LocalRun, console: Console) -> int:
     io = IoThread()
     io.start()
     last_line = time.monotonic()
+    is_told = False
+
+    def tell_of_stop() -> None:
+        nonlocal is_told
+        if run.request.number and not is_told:
+            is_told = True
+            console.print(_STOPPING, highlight=False, soft_wrap=True)
+
+    def line() -> None:
+        nonlocal last_line
+        tell_of_stop()
+        if time.monotonic() - last_line < _LINE_EVERY_S:
+            return
+        last_line = time.monotonic()
+        if (reply := io.run(_status(run.address))) is not None:
+            console.print(_line(reply), highlight=False, soft_wrap=True)
+
+    # A terminal that was closed shows nothing any more: no reason for the run to fail.
     try:
-        if console.is_terminal:
-            with Live(console=console, auto_refresh=False) as live:
+        if not console.is_terminal:
+            return run.wait(_surviving(line))
+        with Live(console=console, auto_refresh=False) as live:
 
-                def draw() -> None:
-                    if (reply := io.run(_status(run.address))) is not None:
-                        live.update(status_view(reply), refresh=True)
+            def draw() -> None:
+                tell_of_stop()
+                if (reply := io.run(_status(run.address))) is not None:
+                    live.update(status_view(reply), refresh=True)
 
-                return run.wait(draw)
-
-        def tell() -> None:
-            nonlocal last_line
-            if time.monotonic() - last_line < _LINE_EVERY_S:
-                return
-            last_line = time.monotonic()
-            if (reply := io.run(_status(run.address))) is not None:
-                console.print(_line(reply), highlight=False, soft_wrap=True)
-
-        return run.wait(tell)
+            return run.wait(_surviving(draw))
     finally:
         io.stop()
+
+
+def _surviving(show: Callable[[], None]) -> Callable[[], None]:
+    """Make a function that shows something survive that nobody can see it."""
+
+    def shown() -> None:
+        with contextlib.suppress(OSError):
+            show()
+
+    return shown
 
 
 async def _status(address: str) -> StatusReply | None:
@@ -163,7 +237,8 @@ def _line(reply: StatusReply) -> str:
     return f"{reply.state}: {islands}; versions {versions or 'none yet'}"
 
 
-def _failure_text(config: Config) -> str:
+def _failure_text(config: Config, command: str) -> str:
+    from diloco.launch.local_resume import read_standing
     from diloco.launch.logs import tail
 
     lines = ["The run failed. What the islands said last:"]
@@ -171,15 +246,63 @@ def _failure_text(config: Config) -> str:
         log = Path(config.coordinator.state_dir) / f"island-{island}.log"
         said = tail(log, _SHOWN_LINES).splitlines()
         lines += [f"  {island} ({log}):", *(f"    {line}" for line in said)]
+    standing = read_standing(config)
+    if standing is not None and standing.checkpoints:
+        step = standing.checkpoints[-1]
+        lines.append(f"Once the cause is removed, go on from inner step {step}: {command} --resume")
     return "\n".join(lines)
 
 
-def _summary(config: Config) -> Summary:
-    from diloco.launch.build import build_publication_rules, build_schedule, link_profile
+def _stopped_text(config: Config, command: str) -> str:
+    """Say where a run stands that was asked to stop, and what to type next."""
+    from diloco.launch.local_resume import read_standing
+
+    standing = read_standing(config)
+    if standing is not None and standing.is_stopped:
+        return (
+            f"stopped after inner step {standing.stop_step} of {config.run.inner_steps}, every "
+            f"island with a checkpoint in {config.checkpoint_dir}. Go on: {command} --resume"
+        )
+    if standing is not None and standing.checkpoints:
+        return (
+            f"stopped: every process has ended, without a checkpoint of this moment. Go on from "
+            f"inner step {standing.checkpoints[-1]}: {command} --resume"
+        )
+    return (
+        f"stopped: every process has ended; there is no checkpoint yet. Start anew: {command} "
+        f"--fresh"
+    )
+
+
+def _tell_end(config: Config, console: Console, *, as_json: bool) -> None:
+    """Check and say what the run was."""
+    from diloco.launch.summary import read_events
+    from diloco.telemetry.plots import write_plots
+
+    state_dir = Path(config.coordinator.state_dir)
+    events = read_events(config.telemetry_dir, config.islands)
+    with console.status("recomputing the last versions from their contributions"):
+        summary = _summary(config, events)
+    path = state_dir / "summary.json"
+    path.write_text(json.dumps(summary.as_dict(), indent=2) + "\n")
+    if as_json:
+        typer.echo(path.read_text())
+    with console.status("drawing plots"):
+        plots = write_plots(events, state_dir / "plots")
+    console.print(summary.as_text(), highlight=False)
+    shown = ", ".join(map(str, [path, *plots]))
+    console.print(f"summary and plots: {shown}", highlight=False, soft_wrap=True)
+    if not (summary.are_digests_equal and summary.are_versions_recomputed):
+        raise typer.Exit(1)
+
+
+def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) -> Summary:
+    from diloco.launch.build import build_publication_rules, link_profile
     from diloco.launch.state_dir import StateDir
-    from diloco.launch.summary import read_events, summarise
+    from diloco.launch.summary import summarise
     from diloco.outer.fragments import Plan
     from diloco.rounds.store import FragmentStore
+    from diloco.sync.layout import build_schedule
 
     state = StateDir(Path(config.coordinator.state_dir))
     plan = Plan.from_json(state.plan.read_text())
@@ -187,9 +310,9 @@ def _summary(config: Config) -> Summary:
     return summarise(
         config,
         plan,
-        build_schedule(config),
+        build_schedule(config.outer, config.run.inner_steps),
         build_publication_rules(config),
         stores=[FragmentStore(state.store, fragment, retained) for fragment in plan.fragments],
-        events=read_events(config.telemetry_dir, config.islands),
+        events=events,
         link=link_profile(config),
     )

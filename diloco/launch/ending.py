@@ -27,6 +27,43 @@ def stop_on_signals() -> asyncio.Event:
     return stopping
 
 
+class StopSignals:
+    """What signals ask of a process with an event loop: a graceful stop first, then any stop.
+
+    Attributes:
+        asked: Set by the first SIGTERM, SIGINT or SIGHUP.
+        forced: Set by the second; a third one ends the process.
+        number: Of the first; 0 before it.
+    """
+
+    def __init__(self) -> None:
+        """Begin unasked; `heed` installs the handlers."""
+        self.asked = asyncio.Event()
+        self.forced = asyncio.Event()
+        self.number = 0
+
+    def heed(self) -> None:
+        """Take over the signals of the running loop's process."""
+        loop = asyncio.get_running_loop()
+        numbers = _heeded()
+
+        def note(number: int) -> None:
+            if self.asked.is_set():
+                for each in numbers:
+                    loop.remove_signal_handler(each)
+                self.forced.set()
+            self.number = self.number or number
+            self.asked.set()
+
+        for number in numbers:
+            loop.add_signal_handler(number, note, number)
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as shells have it; 0 when there was none."""
+        return 128 + self.number if self.number else 0
+
+
 async def first_of(*waits: Awaitable[object]) -> None:
     """Wait until one of `waits` returns, cancel the others, and raise what any of them raised."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
@@ -56,39 +93,52 @@ class Interrupted(BaseException):
 
 
 class Request:
-    """Whether a signal has asked for the end."""
+    """Whether signals have asked for the end, and how many.
 
-    def __init__(self) -> None:
+    Args:
+        num_graceful: Signals that ask kindly: they are noted, and `check` lets them pass.
+    """
+
+    def __init__(self, num_graceful: int = 0) -> None:
         """Begin unasked."""
-        self._number = 0
+        self._num_graceful = num_graceful
+        self._times = 0
+        self.number = 0
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether more was asked for than a graceful stop."""
+        return self._times > self._num_graceful
 
     def note(self, number: int) -> None:
-        """Keep the first signal."""
-        self._number = self._number or number
+        """Count a signal; the number of the first one stays in `number`, 0 before it."""
+        self.number = self.number or number
+        self._times += 1
 
     def check(self) -> None:
-        """Raise `Interrupted` once asked.
+        """Raise `Interrupted` once the end is asked for that waits for nothing.
 
         To be called where nothing is half done: an exception out of the signal handler could come
         between the birth of a child process and the moment its parent knows it.
         """
-        if self._number:
-            raise Interrupted(self._number)
+        if self.is_forced:
+            raise Interrupted(self.number)
 
 
 @contextlib.contextmanager
-def heeding_signals() -> Iterator[Request]:
-    """Note the first SIGINT, SIGTERM or SIGHUP; a second one ends the process.
+def heeding_signals(num_graceful: int = 0) -> Iterator[Request]:
+    """Note SIGINT, SIGTERM and SIGHUP; the one after the first forced one ends the process.
 
     For programs without an event loop; call it in the main thread.
     """
-    request = Request()
+    request = Request(num_graceful)
     numbers = _heeded()
 
     def note(number: int, _: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL)
         request.note(number)
+        if request.is_forced:
+            for each in numbers:
+                signal.signal(each, signal.SIG_DFL)
 
     before = {number: signal.signal(number, note) for number in numbers}
     try:

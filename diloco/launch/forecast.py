@@ -2,6 +2,7 @@
 
 bytes a round    every fragment once, up and down, in the run's codecs, without headers
 bytes a run      by the schedule, flush included
+disk             checkpoints of the islands, records of the syncer (`diloco.launch.disk`)
 alternatives     the same schedule in float32; data parallel at every inner step
 """
 
@@ -13,10 +14,12 @@ from typing import Any
 from diloco.config.classes import fingerprint
 from diloco.config.schema import Config
 from diloco.inner.model import LlamaShape, build_model
-from diloco.launch.build import build_plan, build_schedule, link_profile
+from diloco.launch.build import link_profile
+from diloco.launch.disk import DiskForecast, forecast_disk
 from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic, fragment_bytes
 from diloco.outer.fragments import Fragment, Plan
 from diloco.outer.schedule import Schedule
+from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.shards import canonical_parameters
 from transport.link import LinkProfile
 
@@ -80,6 +83,7 @@ class Forecast:
     round_bytes_down: int
     link: str
     ways: tuple[WayForecast, ...]
+    disk: DiskForecast
 
     @property
     def parameters(self) -> int:
@@ -98,8 +102,8 @@ def forecast(config: Config) -> Forecast:
         ConfigError: If the model cannot be cut as `outer` says, or there is no such link profile.
     """
     model = build_model(LlamaShape.from_config(config.model))
-    plan = build_plan(config, canonical_parameters(model))
-    schedule = build_schedule(config)
+    plan = build_plan(config.outer, canonical_parameters(model))
+    schedule = build_schedule(config.outer, config.run.inner_steps)
     link = link_profile(config)
     fragments = tuple(_fragment(config, plan, fragment) for fragment in plan.fragments)
     sends = _sends(schedule)
@@ -121,6 +125,7 @@ def forecast(config: Config) -> Forecast:
         round_bytes_down=sum(fragment.bytes_down for fragment in fragments),
         link=link.name if link is not None else "",
         ways=_ways(config, plan, schedule, link),
+        disk=forecast_disk(config, sum(fragment.parameters for fragment in fragments)),
     )
 
 

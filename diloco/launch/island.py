@@ -1,82 +1,83 @@
-"""An island on this host: its ranks as processes of their own, all alive or all ended.
+"""An island: its ranks all alive or all ended, started again as long as its budget lasts.
 
-    supervisor ── standard input of each rank (held open) ──> rank 0, rank 1, ...
+A rank that fails ends the others. Where that may help (exit codes 20 and 40, a signal, a crash) all
+of them are started again, as a new start of the island, which then returns to the run; the budget
+is `islands.NAME.max_restarts`. An island of several hosts has one supervisor a host; the first
+host's decides for all (`diloco.launch.hosts`). Imports no torch, so that a supervisor is light;
+where RANK, WORLD_SIZE and MASTER_ADDR are set, this process is itself a rank of somebody else's job
+and supervises nothing.
 
-A rank that fails ends the others, and the island with it; a supervisor that dies, however it dies,
-closes the ranks' standard input, and they end. Each start has a rendezvous file of its own: no
-port is guessed, and no rank meets the addresses of ranks that are gone. Imports no torch, so that a
-supervisor is light; where RANK, WORLD_SIZE and MASTER_ADDR are set, this process is itself a rank
-of somebody else's job and supervises nothing.
+Source: protocol.md section 9 (one island returns).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.config.classes import fingerprint
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
+from diloco.durable import write_durably
 from diloco.errors import ConfigError, IslandFailed
 from diloco.launch.ending import Interrupted, Request, heeding_signals
-from diloco.launch.logs import tail
+from diloco.launch.hosts import FirstHost, HostLost, Message, OtherHost
+from diloco.launch.place import Place
+from diloco.launch.ranks import End, RankCommand, Ranks
+from diloco.launch.restarts import RestartBudget
+from transport.addresses import split_address
 
 logger = logging.getLogger(__name__)
 
-_OWN_EXIT_CODES = frozenset({2, 10, 20, 30, 40, 50})
 _LOOK_S = 0.1
-#: Seconds in which ranks that agreed on an error end by themselves, the leader's last word told.
-_AGREED_S = 6.0
-#: Seconds between asking a rank to end and insisting.
-_END_S = 5.0
+#: Seconds between attempts to reach a first host that hangs up.
+_AGAIN_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _RankProcess:
-    island_rank: int
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    @property
-    def code(self) -> int | None:
-        """None while it lives; negative: the signal that ended it."""
-        return self.process.poll()
-
-
-def run_island(config: Config, island: str, coordinator_address: str, output_dir: Path) -> int:
-    """Run an island until it ends; call it from the main thread.
+def run_island(
+    config: Config,
+    island: str,
+    coordinator_address: str,
+    output_dir: Path,
+    place: Place | None = None,
+) -> int:
+    """Run an island, or this host's part of it, until it ends; call it from the main thread.
 
     Args:
         config: The run's configuration.
         island: Name of the island.
         coordinator_address: HOST:PORT.
         output_dir: Where events, logs and resolved-ISLAND.toml go; made when missing.
+        place: This host among several; None: the only one.
 
     Returns:
-        0; the exit code of the first rank that failed with one of ours; 40 if a rank failed
-        otherwise; 128 + N when signal N ended the island.
+        0; the exit code of the last failure that no restart followed: one of ours, 40 if a rank
+        failed otherwise; 128 + N when signal N ended the island.
 
     Raises:
-        ConfigError: If there is no such island, or the surrounding job's variables are wrong.
+        ConfigError: If there is no such island, the surrounding job's variables are wrong, or the
+            hosts cannot meet as told.
+        IslandFailed: If another host of the island stays away.
     """
     if island not in config.islands:
         names = ", ".join(sorted(config.islands))
         raise ConfigError(f"--island {island}: not in the run file; islands: {names}")
     config = config.model_copy(update={"island_id": island})
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        if place is not None and place.num_hosts > 1:
+            raise ConfigError(
+                f"--nnodes {place.num_hosts}: RANK, WORLD_SIZE and MASTER_ADDR are set, so a "
+                f"launcher has spread this island already; leave it out, or unset them"
+            )
         return _join_job(config, coordinator_address, output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    resolved = output_dir / f"resolved-{island}.toml"
-    resolved.write_text(resolved_toml(config))
-    return _supervise(config, coordinator_address, output_dir, resolved)
+    supervisor = _Supervisor(config, coordinator_address, output_dir, place or Place())
+    return supervisor.run()
 
 
 def _join_job(config: Config, coordinator_address: str, output_dir: Path) -> int:
@@ -93,92 +94,224 @@ def _join_job(config: Config, coordinator_address: str, output_dir: Path) -> int
     return code if code == 0 else exit_at_once(code)
 
 
-def _supervise(config: Config, coordinator_address: str, output_dir: Path, resolved: Path) -> int:
-    ranks: list[_RankProcess] = []
-    with tempfile.TemporaryDirectory(prefix="diloco-") as meeting, heeding_signals() as request:
-        try:
-            for island_rank in range(config.island.ranks):
-                arguments = ["--config", str(resolved), "--island", config.island_id]
-                arguments += ["--coordinator", coordinator_address, "--output", str(output_dir)]
-                arguments += ["--rendezvous", f"file://{meeting}/rendezvous", "--supervised"]
-                log = output_dir / f"{config.island_id}-{island_rank}.log"
-                ranks.append(_start(config, island_rank, arguments, log))
-            return _watch(config.island_id, ranks, request)
-        except Interrupted as interrupted:
-            name = signal.Signals(interrupted.number).name
-            logger.warning("stopping island %s, signal=%s", config.island_id, name)
-            return 128 + interrupted.number
-        finally:
-            _end(ranks)
+@dataclass(slots=True)
+class _Supervisor:
+    """Starts this host's ranks, as often as it takes."""
 
+    config: Config
+    coordinator_address: str
+    output_dir: Path
+    place: Place
 
-def _start(config: Config, island_rank: int, arguments: Sequence[str], log: Path) -> _RankProcess:
-    environment = {
-        **os.environ,
-        "RANK": str(island_rank),
-        "WORLD_SIZE": str(config.island.ranks),
-        "OMP_NUM_THREADS": str(config.island.threads),
-    }
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        # All ranks are on this host; what the host calls itself need not resolve.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "diloco.launch.rank", *arguments],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            # Ctrl-C in a terminal is for the supervisor alone, which then ends the ranks in order.
-            start_new_session=True,
+    def run(self) -> int:
+        """Supervise until the island ends; returns its exit code."""
+        command = self._command()
+        with heeding_signals() as request:
+            try:
+                if self.place.host_index == 0:
+                    return self._lead(command, request)
+                return self._follow(command, request)
+            except Interrupted as interrupted:
+                name = signal.Signals(interrupted.number).name
+                logger.warning("stopping island %s, signal=%s", self.config.island_id, name)
+                return interrupted.exit_code
+
+    # -- the first host ------------------------------------------------------------------------
+
+    def _lead(self, command: RankCommand, request: Request) -> int:
+        with FirstHost(self.place, self._hello()) as others:
+            try:
+                end = self._lead_starts(command, request, others)
+            except Interrupted as interrupted:
+                others.over(self._stopped(interrupted))
+                raise
+            except IslandFailed as error:
+                others.over(End(error.exit_code, str(error)))
+                raise
+            others.over(end)
+        return end.exit_code
+
+    def _lead_starts(self, command: RankCommand, request: Request, others: FirstHost) -> End:
+        """Start the island until it ends for good."""
+        island, name = self.config.island, self.config.island_id
+        budget = RestartBudget(island.max_restarts, island.restart_wait_s, island.restart_reset_s)
+        while True:
+            patience_s = self.config.transport.unreachable_s
+            lived_s = 0.0
+            end = others.gather(request.check, patience_s)
+            if end is None:
+                end, lived_s = self._lead_one(command, request, others)
+            if end.code == 0:
+                return end
+            if not end.is_worth_a_restart:
+                logger.error("island %s ends, exit_code=%d: %s", name, end.exit_code, end.reason)
+                return end
+            wait_s = budget.failed(lived_s)
+            if wait_s is None:
+                logger.error("%s\n%s", end.reason, self._used_up(end))
+                return end
+            logger.warning(
+                "island %s starts again, wait_s=%g restarts_left=%d of %d: %s",
+                name, wait_s, budget.left, budget.max_restarts, end.reason,
+            )  # fmt: skip
+            _pause(wait_s, request)
+
+    def _lead_one(
+        self, command: RankCommand, request: Request, others: FirstHost
+    ) -> tuple[End, float]:
+        """Make one start on all hosts; says how it ended and how many seconds it lived."""
+        began = time.monotonic()
+        with Ranks(command) as ranks:
+            with self.place.listen(0) as listener:
+                rendezvous = self._rendezvous(listener.getsockname()[1])
+                ranks.start(self._island_ranks, rendezvous, listener)
+            others.start(rendezvous)
+            while (seen := _seen(ranks, others)) is None:
+                request.check()
+                time.sleep(_LOOK_S)
+            lived_s = time.monotonic() - began
+            ranks.settle(seen)
+            here = ranks.look() or End(0)  # its log has its last words by now
+        elsewhere = others.end() if seen.code else End(0)
+        return min((here, elsewhere, seen), key=lambda end: end.telling), lived_s
+
+    def _used_up(self, end: End) -> str:
+        island = self.config.island_id
+        return (
+            f"island {island} ends, exit_code={end.exit_code}: its restarts "
+            f"(islands.{island}.max_restarts = {self.config.island.max_restarts}) are used up. "
+            f"When the cause is removed, start it again; it returns to the run as long as the "
+            f"others wait for it: diloco island RUN.toml --island {island}{self.place.options()} "
+            f"--coordinator {self.coordinator_address}"
         )
-    return _RankProcess(island_rank, process, log)
+
+    # -- another host --------------------------------------------------------------------------
+
+    def _follow(self, command: RankCommand, request: Request) -> int:
+        """Do what the first host says, and reach for it again when its connection breaks."""
+        patience_s = self.config.transport.unreachable_s
+        until = time.monotonic() + patience_s
+        while True:
+            with OtherHost(self.place, self._hello()) as first:
+                try:
+                    first.connect(request.check, until)
+                    return self._follow_starts(command, request, first)
+                except HostLost as error:
+                    lost = error
+            if first.has_heard:
+                until = time.monotonic() + patience_s
+                logger.warning(
+                    "the first host of island %s at %s is gone, the ranks here have ended; waiting "
+                    "for it: %s",
+                    self.config.island_id, self.place.meeting, lost,
+                )  # fmt: skip
+            elif time.monotonic() > until:
+                raise IslandFailed(
+                    f"no first host of this island is at --rdzv {self.place.meeting}: {lost}"
+                ) from lost
+            _pause(_AGAIN_S, request)
+
+    def _follow_starts(self, command: RankCommand, request: Request, first: OtherHost) -> int:
+        try:
+            while (told := self._await(request, first))["kind"] != "over":
+                if told["kind"] == "start":
+                    self._follow_one(command, request, first, str(told["rendezvous"]))
+        except Interrupted as interrupted:
+            with contextlib.suppress(HostLost):
+                first.ended(self._stopped(interrupted))
+            raise
+        if told["code"]:
+            logger.error("the first host says: %s", told["reason"])
+        return int(told["code"])
+
+    def _await(self, request: Request, first: OtherHost) -> Message:
+        while (told := first.next()) is None:
+            request.check()
+            time.sleep(_LOOK_S)
+        return told
+
+    def _follow_one(
+        self, command: RankCommand, request: Request, first: OtherHost, rendezvous: str
+    ) -> None:
+        """Run this host's ranks of one start, and report how they ended."""
+        with Ranks(command) as ranks:
+            ranks.start(self._island_ranks, rendezvous, None)
+            while (end := ranks.look()) is None:
+                if first.peek() is not None:
+                    end = End(0)
+                    break
+                request.check()
+                time.sleep(_LOOK_S)
+            ranks.settle(end)
+            end = ranks.look() or end
+        if end.code:
+            logger.warning("%s", end.reason)
+        first.ended(end)
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def _command(self) -> RankCommand:
+        island, config = self.config.island_id, self.config
+        index = self.place.host_index
+        name = f"resolved-{island}.toml" if index == 0 else f"resolved-{island}-host-{index}.toml"
+        resolved = self.output_dir / name
+        write_durably(resolved, [resolved_toml(config).encode()])
+        interface = self.place.interface()
+        if not interface and self.place.num_hosts > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+            logger.warning(
+                "cannot tell which network interface faces %s, gloo chooses by this host's name; "
+                "if the ranks do not meet, set GLOO_SOCKET_IFNAME",
+                self.place.meeting,
+            )
+        arguments = ["--config", str(resolved), "--island", island, "--supervised"]
+        arguments += ["--coordinator", self.coordinator_address, "--output", str(self.output_dir)]
+        return RankCommand(
+            island=island,
+            num_ranks=config.island.ranks,
+            threads=config.island.threads,
+            output_dir=self.output_dir,
+            arguments=arguments,
+            interface=interface,
+        )
+
+    @property
+    def _island_ranks(self) -> range:
+        return self.place.island_ranks(self.config.island.ranks)
+
+    def _rendezvous(self, port: int) -> str:
+        host = split_address(self.place.meeting)[0] if self.place.meeting else self.place.host
+        return f"tcp://{host}:{port}"
+
+    def _hello(self) -> Message:
+        """What the hosts of an island must agree on, as JSON values."""
+        return {
+            "run": self.config.run.name,
+            "island": self.config.island_id,
+            "--nnodes": self.place.num_hosts,
+            "configuration": fingerprint(self.config),
+            "ranks": self.config.island.ranks,
+            "mesh": self.config.island.mesh.model_dump(),
+            "tokens_per_inner_step": self.config.island.tokens_per_inner_step,
+        }
+
+    def _stopped(self, interrupted: Interrupted) -> End:
+        name = signal.Signals(interrupted.number).name
+        host = f" on host {self.place.host_index}" if self.place.num_hosts > 1 else ""
+        reason = f"{name} asked the supervisor of island {self.config.island_id}{host} to end"
+        return End(interrupted.exit_code, reason, is_final=True)
 
 
-def _watch(island: str, ranks: Sequence[_RankProcess], request: Request) -> int:
-    """Wait until all ranks are done or one has failed; say which, and how."""
-    while not (failed := [rank for rank in ranks if rank.code]):
-        if all(rank.code == 0 for rank in ranks):
-            return 0
+def _seen(ranks: Ranks, others: FirstHost) -> End | None:
+    """Say how a start ended on all hosts; None while one is at work and none has failed."""
+    here, elsewhere = ranks.look(), others.look()
+    failed = [end for end in (here, elsewhere) if end is not None and end.code]
+    if failed:
+        return min(failed, key=lambda end: end.telling)
+    return End(0) if here is not None and elsewhere is not None else None
+
+
+def _pause(seconds: float, request: Request) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
         request.check()
-        time.sleep(_LOOK_S)
-    first = min(failed, key=_telling)
-    code = first.code
-    assert code is not None
-    if code in _OWN_EXIT_CODES:
-        _wait(ranks, _AGREED_S)
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    logger.error(
-        "rank %d of island %s (pid %d) %s; the island stops. %s ends with:\n%s",
-        first.island_rank,
-        island,
-        first.process.pid,
-        how,
-        first.log,
-        tail(first.log),
-    )
-    return code if code in _OWN_EXIT_CODES else IslandFailed.exit_code
-
-
-def _telling(rank: _RankProcess) -> int:
-    """Order failures seen at once: a rank that lost another one only ends because of it."""
-    assert rank.code is not None
-    return 0 if rank.code in _OWN_EXIT_CODES else 1 if rank.code < 0 else 2
-
-
-def _end(ranks: Sequence[_RankProcess]) -> None:
-    """End whatever still lives: ask, wait, insist."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for rank in ranks:
-            if rank.code is None:
-                rank.process.send_signal(number)
-        _wait(ranks, _END_S)
-    for rank in ranks:
-        assert rank.process.stdin is not None
-        rank.process.stdin.close()
-
-
-def _wait(ranks: Sequence[_RankProcess], at_most_s: float) -> None:
-    until = time.monotonic() + at_most_s
-    while time.monotonic() < until and any(rank.code is None for rank in ranks):
         time.sleep(_LOOK_S)

@@ -1,34 +1,27 @@
-"""Where the ranks of an island meet: the environment that a launcher sets, and process groups.
-
-    default     model (FSDP2, TP), by way of its mesh
-    start       the join and the first published version, which may be long in coming
-    shards      collect and distribute, and sums for reports
-    agreement   what the ranks agree on between steps, nothing else
-
-All are gloo groups; an island of one rank has none.
-"""
+"""Where the ranks of an island meet: the environment that a launcher sets, the default group."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diloco.errors import ConfigError
-
-#: Seconds after which a rank that hangs is noticed by the others.
-_COLLECTIVE_S = 300.0
+from diloco.sync.groups import COLLECTIVE_S
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """This process's place in its island, and where the ranks meet.
 
-    `rendezvous` is an init method of `torch.distributed`: ``env://`` (MASTER_ADDR and MASTER_PORT
-    of a job that somebody else launched) or ``file://PATH`` of a file that is new at every start,
-    so that no port has to be guessed and no rank meets the addresses of an earlier start.
+    `rendezvous` is ``env://`` (MASTER_ADDR and MASTER_PORT of a job that somebody else launched) or
+    ``tcp://HOST:PORT`` of a store that rank 0 serves, new at every start, so that no rank meets the
+    addresses of an earlier one; with ``?descriptor=N``, for rank 0, on a socket that its supervisor
+    listens with, so that no port has to be guessed.
     """
 
     island_rank: int
@@ -51,31 +44,33 @@ class Job:
         return cls(island_rank, num_ranks, rendezvous)
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Process groups of the island, beside the default one; None on an island of one rank."""
-
-    start: dist.ProcessGroup | None = None
-    shards: dist.ProcessGroup | None = None
-    agreement: dist.ProcessGroup | None = None
-
-
-def meet(job: Job, *, patience_s: float) -> Groups:
-    """Make the process groups; collective. `patience_s` bounds waits of the start group."""
+def meet(job: Job) -> None:
+    """Make the default process group (gloo), for the model; an island of one rank has none."""
     if job.num_ranks == 1:
-        return Groups()
+        return
     dist.init_process_group(
         "gloo",
-        init_method=job.rendezvous,
+        store=_store(job) if job.rendezvous != "env://" else None,
         rank=job.island_rank,
         world_size=job.num_ranks,
-        timeout=timedelta(seconds=_COLLECTIVE_S),
+        timeout=timedelta(seconds=COLLECTIVE_S),
     )
-    start, shards, agreement = (
-        dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        for timeout_s in (_COLLECTIVE_S + patience_s, _COLLECTIVE_S, _COLLECTIVE_S)
+
+
+def _store(job: Job) -> TCPStore:
+    """Serve the store of this start, or reach it."""
+    url = urlsplit(job.rendezvous)
+    assert url.hostname is not None and url.port is not None, job.rendezvous
+    descriptor = parse_qs(url.query).get("descriptor")
+    return TCPStore(
+        url.hostname,
+        url.port,
+        job.num_ranks,
+        is_master=job.island_rank == 0,
+        timeout=timedelta(seconds=COLLECTIVE_S),
+        wait_for_workers=False,
+        master_listen_fd=int(descriptor[0]) if descriptor else None,
     )
-    return Groups(start, shards, agreement)
 
 
 def _integer(environ: Mapping[str, str], name: str, low: int, high: int) -> int:

@@ -2,12 +2,17 @@
 
 Every process is the same `diloco` command that a site would type; this module only starts them,
 watches them, and ends them. What it shows and how is its caller's.
+
+The first signal is passed on to the coordinator, which lets all islands stop after one inner step,
+with a checkpoint; the second ends every process. Each process has a session of its own, so that
+Ctrl-C in a terminal reaches this one alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +24,9 @@ from typing import IO
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, CoordinatorUnavailable
+from diloco.launch.ending import Interrupted, Request
 from diloco.launch.logs import tail
+from diloco.launch.restarts import RestartBudget
 from diloco.launch.state_dir import (
     StateDir,
     holder,
@@ -33,7 +40,12 @@ logger = logging.getLogger(__name__)
 _START_S = 60.0
 _LOOK_S = 0.25
 _END_S = 20.0
-_RESTART_WAIT_S = 0.5
+#: Seconds in which islands that have left a stopped run are gone.
+_GONE_S = 5.0
+#: Seconds between the kind request to a coordinator and the one that forces it.
+_ASK_AGAIN_S = 1.0
+#: Restarts of a coordinator in a row, wait before the first, life that gives them back; in seconds.
+_COORDINATOR_RESTARTS = (8, 0.5, 10.0)
 #: Exit codes of an island that never trained: waiting for the others would be in vain.
 _HOPELESS = frozenset({2, 10})
 
@@ -42,15 +54,23 @@ _HOPELESS = frozenset({2, 10})
 class LocalRun:
     """The processes of one run; use it as a context manager, so that nothing outlives it.
 
-    `check` is called often, and raises when the run must be given up.
+    Args:
+        config: The run.
+        request: What signals have asked for: one kindly, then by force.
+        resume_step: Inner step of the run checkpoint to go on from; None: a new run.
     """
 
     config: Config
-    check: Callable[[], None] = lambda: None
+    request: Request = field(default_factory=lambda: Request(num_graceful=1))
+    resume_step: int | None = None
     coordinator: subprocess.Popen[bytes] | None = None
     islands: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     coordinator_restarts: int = 0
+    _budget: RestartBudget = field(default_factory=lambda: RestartBudget(*_COORDINATOR_RESTARTS))
+    _began: float = 0.0
     _seen_alive: float = 0.0
+    _restart_at: float = 0.0
+    _asked_pid: int = 0
     _logs: list[IO[bytes]] = field(default_factory=list)
 
     @property
@@ -75,8 +95,9 @@ class LocalRun:
 
     def __exit__(self, *_: object) -> None:
         """End every process that is left, the syncer included."""
-        processes = [*self.islands.values(), *([self.coordinator] if self.coordinator else [])]
-        _end(processes)
+        _end(list(self.islands.values()))
+        if self.coordinator is not None:
+            _force(self.coordinator)
         stop_syncer(self.state)
         for log in self._logs:
             log.close()
@@ -87,18 +108,22 @@ class LocalRun:
         Raises:
             ConfigError: If a directory cannot be made.
             CoordinatorUnavailable: If no address appears in time; names the log.
+            Interrupted: If a signal came meanwhile: there is nothing yet to stop kindly.
         """
         self.state.create()
         self._run_file.write_text(resolved_toml(self.config))
         make_directory(self.config.telemetry_dir, "telemetry.dir")
-        self._start_coordinator()
+        # What is resumed is durable before the coordinator binds its address: once is enough.
+        resume = [] if self.resume_step is None else ["--resume", "--at", str(self.resume_step)]
+        self._start_coordinator(*resume)
         deadline = time.monotonic() + _START_S
-        while not self.address:
+        while not self._is_bound:
             assert self.coordinator is not None
             code = self.coordinator.poll()
             if code is not None or time.monotonic() > deadline:
                 raise self._coordinator_failed("did not start", code)
-            self.check()
+            if self.request.number:
+                raise Interrupted(self.request.number)
             time.sleep(_LOOK_S)
         for island in sorted(self.config.islands):
             arguments = ["island", str(self._run_file), "--island", island]
@@ -107,13 +132,14 @@ class LocalRun:
             self.islands[island] = self._spawn(arguments, f"island-{island}")
 
     def wait(self, on_look: Callable[[], None]) -> int:
-        """Watch until the run is over; `on_look` is called a few times a second.
+        """Watch until the run is over or has stopped; `on_look` is called a few times a second.
 
         Returns:
             0, or the exit code of the first island that failed.
 
         Raises:
             CoordinatorUnavailable: If the coordinator ended for good and the islands did not.
+            Interrupted: If a second signal asked for the end.
         """
         codes: dict[str, int] = {}
         first_failure = 0
@@ -126,11 +152,19 @@ class LocalRun:
                 first_failure = first_failure or code
                 if code in _HOPELESS:
                     return code
-            self._keep_coordinator()
-            self.check()
+            if self._has_stopped() or (self._asked_pid and first_failure):
+                break
+            self._pass_on()
+            self.request.check()
             on_look()
             time.sleep(_LOOK_S)
         return first_failure
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the run ended because it was asked to; call it after `wait_for_coordinator`."""
+        assert self.coordinator is not None
+        return self.request.number != 0 and self.coordinator.returncode != 0
 
     def wait_for_coordinator(self) -> None:
         """Give the coordinator time to note the end and to stop its syncer."""
@@ -138,32 +172,72 @@ class LocalRun:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.coordinator.wait(_END_S)
 
-    def _keep_coordinator(self) -> None:
-        """Start a coordinator that died again; one that ended the run is left alone."""
+    @property
+    def _is_bound(self) -> bool:
+        """Whether the coordinator that lives now has bound its address, and so heeds signals."""
         assert self.coordinator is not None
-        code = self.coordinator.poll()
+        endpoint = read_endpoint(self.state.coordinator)
+        is_its_own = endpoint is not None and endpoint.pid == self.coordinator.pid
+        return is_its_own and self.coordinator.poll() is None
+
+    def _pass_on(self) -> None:
+        """Ask the coordinator for a graceful stop once a signal has; a restarted one again."""
+        if not self.request.number or not self._is_bound:
+            return
+        assert self.coordinator is not None
+        if self._asked_pid != self.coordinator.pid:
+            self._asked_pid = self.coordinator.pid
+            self.coordinator.send_signal(signal.SIGTERM)
+
+    def _has_stopped(self) -> bool:
+        """Look after the coordinator; true when it has ended as it was asked to, seconds ago.
+
+        One that died is started again, after a wait.
+
+        Raises:
+            CoordinatorUnavailable: If it ended otherwise while islands go on, or dies too often.
+        """
+        assert self.coordinator is not None
+        code, now = self.coordinator.poll(), time.monotonic()
         if code is None:
-            self._seen_alive = time.monotonic()
-            return
+            self._seen_alive = now
+            return False
         if code >= 0 and code != 1:
-            if time.monotonic() - self._seen_alive > _END_S:
+            if self._asked_pid == self.coordinator.pid:
+                return now - self._seen_alive > _GONE_S
+            if now - self._seen_alive > _END_S:
                 raise self._coordinator_failed("ended before the islands", code)
-            return
-        logger.warning("coordinator died, starting it again, exit_code=%d", code)
-        time.sleep(_RESTART_WAIT_S)
-        self.coordinator_restarts += 1
-        self._start_coordinator()
+        elif not self._restart_at:
+            self._restart_at = now + self._restart_wait_s(code)
+        elif now >= self._restart_at:
+            self.coordinator_restarts += 1
+            self._start_coordinator()
+        return False
+
+    def _restart_wait_s(self, code: int) -> float:
+        wait_s = self._budget.failed(self._seen_alive - self._began)
+        if wait_s is None:
+            died = f"died {self._budget.max_restarts + 1} times in a row"
+            raise self._coordinator_failed(died, code)
+        logger.warning(
+            "coordinator died, starting it again, exit_code=%d wait_s=%g restarts_left=%d",
+            code, wait_s, self._budget.left,
+        )  # fmt: skip
+        return wait_s
 
     def _coordinator_failed(self, how: str, code: int | None) -> CoordinatorUnavailable:
         log = self._log("coordinator")
         error = CoordinatorUnavailable(
             f"the coordinator {how} (exit code {code}); its log is {log}:\n{tail(log)}"
         )
-        error.exit_code = code or error.exit_code
+        error.exit_code = code if code is not None and code > 0 else error.exit_code
         return error
 
-    def _start_coordinator(self) -> None:
-        self.coordinator = self._spawn(["coordinator", str(self._run_file)], "coordinator")
+    def _start_coordinator(self, *options: str) -> None:
+        arguments = ["coordinator", str(self._run_file), *options]
+        self.coordinator = self._spawn(arguments, "coordinator")
+        self._began = self._seen_alive = time.monotonic()
+        self._restart_at = 0.0
 
     def _log(self, name: str) -> Path:
         return self.state.root / f"{name}.log"
@@ -172,7 +246,9 @@ class LocalRun:
         log = open(self._log(name), "ab")  # noqa: SIM115 - closed in __exit__
         self._logs.append(log)
         command = [sys.executable, "-m", "diloco", "--log-level", "info", *arguments]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
 
 
 def without_links(config: Config, num_islands: int) -> Config:
@@ -214,8 +290,9 @@ def make_room(state_dir: Path, *, fresh: bool) -> Path | None:
         )
     if not fresh:
         raise ConfigError(
-            f"{state_dir} already holds a run. Give another coordinator.state_dir "
-            f"(--set coordinator.state_dir=runs/NAME), or move it aside by itself with --fresh"
+            f"{state_dir} already holds a run. Go on with it from its newest checkpoint with "
+            f"--resume, move it aside with --fresh, or give another coordinator.state_dir (--set "
+            f"coordinator.state_dir=runs/NAME)"
         )
     stop_syncer(state)  # one that outlived its run would go on writing to the old place
     moved = next(path for path in _numbered(state_dir) if not path.exists())
@@ -233,8 +310,7 @@ def _numbered(path: Path) -> Iterator[Path]:
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ask every living process to stop, then insist."""
     for process in processes:
-        if process.poll() is None:
-            process.terminate()
+        process.terminate()
     deadline = time.monotonic() + _END_S
     for process in processes:
         try:
@@ -242,6 +318,14 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _force(coordinator: subprocess.Popen[bytes]) -> None:
+    """End a coordinator that would wait for islands to stop kindly: ask twice."""
+    coordinator.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        coordinator.wait(_ASK_AGAIN_S)
+    _end([coordinator])
 
 
 def insist_on_no_events(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a rank tells of itself: events to its file, progress for the leader's reports.
+"""What a rank tells of itself: events to its sinks, progress for the leader's reports.
 
 Belongs to the training thread; `write` and reading `progress` may happen in others.
 """
@@ -8,14 +8,45 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Protocol
 
 from diloco.inner.trainer import InnerMetrics
-from diloco.sync.exchange import Exchange
-from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.registration import IslandState, Progress
-from diloco.telemetry.events import Evaluated, Event, InnerStepDone, IslandEnded
+from diloco.telemetry.events import BytesMoved, Evaluated, Event, InnerStepDone, IslandEnded
 from diloco.telemetry.meter import StepMeter
-from diloco.telemetry.sinks import JsonlSink
+from diloco.telemetry.sinks import Sink
+
+
+class Outer(Protocol):
+    """What is read of a rank's outer loop; bytes are those of the rank."""
+
+    @property
+    def inner_step(self) -> int:
+        """Completed inner steps."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Fragments whose contribution has no outcome yet."""
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds for which steps waited for outcomes."""
+
+    @property
+    def overwritten_steps(self) -> float:
+        """Inner steps whose local effect a merge replaced."""
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digest of the last version of each fragment, in hex."""
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes sent to the syncer."""
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes received from the syncer."""
 
 
 class RankRecord:
@@ -25,7 +56,7 @@ class RankRecord:
         progress: What the next report says; replaced whole, so any thread may read it.
     """
 
-    def __init__(self, sink: JsonlSink, *, is_leader: bool, clock: Callable[[], float]) -> None:
+    def __init__(self, sink: Sink, *, is_leader: bool, clock: Callable[[], float]) -> None:
         """Assign only. Inner steps are recorded by the leader alone: they are everybody's."""
         self._sink = sink
         self._is_leader = is_leader
@@ -33,15 +64,24 @@ class RankRecord:
         self._meter = StepMeter()
         self._began = 0.0
         self._evaluation_s = 0.0
+        self._told_bytes = (0, 0)
         self.progress = Progress()
 
     def open(self) -> None:
-        """Open the file of events."""
+        """Open the sinks.
+
+        Raises:
+            ConfigError: If one cannot be had; says what to do.
+        """
         self._sink.open()
 
     def close(self) -> None:
-        """Close the file of events."""
+        """Close the sinks, once everything has arrived."""
         self._sink.close()
+
+    def identify(self, *, timeline: int, incarnation: int) -> None:
+        """Say in all later events which start of the island writes, in which timeline."""
+        self._sink.add_context({"timeline": timeline, "incarnation": incarnation})
 
     def write(self, event: Event) -> None:
         """Record an event."""
@@ -78,16 +118,20 @@ class RankRecord:
         """Note what all ranks of the island have sent and received so far."""
         self.progress = replace(self.progress, bytes_up=bytes_up, bytes_down=bytes_down)
 
-    def renew(self, state: IslandState, session: OuterLoop) -> None:
-        """Renew what the next report says."""
+    def renew(self, state: IslandState, outer: Outer) -> None:
+        """Renew what the next report says; record the island's bytes when they are news."""
+        moved = BytesMoved(outer.inner_step, self.progress.bytes_up, self.progress.bytes_down)
+        if self._is_leader and (moved.bytes_up, moved.bytes_down) != self._told_bytes:
+            self._told_bytes = (moved.bytes_up, moved.bytes_down)
+            self.write(moved)
         self.progress = replace(
             self.progress,
             state=state,
-            inner_step=session.inner_step,
+            inner_step=outer.inner_step,
             tokens_per_s=self._meter.tokens_per_s,
             tokens=self._meter.tokens,
-            fragments_in_flight=session.num_in_flight,
-            blocked_s=session.blocked_s,
+            fragments_in_flight=outer.num_in_flight,
+            blocked_s=outer.blocked_s,
             utilisation=self._meter.utilisation(self.wall_s),
         )
 
@@ -104,22 +148,22 @@ class RankRecord:
         """Record a held-out loss."""
         self.write(Evaluated(inner_step, parameters, nats_per_byte))
 
-    def ended(self, session: OuterLoop, exchange: Exchange, *, wall_s: float) -> None:
+    def ended(self, outer: Outer, *, wall_s: float) -> None:
         """Record the sums of the rank's life; bytes are its own."""
         self.write(
             IslandEnded(
-                inner_step=session.inner_step,
+                inner_step=outer.inner_step,
                 tokens=self._meter.tokens,
                 wall_s=wall_s,
                 inner_s=self._meter.inner_s,
-                blocked_s=session.blocked_s,
+                blocked_s=outer.blocked_s,
                 undisturbed_step_s=self._meter.undisturbed_step_s,
                 utilisation=self._meter.utilisation(wall_s),
                 goodput=self._meter.goodput(wall_s),
-                overwritten_steps=session.overwritten_steps,
-                bytes_up=exchange.bytes_up,
-                bytes_down=exchange.bytes_down,
-                digests=session.digests,
+                overwritten_steps=outer.overwritten_steps,
+                bytes_up=outer.bytes_up,
+                bytes_down=outer.bytes_down,
+                digests=outer.digests,
             )
         )
 

@@ -1,18 +1,20 @@
 """What a finished run was, from its events and its durable records alone.
 
-Every figure is read or recomputed; `as_text` says them in words, `summary.json` keeps them.
+Every figure is read or recomputed; `as_text` says them in words, `summary.json` keeps them. An
+island that returned, and all of them in a run that was resumed, had several starts: figures are
+sums over starts, of what stands (`diloco.launch.lives`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from diloco.config.schema import Config, IslandConfig
-from diloco.errors import ConfigError
+from diloco.launch.lives import IslandLife, effective
 from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
@@ -29,11 +31,18 @@ _WORTH_SAYING = 0.01
 
 @dataclass(frozen=True, slots=True)
 class IslandSummary:
-    """One island's life; bytes are those of all its carriers, headers included."""
+    """One island's life; bytes are those of all its carriers, headers included.
+
+    `inner_steps` is where it ended, `num_steps` what it made: fewer after a warm start. Times are
+    of its `num_starts` starts together, those of inner steps made in vain left out;
+    `undisturbed_step_s` and `overwritten_steps` are of the last start alone; `lost_steps` are those
+    that its `num_returns` returns cost.
+    """
 
     island: str
     shape: str
     inner_steps: int
+    num_steps: int
     tokens: int
     local_nats_per_byte: float
     published_nats_per_byte: float
@@ -46,6 +55,9 @@ class IslandSummary:
     bytes_up: int
     bytes_down: int
     digests: tuple[str, ...]
+    num_starts: int
+    num_returns: int
+    lost_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +84,14 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A finished run."""
+    """A finished run; `resumed_after`: inner steps of the checkpoints it was resumed from."""
 
     run: str
     link: str
     islands: tuple[IslandSummary, ...]
     fragments: tuple[FragmentSummary, ...]
     alternatives: tuple[Alternative, ...]
+    resumed_after: tuple[int, ...]
 
     @property
     def are_digests_equal(self) -> bool:
@@ -102,22 +115,14 @@ class Summary:
     def as_text(self) -> str:
         """Say what happened, in a few sentences a line."""
         lines = [f"Run {self.run}: {len(self.islands)} islands, link {self.link}."]
-        for i in self.islands:
+        if self.resumed_after:
+            steps = ", ".join(map(str, self.resumed_after))
             lines.append(
-                f"  {i.island} ({i.shape}): {i.inner_steps} inner steps, {i.tokens:,} tokens in "
-                f"{format_duration(i.wall_s)}, evaluations not counted; held-out loss of the "
-                f"published parameters {i.published_nats_per_byte:.4f} nats a byte, of its own "
-                f"before the flush {i.local_nats_per_byte:.4f}."
+                f"  Resumed after inner step {steps}; figures are sums over the starts, of what "
+                f"stands."
             )
-            lines.append(
-                f"    utilisation {i.utilisation:.1%} (undisturbed step "
-                f"{format_duration(i.undisturbed_step_s)}), not blocked "
-                f"{1 - i.blocked_s / i.wall_s:.1%}, goodput {i.goodput:.1%}, blocked "
-                f"{i.blocked_s:.2f} s, overwritten steps {i.overwritten_steps:.1f}; moved "
-                f"{format_bytes(i.bytes_up)} up, {format_bytes(i.bytes_down)} down."
-            )
-            if (waited := _wait_text(i, self.islands)) is not None:
-                lines.append(f"    {waited}")
+        for island in self.islands:
+            lines += _island_lines(island, self.islands)
         versions = ", ".join(f"{f.fragment_id}: v{f.version}" for f in self.fragments)
         lines.append(
             f"  Published versions {versions}; digests "
@@ -148,101 +153,146 @@ def summarise(
         schedule: Its schedule.
         rules: How versions were published.
         stores: Store of each fragment, in plan order.
-        events: Island id -> events of all its ranks.
+        events: Island id -> effective events of all its ranks (`read_events`).
         link: Profile of the shaped link, None for the real one.
 
     Raises:
-        ConfigError: If the events of an island are not those of one start from beginning to end.
+        ConfigError: If the events of an island are not those of one run from beginning to end.
     """
+    lives = {
+        island: IslandLife.of(island, config.islands[island].ranks, events[island])
+        for island in sorted(events)
+    }
+    resumed = {step for life in lives.values() for step in life.resumed_after}
+    start_step = min(life.inner_steps - life.num_steps for life in lives.values())
     return Summary(
         run=config.run.name,
         link=_link_text(link),
         islands=tuple(
-            _island_summary(island, config.islands[island], events[island])
-            for island in sorted(events)
+            _island_summary(island, config.islands[island], life) for island, life in lives.items()
         ),
-        fragments=tuple(
-            _fragment_summary(store, rules, config.outer.retained_versions) for store in stores
-        ),
+        fragments=_fragment_summaries(stores, rules, config.outer.retained_versions),
         alternatives=(
             _alternative(
                 "float32 fragments on the same schedule",
-                diloco_traffic(plan, schedule, uplink_codec="float32", downlink_codec="float32"),
+                diloco_traffic(
+                    plan,
+                    schedule,
+                    uplink_codec="float32",
+                    downlink_codec="float32",
+                    start_step=start_step,
+                ),
                 link,
             ),
             _alternative(
                 "data parallel at every inner step",
-                data_parallel_traffic(plan, schedule.inner_steps),
+                data_parallel_traffic(plan, schedule.inner_steps - start_step),
                 link,
             ),
         ),
+        resumed_after=tuple(sorted(resumed)),
     )
 
 
 def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """Read the events of all ranks; a last line torn by a crash is left out."""
+    """Read the effective events of all ranks: what later starts made anew or gave up is left out.
+
+    A line that a killed writer tore is left out too.
+    """
     events: dict[str, list[dict[str, Any]]] = {}
     for island in islands:
-        events[island] = []
-        for path in sorted(directory.glob("events-*.jsonl")):
-            lines = path.read_text().split("\n")
-            parsed = [json.loads(line) for line in lines[:-1] if line]
-            events[island] += [event for event in parsed if event["island"] == island]
+        read = [
+            event for path in sorted(directory.glob("events-*.jsonl")) for event in _whole(path)
+        ]
+        events[island] = effective([event for event in read if event["island"] == island])
     return events
 
 
-def _island_summary(
-    island: str, config: IslandConfig, events: Sequence[Mapping[str, Any]]
-) -> IslandSummary:
-    _insist_on_one_start(island, config.ranks, events)
-    ended = [event for event in events if event["kind"] == "island_ended"]
-    leader = next(event for event in ended if event["island_rank"] == 0)
-    evaluated = {e["parameters"]: e["nats_per_byte"] for e in events if e["kind"] == "evaluated"}
+def _whole(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines."""
+    for line in path.read_text(errors="replace").split("\n"):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+def _island_lines(i: IslandSummary, islands: Sequence[IslandSummary]) -> list[str]:
+    """Say what one island did."""
+    last = " of the last start" if i.num_starts > 1 else ""
+    lines = [
+        f"  {i.island} ({i.shape}): {i.num_steps} inner steps, {i.tokens:,} tokens in "
+        f"{format_duration(i.wall_s)}, evaluations not counted; held-out loss of the published "
+        f"parameters {i.published_nats_per_byte:.4f} nats a byte, of its own before the flush "
+        f"{i.local_nats_per_byte:.4f}.",
+        f"    utilisation {i.utilisation:.1%} (undisturbed step "
+        f"{format_duration(i.undisturbed_step_s)}), not blocked {1 - i.blocked_s / i.wall_s:.1%}, "
+        f"goodput {i.goodput:.1%}, blocked {i.blocked_s:.2f} s, overwritten steps{last} "
+        f"{i.overwritten_steps:.1f}; moved {format_bytes(i.bytes_up)} up, "
+        f"{format_bytes(i.bytes_down)} down.",
+    ]
+    if i.num_returns:
+        times = "once" if i.num_returns == 1 else f"{i.num_returns} times"
+        lines.append(f"    Returned {times}: {i.lost_steps} inner steps were lost.")
+    if (waited := _wait_text(i, islands)) is not None:
+        lines.append(f"    {waited}")
+    return lines
+
+
+def _island_summary(island: str, config: IslandConfig, life: IslandLife) -> IslandSummary:
     return IslandSummary(
         island=island,
         shape=_shape_text(config),
-        inner_steps=leader["inner_step"],
-        tokens=leader["tokens"],
-        local_nats_per_byte=evaluated["local"],
-        published_nats_per_byte=evaluated["published"],
-        utilisation=leader["utilisation"],
-        goodput=leader["goodput"],
-        overwritten_steps=leader["overwritten_steps"],
-        blocked_s=leader["blocked_s"],
-        wall_s=leader["wall_s"],
-        undisturbed_step_s=leader["undisturbed_step_s"],
-        bytes_up=sum(event["bytes_up"] for event in ended),
-        bytes_down=sum(event["bytes_down"] for event in ended),
-        digests=tuple(leader["digests"]),
+        inner_steps=life.inner_steps,
+        num_steps=life.num_steps,
+        tokens=life.tokens,
+        local_nats_per_byte=life.nats_per_byte["local"],
+        published_nats_per_byte=life.nats_per_byte["published"],
+        utilisation=life.num_steps * life.undisturbed_step_s / life.wall_s,
+        goodput=life.inner_s / life.wall_s,
+        overwritten_steps=life.overwritten_steps,
+        blocked_s=life.blocked_s,
+        wall_s=life.wall_s,
+        undisturbed_step_s=life.undisturbed_step_s,
+        bytes_up=life.bytes_up,
+        bytes_down=life.bytes_down,
+        digests=life.digests,
+        num_starts=life.num_starts,
+        num_returns=life.num_returns,
+        lost_steps=life.lost_steps,
     )
 
 
-def _insist_on_one_start(island: str, num_ranks: int, events: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse the events of several starts, whose figures would be mixed.
-
-    One start ends once on every rank, and its leader makes every inner step once.
-    """
-    ended = sorted(event["island_rank"] for event in events if event["kind"] == "island_ended")
-    steps = [event["inner_step"] for event in events if event["kind"] == "inner_step"]
-    if ended == list(range(num_ranks)) and len(steps) == len(set(steps)):
-        return
-    raise ConfigError(
-        f"the events of island {island} are not those of one start: island_ended was written by "
-        f"ranks {ended} of {num_ranks}, inner steps {len(steps)} times of which {len(set(steps))} "
-        f"differ. Give every run a telemetry.dir of its own"
+def _fragment_summaries(
+    stores: Sequence[FragmentStore], rules: PublicationRules, retained_versions: int
+) -> tuple[FragmentSummary, ...]:
+    """Recompute what this timeline published: an earlier one may have had other rules."""
+    recovered = [store.recover() for store in stores]
+    newest = [found.record for found in recovered if found is not None]
+    assert len(newest) == len(stores), "a finished run has a durable version of every fragment"
+    timeline = max(record.timeline for record in newest)
+    return tuple(
+        _fragment_summary(store, record, rules, retained_versions, timeline)
+        for store, record in zip(stores, newest, strict=True)
     )
 
 
 def _fragment_summary(
-    store: FragmentStore, rules: PublicationRules, retained_versions: int
+    store: FragmentStore,
+    last: VersionRecord,
+    rules: PublicationRules,
+    retained_versions: int,
+    timeline: int,
 ) -> FragmentSummary:
-    recovered = store.recover()
-    assert recovered is not None, "a finished run has a durable version of every fragment"
-    last = record = recovered.record
+    record = last
     recomputed: list[int] = []
     is_equal = True
-    while record.version > 0 and len(recomputed) < retained_versions:
-        before: VersionRecord = store.load(record.version - 1)
+    while (
+        record.version > 0 and record.timeline == timeline and len(recomputed) < retained_versions
+    ):
+        before = store.load(record.version - 1)
         is_equal = is_equal and recompute(before, record, rules) == record.lane_digests
         recomputed.append(record.version)
         record = before
@@ -282,11 +332,11 @@ def _wait_text(island: IslandSummary, islands: Sequence[IslandSummary]) -> str |
     """Name the slowest island if waiting for it explains most of what this one was blocked.
 
     All islands make the same number of inner steps, so a faster one waits about
-    inner_steps * (slowest undisturbed step - its own); what goes beyond is the link's.
+    num_steps * (slowest undisturbed step - its own); what goes beyond is the link's.
     """
     slowest = max(islands, key=lambda other: other.undisturbed_step_s)
     times = slowest.undisturbed_step_s / island.undisturbed_step_s
-    ahead_s = island.inner_steps * (slowest.undisturbed_step_s - island.undisturbed_step_s)
+    ahead_s = island.num_steps * (slowest.undisturbed_step_s - island.undisturbed_step_s)
     is_blocked = island.blocked_s >= _WORTH_SAYING * island.wall_s
     if times < _SLOWER or ahead_s < island.blocked_s / 2 or not is_blocked:
         return None

@@ -33,11 +33,14 @@ class Traffic:
 
 
 def diloco_traffic(
-    plan: Plan, schedule: Schedule, *, uplink_codec: str, downlink_codec: str
+    plan: Plan, schedule: Schedule, *, uplink_codec: str, downlink_codec: str, start_step: int = 0
 ) -> Traffic:
-    """Count a run's contributions and publications; a flush is published in float32."""
+    """Count a run's contributions and publications; a flush is published in float32.
+
+    `start_step` is the inner step at which the run started: above 0 after a warm start.
+    """
     up = down = transfers = 0
-    for inner_step in range(1, schedule.inner_steps + 1):
+    for inner_step in range(start_step + 1, schedule.inner_steps + 1):
         for fragment_id in schedule.due(inner_step):
             up += fragment_bytes(plan, fragment_id, uplink_codec)
             down += fragment_bytes(plan, fragment_id, downlink_codec)

@@ -2,19 +2,24 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.launch.build import build_publication_rules
 from diloco.launch.local import insist_on_no_events, make_room, without_links
+from diloco.launch.local_resume import find_resume_step
 from diloco.launch.state_dir import StateDir, hold, holder
 from diloco.launch.traffic import data_parallel_traffic
 from diloco.outer.fragments import Plan
@@ -46,7 +51,7 @@ def test_local_runs_to_a_summary_that_can_be_checked(tmp_path: Path) -> None:
     assert [f["version"] for f in summary["fragments"]] == [4, 3]
     assert all(i["tokens"] == 12 * 128 for i in summary["islands"])
     assert again.returncode == 2
-    assert "--fresh" in again.stderr
+    assert "--resume" in again.stderr and "--fresh" in again.stderr
     assert fresh.returncode == 0, fresh.stdout + fresh.stderr
     moved = StateDir(state.root.with_name("state.1"))
     assert json.loads((moved.root / "summary.json").read_text()) == summary
@@ -129,23 +134,120 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(
     assert not (tmp_path / "state").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
-def test_a_signal_ends_every_process_of_the_run(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_stopped_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=400)
+    config = load_config(run_file)
+
+    stopped = started(run_file)
+    try:
+        wait_until(lambda: "fragment_merged" in read(config.telemetry_dir / "events-west-0.jsonl"))
+        stopped.send_signal(signal.SIGINT)
+        said = stopped.communicate(timeout=90)[1]
+    finally:
+        stopped.kill()
+    elsewhere = local(str(run_file), "--resume", "--at", "399")
+    resumed = local(str(run_file), "--resume")
+    finished = local(str(run_file), "--resume")
+
+    assert stopped.returncode == 128 + signal.SIGINT, said
+    found = re.search(r"stopped after inner step (\d+) of 400, every island with a check", said)
+    assert found is not None, said
+    step = int(found[1])
+    assert f"Go on: diloco local {run_file} --resume" in said
+    assert _processes_with(str(tmp_path)) == []
+    assert elsewhere.returncode == 2
+    assert "--at 399" in elsewhere.stderr
+    assert f"diloco local {run_file} --resume --at {step}" in elsewhere.stderr
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"complete checkpoints of inner steps {step}" in resumed.stdout
+    assert f"Resumed after inner step {step};" in resumed.stdout
+    assert "diloco coordinator" not in resumed.stdout
+    summary = json.loads((tmp_path / "state" / "summary.json").read_text())
+    assert summary["are_digests_equal"] and summary["are_versions_recomputed"]
+    assert [i["tokens"] for i in summary["islands"]] == [400 * 128] * 2
+    assert finished.returncode == 2
+    assert "has finished, there is nothing to resume" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--resume"], "there is no run in coordinator.state_dir"),
+        (["--at", "3"], "--at 3 says where to resume: add --resume"),
+        (["--resume", "--fresh"], "--fresh begins a new run, --resume goes on with one"),
+    ],
+    ids=["nothing-there", "at-alone", "fresh-too"],
+)
+def test_a_resume_of_nothing_is_refused(tmp_path: Path, arguments: list[str], words: str) -> None:
+    run_file = str(write_run(tmp_path, {"east": "", "west": ""}))
+
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        CliRunner().invoke(app, ["local", run_file, *arguments], catch_exceptions=False)
+
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_run_under_way_is_not_resumed(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path, {"east": ""}))
+    state = StateDir(Path(config.coordinator.state_dir))
+    state.create()
+
+    with (
+        hold(state.coordinator_lock),
+        pytest.raises(ConfigError, match=rf"under way .* kill -TERM {os.getpid()}"),
+    ):
+        find_resume_step(config, None, lambda _: None, command="diloco local --resume")
+
+
+def test_a_signal_before_the_islands_have_joined_ends_every_process(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=100_000)
     state = StateDir(tmp_path / "state")
-    command = [sys.executable, "-m", "diloco", "local", str(run_file)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    until = time.monotonic() + 90
-    while holder(state.store_lock) is None and time.monotonic() < until:
-        time.sleep(0.1)
+    process = started(run_file)
+    wait_until(lambda: holder(state.store_lock) is not None)
 
-    process.send_signal(number)
+    process.send_signal(signal.SIGHUP)
     _, said = process.communicate(timeout=60)
 
-    assert process.returncode == 128 + number, said.decode()
+    assert process.returncode == 128 + signal.SIGHUP, said
+    assert f"there is no checkpoint yet. Start anew: diloco local {run_file} --fresh" in said
     assert holder(state.coordinator_lock) is None
     assert holder(state.store_lock) is None
     assert _processes_with(str(tmp_path)) == []
+
+
+def test_a_second_signal_ends_every_process_at_once(tmp_path: Path) -> None:
+    run_file = write_run(
+        tmp_path, {"east": "", "west": ""}, inner_steps=100_000, inner_steps_per_round=50_000
+    )
+    config = load_config(run_file)
+    process = started(run_file)
+    wait_until(lambda: "inner_step" in read(config.telemetry_dir / "events-west-0.jsonl"))
+
+    # The next step at which all can hold is far away.
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: "stopping:" in read(tmp_path / "state" / "coordinator.log"))
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 128 + signal.SIGINT, said
+    assert "stopped: every process has ended" in said
+    assert _processes_with(str(tmp_path)) == []
+
+
+def started(run_file: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "diloco", "local", str(run_file)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def wait_until(check: Callable[[], bool], within_s: float = 90.0) -> None:
+    until = time.monotonic() + within_s
+    while not check():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _processes_with(text: str) -> list[str]:

@@ -108,6 +108,15 @@ def test_tables_name_every_fragment_and_the_flush(run_file: Path) -> None:
     assert "thin-5M-60ms" in text
 
 
+def test_disk_is_forecast(run_file: Path) -> None:
+    planned = json.loads(plan(run_file, "--json"))
+
+    # 16 B a parameter and an int4 payload; two complete ones, one not yet, one being written.
+    assert planned["disk"]["checkpoint_bytes"] == round(41120 * (16 + 0.5 + 2 / 128))
+    assert planned["disk"]["num_checkpoints"] == 4
+    assert "On disk, at most: 2.591 MiB an island (4 checkpoints of 663.2 KiB)" in plan(run_file)
+
+
 def test_without_a_link_no_time_is_claimed(run_file: Path) -> None:
     text = plan(run_file, "--set", "transport.link=")
 

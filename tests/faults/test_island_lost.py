@@ -1,7 +1,6 @@
-"""An island whose rank is killed: it exits 40, the others wait three deadlines and exit 50."""
+"""An island that stays away: it exits 40, the others wait three deadlines and exit 50."""
 
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
+from tests.faults.ranks import pid_of_rank
 from tests.run_files import all_logs, write_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -18,7 +18,7 @@ def test_lost_island_ends_the_run_naming_it_and_the_command(tmp_path: Path) -> N
     run_file = write_run(
         tmp_path, {"east": "", "west": "dp_shard = 2"}, inner_steps=4000, round_deadline="1s"
     )
-    config = load_config(run_file)
+    config = load_config(run_file, ["islands.west.max_restarts=0"])
     killed: list[int] = []
 
     with LocalRun(config) as run:
@@ -27,7 +27,7 @@ def test_lost_island_ends_the_run_naming_it_and_the_command(tmp_path: Path) -> N
             events = config.telemetry_dir / "events-west-1.jsonl"
             if killed or not events.exists() or "fragment_merged" not in events.read_text():
                 return
-            killed.append(_child_of(run.islands["west"].pid, island_rank=1))
+            killed.append(pid_of_rank(run.islands["west"].pid, island_rank=1))
             os.kill(killed[0], signal.SIGKILL)
 
         run.start()
@@ -44,19 +44,3 @@ def test_lost_island_ends_the_run_naming_it_and_the_command(tmp_path: Path) -> N
     assert "diloco island RUN.toml --island west" in log, log
     events = (config.telemetry_dir / "events-east-0.jsonl").read_text()
     assert events.count('"round_expired"') >= 2
-
-
-def _child_of(supervisor: int, island_rank: int) -> int:
-    """Find a rank among the children of its supervisor."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            parent = re.search(r"PPid:\s+(\d+)", (entry / "status").read_text())
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        is_child = parent is not None and int(parent[1]) == supervisor
-        if is_child and f"RANK={island_rank}".encode() in environment:
-            return int(entry.name)
-    raise AssertionError(f"no rank {island_rank} below process {supervisor}")

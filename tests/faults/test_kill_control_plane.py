@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from diloco.config.load import load_config
-from diloco.launch.build import build_schedule
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import holder
+from diloco.sync.layout import build_schedule
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 
 NUM_KILLS = 9
@@ -82,7 +82,7 @@ def test_random_kills_lose_no_version_and_count_nothing_twice(tmp_path: Path) ->
     finished = FinishedRun(run)
     records = finished.last_records()
     assert finished.ending_digests() == {tuple(record.digest.hex() for record in records)}
-    schedule = build_schedule(config)
+    schedule = build_schedule(config.outer, config.run.inner_steps)
     sends = [p for step in range(1, 701) for p in schedule.due(step)]
     for record in records:
         p = record.fragment_id

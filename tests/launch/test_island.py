@@ -1,147 +1,63 @@
-"""An island's processes, for real: all alive or all ended, and the right exit code.
-
-No coordinator listens where these islands look for one, so their ranks meet and then wait for it.
-"""
+"""An island's processes, for real: all alive or all ended, restarts, and the right exit code."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-RUN = """
-[run]
-name = "alone"
-seed = 1
-inner_steps = 4
+from tests.launch.island_site import (
+    END_S,
+    NOBODY,
+    START_S,
+    Site,
+    children,
+    free_port,
+    is_alive,
+    island_site,
+    wait_until,
+)
 
-[model]
-preset = "tiny"
-
-[data]
-sequence_length = 32
-
-[inner.optimizer]
-lr = 2e-3
-
-[outer]
-preset = "classic"
-inner_steps_per_round = 2
-
-[coordinator]
-state_dir = "state"
-
-[islands.east]
-ranks = 2
-mesh = { dp_shard = 2 }
-tokens_per_inner_step = 128
-
-[islands.west]
-ranks = 1
-tokens_per_inner_step = 64
-"""
-NOBODY = "127.0.0.1:9"
-START_S = 45.0
-END_S = 20.0
-
-
-@dataclass
-class Site:
-    """Islands started in one directory; none outlives it."""
-
-    root: Path
-    processes: list[subprocess.Popen[str]]
-
-    @property
-    def output(self) -> Path:
-        return self.root / "out"
-
-    def start(self, island: str, *overrides: str, **environ: str) -> subprocess.Popen[str]:
-        arguments = ["island", "run.toml", "--island", island, "--coordinator", NOBODY]
-        arguments += ["--output", "out", *(text for o in overrides for text in ("--set", o))]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "diloco", *arguments],
-            cwd=self.root,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.root), **environ},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.processes.append(process)
-        return process
-
-    def wait_for_ranks(self, supervisor: subprocess.Popen[str], number: int) -> list[int]:
-        """Wait until every rank has written its first file; return their pids, by rank."""
-        names = [f"events-east-{rank}.jsonl" for rank in range(number)]
-        wait_until(lambda: all((self.output / name).exists() for name in names), START_S)
-        return children(supervisor.pid)
-
-    def log(self, name: str) -> str:
-        return (self.output / name).read_text()
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    (tmp_path / "run.toml").write_text(RUN)
-    site = Site(tmp_path, [])
-    yield site
-    for process in site.processes:
-        for pid in [*children(process.pid), process.pid] if process.poll() is None else []:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate()
+    with island_site(tmp_path) as site:
+        yield site
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def test_killed_ranks_are_started_again_until_the_budget_is_used_up(site: Site) -> None:
+    supervisor = site.start(
+        "east", "islands.east.max_restarts=1", "islands.east.restart_wait=100ms"
+    )
 
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_until(check: Callable[[], bool], within_s: float) -> None:
-    until = time.monotonic() + within_s
-    while not check():
-        assert time.monotonic() < until, f"not within {within_s:g} s"
-        time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_killed_rank_ends_the_island_with_40_and_is_named(site: Site) -> None:
-    supervisor = site.start("east")
-    ranks = site.wait_for_ranks(supervisor, 2)
-
-    os.kill(ranks[1], signal.SIGKILL)
-    _, error = supervisor.communicate(timeout=END_S)
+    before = site.wait_for_ranks(0, 1)
+    os.kill(before[1], signal.SIGKILL)
+    after = site.wait_for_ranks(0, 1, but=frozenset(before))
+    ended_first = not any(map(is_alive, before))
+    os.kill(after[1], signal.SIGKILL)
+    said = site.end(supervisor)
 
     assert supervisor.returncode == 40
-    assert "rank 1 of island east" in error
-    assert "was ended by SIGKILL" in error
-    assert "out/east-1.log" in error
-    assert not any(map(is_alive, ranks))
+    assert ended_first, "no rank of the first start met one of the second"
+    assert re.findall(r"starts again, wait_s=(\S+) restarts_left=(\d) of 1: rank 1 of", said) == [
+        ("0.1", "0")
+    ]
+    assert said.count("was ended by SIGKILL; out/east-1.log ends with") == 2
+    assert "islands.east.max_restarts = 1) are used up" in said
+    assert f"diloco island RUN.toml --island east --coordinator {NOBODY}" in said
+    assert not any(map(is_alive, after))
 
 
 def test_ranks_end_when_their_supervisor_is_killed(site: Site) -> None:
     supervisor = site.start("east")
-    ranks = site.wait_for_ranks(supervisor, 2)
+    ranks = site.wait_for_ranks(0, 1)
     assert all(map(is_alive, ranks))
 
     os.kill(supervisor.pid, signal.SIGKILL)
@@ -151,24 +67,25 @@ def test_ranks_end_when_their_supervisor_is_killed(site: Site) -> None:
 
 def test_terminated_island_ends_its_ranks_and_says_so(site: Site) -> None:
     supervisor = site.start("east")
-    ranks = site.wait_for_ranks(supervisor, 2)
+    ranks = site.wait_for_ranks(0, 1)
 
     supervisor.terminate()
-    _, error = supervisor.communicate(timeout=END_S)
+    said = site.end(supervisor)
 
     assert supervisor.returncode == 128 + signal.SIGTERM
-    assert "stopping island east, signal=SIGTERM" in error
+    assert "stopping island east, signal=SIGTERM" in said
     assert not any(map(is_alive, ranks))
 
 
-def test_own_exit_code_of_a_rank_is_the_islands(site: Site) -> None:
+def test_own_exit_code_of_a_rank_is_the_islands_and_no_restart_follows(site: Site) -> None:
     supervisor = site.start("east", "transport.unreachable=1s")
 
-    _, error = supervisor.communicate(timeout=START_S + END_S)
+    said = site.end(supervisor, START_S + END_S)
 
     assert supervisor.returncode == 30
-    assert "rank 0 of island east" in error
-    assert f"the coordinator at {NOBODY} gave no answer to control.join" in error
+    assert "rank 0 of island east" in said
+    assert f"the coordinator at {NOBODY} gave no answer to control.join" in said
+    assert "starts again" not in said
 
 
 def test_variables_of_a_launcher_make_it_a_rank_of_that_job(site: Site) -> None:
@@ -181,7 +98,7 @@ def test_variables_of_a_launcher_make_it_a_rank_of_that_job(site: Site) -> None:
         seen = [max(a, len(children(rank.pid))) for a, rank in zip(seen, ranks, strict=True)]
         time.sleep(0.05)
     for rank in ranks:
-        rank.communicate(timeout=END_S)
+        site.end(rank)
 
     # Rank 0 could not reach the coordinator; rank 1 lost rank 0 while it waited for the answer.
     assert ranks[0].returncode == 30
@@ -191,11 +108,25 @@ def test_variables_of_a_launcher_make_it_a_rank_of_that_job(site: Site) -> None:
     assert not (site.output / "resolved-east.toml").exists()
 
 
-def test_job_of_another_size_is_refused(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("island", "options", "words"),
+    [
+        ("west", (), "islands.west.ranks = 1, but the launcher started 2"),
+        (
+            "east",
+            ("--nnodes", "2", "--rdzv", "127.0.0.1:29998"),
+            "--nnodes 2: RANK, WORLD_SIZE and MASTER_ADDR are set",
+        ),
+    ],
+    ids=["another-size", "spread-twice"],
+)
+def test_job_that_does_not_fit_is_refused(
+    site: Site, island: str, options: tuple[str, ...], words: str
+) -> None:
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
 
-    process = site.start("west", **job)
-    _, error = process.communicate(timeout=START_S)
+    process = site.start(island, options=options, **job)
+    said = site.end(process, START_S)
 
     assert process.returncode == 2
-    assert "islands.west.ranks = 1, but the launcher started 2" in error
+    assert words in " ".join(said.split())

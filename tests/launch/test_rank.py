@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.inner.data import TextCorpus
+from diloco.data.corpus import TextCorpus
 from tests.run_files import run_to_end, write_run
 
 pytestmark = pytest.mark.timeout(120)

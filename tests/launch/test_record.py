@@ -6,14 +6,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from diloco.inner.trainer import InnerMetrics
 from diloco.launch.record import RankRecord
-from diloco.sync.exchange import Exchange
-from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.registration import IslandState
 from diloco.telemetry.sinks import JsonlSink
 
@@ -42,8 +40,18 @@ class Rank:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
-def session(**values: Any) -> OuterLoop:
-    return cast(OuterLoop, SimpleNamespace(**values))
+def outer(**values: Any) -> Any:
+    """What a record reads of an outer loop, zero where the test does not say."""
+    zero = {
+        "inner_step": 0,
+        "num_in_flight": 0,
+        "blocked_s": 0.0,
+        "overwritten_steps": 0.0,
+        "digests": (),
+        "bytes_up": 0,
+        "bytes_down": 0,
+    }
+    return SimpleNamespace(**{**zero, **values})
 
 
 @pytest.fixture
@@ -71,11 +79,16 @@ def test_figures_at_the_end_of_an_island(rank: Rank) -> None:
     rank.step(3, 9.0, is_quiet=False)
     rank.step(4, 4.0)
     rank.now += 6.0  # blocked
-    exchange = cast(Exchange, SimpleNamespace(bytes_up=70, bytes_down=80))
 
     rank.record.ended(
-        session(inner_step=4, blocked_s=6.0, overwritten_steps=1.5, digests=("d0", "d1")),
-        exchange,
+        outer(
+            inner_step=4,
+            blocked_s=6.0,
+            overwritten_steps=1.5,
+            digests=("d0", "d1"),
+            bytes_up=70,
+            bytes_down=80,
+        ),
         wall_s=rank.record.wall_s,
     )
 
@@ -106,7 +119,7 @@ def test_progress_is_renewed_with_the_same_figures(rank: Rank) -> None:
     rank.now += 2.0
     rank.record.moved(70, 80)
 
-    rank.record.renew(IslandState.TRAINING, session(inner_step=2, num_in_flight=1, blocked_s=2.0))
+    rank.record.renew(IslandState.TRAINING, outer(inner_step=2, num_in_flight=1, blocked_s=2.0))
 
     progress = rank.record.progress
     assert (progress.state, progress.inner_step) == (IslandState.TRAINING, 2)
@@ -129,3 +142,31 @@ def test_only_the_leader_records_inner_steps(
     rank.record.close()
 
     assert [event["kind"] for event in rank.events()] == kinds
+
+
+def test_events_say_which_start_writes_once_it_is_known(rank: Rank) -> None:
+    rank.step(1, 2.0)
+    rank.record.identify(timeline=1, incarnation=3)
+    rank.step(2, 2.0)
+
+    before, after = rank.events()
+    assert "incarnation" not in before
+    assert (after["timeline"], after["incarnation"]) == (1, 3)
+
+
+@pytest.mark.parametrize(("is_leader", "moved"), [(True, [(4, 70, 80), (8, 90, 80)]), (False, [])])
+def test_the_leader_records_the_bytes_of_its_island_when_they_are_news(
+    tmp_path: Path, is_leader: bool, moved: list[tuple[int, int, int]]
+) -> None:
+    rank = Rank(tmp_path / "events.jsonl", is_leader=is_leader)
+
+    rank.record.renew(IslandState.TRAINING, outer(inner_step=3))
+    rank.record.moved(70, 80)
+    rank.record.renew(IslandState.TRAINING, outer(inner_step=4))
+    rank.record.renew(IslandState.TRAINING, outer(inner_step=5))
+    rank.record.moved(90, 80)
+    rank.record.renew(IslandState.TRAINING, outer(inner_step=8))
+    rank.record.close()
+
+    told = [(e["inner_step"], e["bytes_up"], e["bytes_down"]) for e in rank.events()]
+    assert told == moved

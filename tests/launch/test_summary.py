@@ -16,7 +16,14 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.launch.summary import Summary, read_events, summarise
 from diloco.rounds.store import FragmentStore
-from diloco.telemetry.events import Evaluated, Event, InnerStepDone, IslandEnded
+from diloco.telemetry.events import (
+    Evaluated,
+    Event,
+    InnerStepDone,
+    IslandEnded,
+    IslandRejoined,
+    IslandResumed,
+)
 from tests.run_files import write_run
 from tests.virtual_run import Setting, VirtualRun
 from transport.link import Link, LinkProfile
@@ -26,11 +33,11 @@ ENDED = IslandEnded(
     inner_step=8,
     tokens=1024,
     wall_s=16.0,
-    inner_s=9.0,
+    inner_s=8.0,
     blocked_s=4.0,
     undisturbed_step_s=1.0,
     utilisation=0.5,
-    goodput=0.5625,
+    goodput=0.5,
     overwritten_steps=2.25,
     bytes_up=100,
     bytes_down=1000,
@@ -45,8 +52,12 @@ def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None
         parameter.sub_(1.0 if island == "east" else 3.0)
 
 
-def island_events(island: str, island_rank: int, events: Sequence[Event]) -> list[dict[str, Any]]:
-    return [{"island": island, "island_rank": island_rank, **e.as_dict()} for e in events]
+def island_events(
+    island: str, island_rank: int, events: Sequence[Event], incarnation: int = 1
+) -> list[dict[str, Any]]:
+    """Give events as a sink writes them, one a second."""
+    context = {"island": island, "island_rank": island_rank, "incarnation": incarnation}
+    return [{"unix_s": float(n), **context, **e.as_dict()} for n, e in enumerate(events)]
 
 
 class Run:
@@ -128,14 +139,14 @@ def test_summary_of_a_run_that_can_be_trusted(run: Run) -> None:
     assert (east.bytes_up, east.bytes_down) == (130, 1300), "summed over ranks"
     assert (west.bytes_up, west.bytes_down) == (100, 1000)
     assert (east.inner_steps, east.tokens, east.wall_s) == (8, 1024, 16.0)
-    assert (east.utilisation, east.goodput, east.blocked_s) == (0.5, 0.5625, 4.0)
+    assert (east.utilisation, east.goodput, east.blocked_s) == (0.5, 0.5, 4.0)
     assert (east.local_nats_per_byte, east.published_nats_per_byte) == (1.5, 1.25)
     text = summary.as_text()
     assert "digests equal on every island" in text
     assert "bit-equal" in text
     assert "versions 0: v3, 1: v2" in text
     assert "1,024 tokens in 16 s, evaluations not counted" in text
-    assert "utilisation 50.0% (undisturbed step 1 s), not blocked 75.0%, goodput 56.2%" in text
+    assert "utilisation 50.0% (undisturbed step 1 s), not blocked 75.0%, goodput 50.0%" in text
     assert "overwritten steps 2.2;" in text
     assert "link as it is" in text
 
@@ -153,6 +164,18 @@ def test_alternatives_are_counted_and_timed_on_the_link(run: Run) -> None:
     assert "link path (8 kbit/s up, 16 kbit/s down, 1 s round trip)" in text
     # East moved 1430 bytes.
     assert "2.5 KiB up and 2.5 KiB down an island, 3.6 times as much: 7.56 s of transfers" in text
+
+
+def test_a_run_that_started_warm_is_compared_from_there(run: Run) -> None:
+    run.leader = run.leader[4:]
+    run.events = {"west": run.of("west", 0)}
+
+    summary = run.summary(LINK)
+
+    (west,) = summary.islands
+    assert (west.inner_steps, west.num_steps, west.tokens) == (8, 4, 512)
+    # Of the three sends one is left, after inner step 6; a gradient at inner steps 5 to 8.
+    assert [a.bytes_up for a in summary.alternatives] == [1536, 32]
 
 
 def test_an_island_with_other_bytes_is_told(run: Run) -> None:
@@ -200,13 +223,34 @@ def no_end_of_rank_1(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("events_of", [two_ends, two_starts, no_end, no_end_of_rank_1])
-def test_events_of_anything_but_one_start_are_refused(
+def test_events_of_anything_but_one_run_are_refused(
     run: Run, events_of: Callable[[Run], list[dict[str, Any]]]
 ) -> None:
     run.events["east"] = events_of(run)
 
     with pytest.raises(ConfigError, match=r"events of island east are not .* telemetry\.dir"):
         run.summary()
+
+
+def test_a_return_and_a_resume_are_said(run: Run) -> None:
+    leader = run.leader
+    rest = [IslandRejoined(6, 3), *leader[6:], run.ended]
+    run.events["west"] = island_events("west", 0, leader[:6]) + island_events("west", 0, rest, 2)
+    rest = [IslandResumed(4, 1), *leader[4:], run.ended]
+    run.events["east"] = island_events("east", 0, leader[:4]) + island_events("east", 0, rest, 2)
+    run.events["east"] += island_events("east", 1, [run.ended], 2)
+
+    summary = run.summary()
+
+    east, west = summary.islands
+    assert (east.num_starts, east.num_returns, west.num_returns, west.lost_steps) == (2, 0, 1, 3)
+    assert (east.tokens, west.tokens) == (1024, 1024)
+    # Six steps of the killed start, a second apart; the last start told 16 s.
+    assert west.wall_s == 16.0 + 5.0 + 1.0
+    assert west.utilisation == 8 * 1.0 / 22.0
+    text = summary.as_text()
+    assert "Resumed after inner step 4; figures are sums over the starts" in text
+    assert text.count("Returned once: 3 inner steps were lost.") == 1
 
 
 @pytest.mark.parametrize(
@@ -237,7 +281,9 @@ def test_events_are_read_by_island_and_a_torn_line_is_left_out(tmp_path: Path) -
     events = {name: island_events(name, 0, [ENDED]) for name in ("east", "west")}
     for name, lines in events.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / f"events-{name}-0.jsonl").write_text(text + '{"kind": "inner_')
+        # Torn by a kill, in the midst of the file when another start went on with it.
+        torn = '{"kind": "inner_'
+        (tmp_path / f"events-{name}-0.jsonl").write_text(torn + '{"kind": 1}\n' + text + torn)
 
     found = read_events(tmp_path, ["east"])
 

@@ -114,6 +114,18 @@ def test_more_fragments_than_inner_steps_share_due_steps() -> None:
     assert [schedule.due(step) for step in range(5)] == [(), (1, 2), (0, 3), (1, 2), (0, 3)]
 
 
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("phases", [(), (0, 24, 1, 7)])
+def test_the_next_due_step_is_the_first_that_is_due(phases: tuple[int, ...], flush: bool) -> None:
+    schedule = make(phases=phases, flush=flush)
+
+    for fragment_id in range(schedule.num_fragments):
+        steps = [step for step in range(60) if fragment_id in schedule.due(step)]
+        for after in range(55):
+            expected = next((step for step in steps if step > after), None)
+            assert schedule.next_due(fragment_id, after) == expected
+
+
 @pytest.mark.parametrize(
     ("flush", "overlap_steps", "last"),
     [

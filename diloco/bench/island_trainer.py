@@ -1,0 +1,48 @@
+"""The built-in training loop of an island of one rank, from a configuration."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from diloco.config.schema import Config
+from diloco.data.batches import Batches, Data
+from diloco.inner.model import LlamaShape, build_model, initialise_
+from diloco.inner.parallelize import make_mesh, parallelize
+from diloco.inner.trainer import InnerTrainer
+
+
+def island_trainer(config: Config, data: Data, batches: Batches) -> InnerTrainer:
+    """Build model, inner optimizer and loop of the selected island; values come from the seed.
+
+    Args:
+        config: With an island of one rank selected.
+        data: Text, for the evaluation.
+        batches: What the island trains on.
+    """
+    mesh = make_mesh(torch.device("cpu"))
+    model = build_model(LlamaShape.from_config(config.model))
+    parallelize(model, mesh, sequence_length=config.data.sequence_length)
+    initialise_(model, config.run.seed)
+    return InnerTrainer(
+        model,
+        mesh=mesh,
+        batches=batches,
+        evaluation=data.evaluation(config.evaluation.num_sequences),
+        config=config.inner,
+        batch_size=config.island.tokens_per_inner_step // config.data.sequence_length,
+        inner_steps=config.run.inner_steps,
+        clock=time.monotonic,
+    )
+
+
+def own_batches(config: Config, data: Data, island_slot: int) -> Batches:
+    """Give the batches that the selected island has in an ordinary run."""
+    return data.batches(
+        island_slot=island_slot,
+        num_islands=len(config.islands),
+        batch_size=config.island.tokens_per_inner_step // config.data.sequence_length,
+        dp_coordinate=0,
+        dp_size=1,
+    )

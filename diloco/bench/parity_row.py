@@ -1,0 +1,218 @@
+"""One row of `diloco bench parity`: train it, and measure what it ends with. Runs in a process.
+
+Source: see `diloco.bench.parity`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.sharedctypes
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from diloco.bench.island_trainer import island_trainer
+from diloco.bench.loopback_run import run_islands
+from diloco.config.schema import Config
+from diloco.data.batches import Data
+from diloco.data.open import open_data
+from diloco.inner.state import load_moments_, load_parameters_, training_tensors
+from diloco.sync.shards import canonical_parameters
+
+_SLOT = "island-{}"
+#: For what is built alike in all rows; a row's own [outer] is for its run.
+_NO_OUTER: Mapping[str, Any] = {"preset": "classic", "inner_steps_per_round": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all rows train: a Llama of 0.87M parameters on bytes, and for how long."""
+
+    inner_steps: int = 600
+    warm_start_step: int = 300
+    sequences: int = 24
+    sequence_length: int = 128
+    evaluation_sequences: int = 256
+    lr: float = 2e-3
+    warmup_steps: int = 60
+    clip_norm: float = 1.0
+    # The debug preset with a narrower feed-forward layer: 865,408 parameters.
+    model: Mapping[str, int] = field(
+        default_factory=lambda: {
+            "dim": 128,
+            "num_layers": 4,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "ffn_dim": 392,
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to train.
+
+    Attributes:
+        name: What `--rows` and the table call it.
+        num_islands: M; each takes `Task.sequences` / M sequences a step.
+        outer: Section [outer] of a run file; None trains without an outer loop: data parallel.
+        is_warm: Whether it goes on from the data-parallel run's middle, or from the seed.
+    """
+
+    name: str
+    num_islands: int
+    outer: Mapping[str, Any] | None
+    is_warm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row came to: held-out loss in nats a byte, and what it took."""
+
+    row: str
+    seed: int
+    loss: float
+    train_s: float
+    num_parameters: int
+    data_digest: str
+
+
+_done: multiprocessing.sharedctypes.Synchronized[int] | None = None
+
+
+def prepare_process(done: multiprocessing.sharedctypes.Synchronized[int]) -> None:
+    """Set up a spawned process: one thread, and the counter of inner steps of all processes."""
+    global _done
+    _done = done
+    torch.set_num_threads(1)
+
+
+def write_start(task: Task, seed: int, path: Path) -> None:
+    """Train data parallel up to the warm start and write weights and moments to `path`."""
+    training = _Training(task, seed, _open_data(task, seed), num_islands=1, island_slot=0)
+    for inner_step in range(task.warm_start_step):
+        training.inner_step(inner_step)
+    training.save(path)
+
+
+def train_row(task: Task, row: Row, seed: int, start: Path) -> RowResult:
+    """Train one row to its end and evaluate it.
+
+    Args:
+        task: What is trained.
+        row: How.
+        seed: Of initial parameters and text.
+        start: What `write_start` wrote for this seed; not read by a row that is not warm.
+    """
+    began = time.process_time()
+    start_step = task.warm_start_step if row.is_warm else 0
+    data = _open_data(task, seed)
+    trainings = [
+        _Training(task, seed, data, num_islands=row.num_islands, island_slot=slot)
+        for slot in range(row.num_islands)
+    ]
+    for training in trainings:
+        if row.is_warm:
+            training.load(start, start_step)
+    if row.outer is None:
+        (alone,) = trainings
+        for inner_step in range(start_step, task.inner_steps):
+            alone.inner_step(inner_step)
+        loss = alone.evaluate()
+    else:
+        with tempfile.TemporaryDirectory(prefix="diloco-parity-") as directory:
+            loss = run_islands(
+                _config(task, seed, row.num_islands, row.outer),
+                {_SLOT.format(slot): training for slot, training in enumerate(trainings)},
+                directory=Path(directory),
+                start_step=start_step,
+            )
+    return RowResult(
+        row=row.name,
+        seed=seed,
+        loss=loss,
+        train_s=time.process_time() - began,
+        num_parameters=sum(p.numel() for p in trainings[0].parameters.values()),
+        data_digest=data.digest,
+    )
+
+
+class _Training:
+    """One island's model, optimizer and its part of the global batch."""
+
+    def __init__(
+        self, task: Task, seed: int, data: Data, *, num_islands: int, island_slot: int
+    ) -> None:
+        config = _config(task, seed, num_islands, _NO_OUTER)
+        config = config.model_copy(update={"island_id": _SLOT.format(island_slot)})
+        # One slot's batch, cut among the islands: the same sequences whatever their number.
+        batches = data.batches(
+            island_slot=0,
+            num_islands=1,
+            batch_size=task.sequences,
+            dp_coordinate=island_slot,
+            dp_size=num_islands,
+        )
+        self._trainer = island_trainer(config, data, batches)
+        self._is_counted = island_slot == 0
+        self.parameters: Mapping[str, Tensor] = canonical_parameters(self._trainer.model)
+
+    def inner_step(self, inner_step: int) -> int:
+        if self._is_counted and _done is not None:
+            with _done.get_lock():
+                _done.value += 1
+        return self._trainer.inner_step(inner_step).num_tokens
+
+    def evaluate(self) -> float:
+        return self._trainer.evaluate()
+
+    def save(self, path: Path) -> None:
+        sections = training_tensors(self._trainer.model, self._trainer.optimizer)
+        save_file(
+            {
+                f"{section}/{name}": tensor.detach().contiguous()
+                for section, tensors in sections.items()
+                for name, tensor in tensors.items()
+            },
+            path,
+        )
+
+    def load(self, path: Path, inner_step: int) -> None:
+        tensors = load_file(path)
+
+        def read(section: str, name: str) -> Tensor:
+            return tensors[f"{section}/{name}"]
+
+        model, optimizer = self._trainer.model, self._trainer.optimizer
+        load_parameters_(model, read)
+        load_moments_(model, optimizer, read, step=inner_step)
+
+
+def _open_data(task: Task, seed: int) -> Data:
+    return open_data(_config(task, seed, 1, _NO_OUTER))
+
+
+def _config(task: Task, seed: int, num_islands: int, outer: Mapping[str, Any]) -> Config:
+    tokens = task.sequences // num_islands * task.sequence_length
+    island = {"ranks": 1, "tokens_per_inner_step": tokens}
+    return Config.model_validate(
+        {
+            "run": {"name": "parity", "seed": seed, "inner_steps": task.inner_steps},
+            "model": dict(task.model),
+            "data": {"sequence_length": task.sequence_length},
+            "inner": {
+                "optimizer": {"lr": task.lr, "warmup_steps": task.warmup_steps},
+                "clip_norm": task.clip_norm,
+            },
+            "outer": {**outer, "retained_versions": 1},
+            "coordinator": {"state_dir": "unused"},
+            "evaluation": {"num_sequences": task.evaluation_sequences},
+            "islands": {_SLOT.format(slot): island for slot in range(num_islands)},
+        }
+    )

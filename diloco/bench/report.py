@@ -1,0 +1,113 @@
+"""What every bench hands back: rows, what was required of them, and on what machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A figure and its bar.
+
+    Attributes:
+        what: The figure in words, its rows named.
+        figure: As measured.
+        limit: Largest figure that meets the requirement, or smallest if `is_at_least`.
+        unit: Of both.
+        is_at_least: Whether more is better.
+    """
+
+    what: str
+    figure: float
+    limit: float
+    unit: str
+    is_at_least: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the figure is on the right side of its bar; NaN never is."""
+        return self.figure >= self.limit if self.is_at_least else self.figure <= self.limit
+
+    def as_text(self) -> str:
+        """Say figure and bar in one line."""
+        sign = ">=" if self.is_at_least else "<="
+        verdict = "met" if self.is_met else "MISSED"
+        return (
+            f"{verdict}: {self.what}: {self.figure:.4g} {self.unit}, "
+            f"required {sign} {self.limit:g} {self.unit}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON values, hence `Any`."""
+        return {
+            "what": self.what,
+            "figure": self.figure,
+            "limit": self.limit,
+            "unit": self.unit,
+            "is_at_least": self.is_at_least,
+            "is_met": self.is_met,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A key of every row, its heading in the table, and how its values are written there."""
+
+    key: str
+    heading: str
+    form: str = ""
+
+    def cell(self, row: Mapping[str, Any]) -> str:
+        """Write a row's value; None, not measured, is a dash."""
+        value = row[self.key]
+        return "-" if value is None else format(value, self.form)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A finished bench. Rows and setting are JSON values by name, hence `Any`."""
+
+    bench: str
+    setting: Mapping[str, Any]
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]
+    requirements: Sequence[Requirement]
+    wall_s: float
+
+    @property
+    def missed(self) -> list[Requirement]:
+        """Requirements that were not met."""
+        return [requirement for requirement in self.requirements if not requirement.is_met]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values; what a column shows is a part of what a row has."""
+        return {
+            "bench": self.bench,
+            "setting": dict(self.setting),
+            "machine": machine(),
+            "rows": [dict(row) for row in self.rows],
+            "required": [requirement.as_dict() for requirement in self.requirements],
+            "wall_s": self.wall_s,
+        }
+
+
+def machine() -> dict[str, Any]:
+    """Describe what figures depend on besides the code: JSON values, hence `Any`."""
+    import torch
+
+    return {
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "usable_cpus": usable_cpus(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def usable_cpus() -> int:
+    """Count the CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,188 @@
+"""`diloco bench`: what the outer loop costs, and whether training with it learns as well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from diloco.bench.report import Report
+
+bench = typer.Typer(
+    help="Measure the outer loop: what it learns, what it costs, how busy it keeps an island.",
+    no_args_is_help=True,
+)
+
+JsonTarget = Annotated[
+    str,
+    typer.Option("--json", metavar="PATH|-", help="Write the report as JSON; -: print only it."),
+]
+Require = Annotated[
+    bool,
+    typer.Option("--require", help="Exit with 1 if a figure misses its bar; the last line says."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def parity(
+    seeds: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Train everything with seeds 1 to N.")
+    ] = 1,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only these rows, with * and ?; repeatable."),
+    ] = None,
+    processes: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Rows trained at once, one thread each; 0: by CPUs."),
+    ] = 0,
+    json_target: JsonTarget = "",
+    require: Require = False,
+) -> None:
+    """Compare held-out loss with data parallel: same model, same sequences, islands apart.
+
+    A byte model of 0.87M parameters, 24 sequences of 128 bytes a step split over M islands, 600
+    steps. Warm rows go on from step 300 of the data-parallel run; scratch rows start from the
+    seed. Real syncer, codecs and outer loop over a loopback network in one process; what is
+    published after the flush is evaluated on 256 held-out sequences. About half an hour of CPU
+    time a seed.
+
+    Read "over data parallel": within 1 to 7 % (wider for a larger H) the islands' training is as
+    good; "int4 over float32" says what 4-bit exchange costs. Differences under 0.5 % of rows that
+    differ in more than the codec are noise with one seed.
+    """
+    from diloco.bench.parity import SETTING, chosen_rows, num_steps, run_parity
+    from diloco.bench.report import usable_cpus
+
+    chosen = chosen_rows(SETTING, rows or [])
+    with _progress(quiet=json_target == "-") as progress:
+        bar = progress.add_task("inner steps", total=num_steps(SETTING, chosen, seeds))
+        report = run_parity(
+            SETTING,
+            chosen,
+            seeds=range(1, seeds + 1),
+            num_processes=processes or usable_cpus(),
+            on_progress=lambda done: progress.update(bar, completed=done),
+        )
+    _show(report, json_target, require=require)
+
+
+@bench.command()
+def overhead(json_target: JsonTarget = "", require: Require = False) -> None:
+    """Time an island's steps with and without the outer loop, and its CPU time a round.
+
+    10M parameters, one rank, real coordinator, syncer and gRPC on this machine. The training thread
+    has a CPU of its own, all else shares another. Blocks of plain steps alternate with blocks
+    in which the outer loop has nothing to do, or sends and merges everything (int4). Takes a few
+    minutes; other load on the machine widens the intervals.
+
+    Read "session idle over plain": 1.00 means that a step without a merge costs nothing; "critical
+    path" is what a round takes from training, "all CPU" what it takes from the host's cores, both
+    in nanoseconds a parameter, with the phases they are made of below.
+    """
+    from diloco.bench.overhead import SETTING, run_overhead
+
+    with _progress(quiet=json_target == "-") as progress:
+        bar = progress.add_task("cycles", total=SETTING.num_cycles)
+        report = run_overhead(
+            SETTING, on_progress=lambda done: progress.update(bar, completed=done)
+        )
+    _show(report, json_target, require=require)
+
+
+@bench.command()
+def utilisation(json_target: JsonTarget = "", require: Require = False) -> None:
+    """Measure the share of the time that islands train behind a thin link.
+
+    Two islands, coordinator and syncer as real processes; each island's link is shaped to 100
+    Mbit/s each way, 60 ms round trip (configs/links/bench-100M-60ms.toml). H = 30; a step is a
+    sleep of 0.2 s, in the last row real training. Takes about ten minutes.
+
+    Read "utilisation": inner steps x undisturbed step / wall time; "floor": what the round's
+    payload takes on the link, up and down. float32 rows show what the exchange costs when it is
+    not hidden; with int4 in ten fragments it disappears behind training.
+    """
+    from diloco.bench.utilisation import SETTING, run_utilisation
+
+    with _progress(quiet=json_target == "-") as progress:
+        bar = progress.add_task("", total=len(SETTING.rows))
+        report = run_utilisation(
+            SETTING,
+            on_progress=lambda done, row: progress.update(bar, completed=done, description=row),
+        )
+    _show(report, json_target, require=require)
+
+
+def _progress(*, quiet: bool) -> Progress:
+    """Make a bar on standard error, so that it never mixes with what is asked for."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True, quiet=quiet),
+        transient=True,
+    )
+
+
+def _show(report: Report, json_target: str, *, require: bool) -> None:
+    """Print table and bars, write the JSON, and judge.
+
+    Raises:
+        typer.Exit: With code 1 if `require` and a bar was missed, or none could be judged.
+    """
+    from rich.console import Console
+
+    text = json.dumps(report.as_dict(), indent=2)
+    console = Console(quiet=json_target == "-")
+    console.print(report_table(report))
+    for requirement in report.requirements:
+        style = "green" if requirement.is_met else "red"
+        console.print(requirement.as_text(), style=style, highlight=False, soft_wrap=True)
+    if json_target == "-":
+        typer.echo(text)
+    elif json_target:
+        Path(json_target).write_text(text + "\n", encoding="utf-8")
+        console.print(f"report: {json_target}", highlight=False)
+    if not require:
+        return
+    if not report.requirements:
+        typer.echo("nothing was judged: the chosen rows have no bar", err=True)
+        raise typer.Exit(1)
+    if report.missed:
+        for requirement in report.missed:
+            typer.echo(requirement.as_text(), err=json_target == "-")
+        raise typer.Exit(1)
+
+
+def report_table(report: Report) -> Table:
+    """Lay out a report's rows, figures to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in report.columns:
+        is_text = not column.form
+        table.add_column(column.heading, justify="left" if is_text else "right", overflow="fold")
+    for row in report.rows:
+        table.add_row(*(column.cell(row) for column in report.columns))
+    return table

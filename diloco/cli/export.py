@@ -1,0 +1,115 @@
+"""`diloco export`: the published parameters of a run as a Hugging Face model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.table import Table
+
+    from diloco.launch.export import Export
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("export")(export)
+
+
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run file, or the coordinator.state_dir of a run.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Directory to write; default: STATE_DIR/export."),
+    ] = None,
+    at_step: Annotated[
+        int | None,
+        typer.Option(
+            "--at", metavar="STEP", help="Export the run checkpoint of that inner step instead."
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an earlier export in that directory.")
+    ] = False,
+) -> None:
+    """Write the published parameters of a run, safetensors under Hugging Face's names.
+
+    Reads the durable records only, so the run may be under way; says which versions it took.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from diloco.launch.export import export_run, find_run
+
+    state = find_run(run)
+    default = state.root / ("export" if at_step is None else f"export-step-{at_step:012d}")
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
+        tasks = {phase: progress.add_task(phase, total=None) for phase in ("reading", "writing")}
+
+        def show(phase: str, done: int, total: int) -> None:
+            progress.update(tasks[phase], completed=done, total=total)
+
+        made = export_run(state, out or default, at_step=at_step, overwrite=force, on_progress=show)
+    _tell(made)
+
+
+def _tell(made: Export) -> None:
+    from rich.console import Console
+
+    from transport.units import format_bytes
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(_table(made))
+    num_bytes = sum(file["bytes"] for file in made.files.values())
+    console.print(
+        f"{made.num_parameters:,} parameters of run {made.run}, {format_bytes(num_bytes)} in "
+        f"{len(made.files)} file(s): {made.directory}"
+    )
+    console.print(_standing(made))
+    console.print(f'Load it: transformers.LlamaForCausalLM.from_pretrained("{made.directory}")')
+    if made.absent_tokenizer:
+        console.print(
+            f"The tokenizer is not on this machine; where it is, add it: transformers.AutoTokenizer"
+            f'.from_pretrained("{made.absent_tokenizer}").save_pretrained("{made.directory}")'
+        )
+
+
+def _table(made: Export) -> Table:
+    from rich.table import Table
+
+    table = Table("fragment", "version", "inner step", "flush", "digest", box=None)
+    for fragment in made.fragments:
+        table.add_row(
+            str(fragment.fragment_id),
+            str(fragment.version),
+            str(fragment.inner_step),
+            "yes" if fragment.is_flush else "no",
+            fragment.digest[:12],
+        )
+    return table
+
+
+def _standing(made: Export) -> str:
+    """Say whether these are the run's last parameters, and how far apart the fragments are."""
+    if made.is_final:
+        return "The flush of every fragment is in: these are the run's final parameters."
+    steps = [fragment.inner_step for fragment in made.fragments]
+    text = "The flush is not in: what islands have learned since these versions is not either."
+    if min(steps) < max(steps):
+        text += (
+            f" Versions are mixed: the fragments stand at inner steps {min(steps)} to {max(steps)}."
+        )
+    return text

@@ -1,0 +1,256 @@
+"""Checkpoints of an island: where they are, which are whole, what is in them.
+
+    CHECKPOINT_DIR/ISLAND/step-000000000120/rank-00000-of-00002.safetensors
+                                            rank-00001-of-00002.safetensors
+                                            plan.json
+                                            manifest.json
+
+A rank's file holds the lanes that the rank carries, so together the files have every lane once, and
+an island of any layout can read them. The manifest is written last, with the digests of the others:
+a checkpoint is valid if and only if its manifest is there and every digest is right. What a killed
+or full disk left behind has no manifest and is removed with the next checkpoint.
+
+    model/P/L  exp_avg/P/L  exp_avg_sq/P/L    lane L of fragment P, float32
+    outer/...                                 what `DiLoCo.state_dict` gave
+
+Imports no torch: whoever resumes a run must know its checkpoints without loading it.
+
+Source: protocol.md section 9.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from diloco.durable import sync_directory
+from diloco.errors import ConfigError
+from diloco.outer.fragments import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PLAN = "plan.json"
+#: Before the names of the outer loop's state.
+OUTER = "outer/"
+
+_STEP = re.compile(r"step-(\d{12,})")
+
+
+def step_directory(directory: Path, island: str, step: int) -> Path:
+    """Where the checkpoint of an inner step is or will be."""
+    return directory / island / f"step-{step:012d}"
+
+
+def rank_file(island_rank: int, num_ranks: int) -> str:
+    """Name of a rank's file."""
+    return f"rank-{island_rank:05d}-of-{num_ranks:05d}.safetensors"
+
+
+def lane_key(section: str, fragment_id: int, lane_id: int) -> str:
+    """Name of one lane in a rank's file."""
+    return f"{section}/{fragment_id}/{lane_id}"
+
+
+def valid_steps(directory: Path, island: str) -> list[int]:
+    """Return the inner steps of an island's whole checkpoints, ascending; reads every byte of them.
+
+    Torn and damaged ones are skipped, with a warning that says what is wrong.
+    """
+    steps = []
+    for step in _steps(directory, island):
+        try:
+            _verify(step_directory(directory, island, step))
+        except ConfigError as error:
+            logger.warning("checkpoint skipped, island=%s step=%d: %s", island, step, error)
+        else:
+            steps.append(step)
+    return steps
+
+
+class Checkpoint:
+    """A whole checkpoint of an island; `open` verifies it.
+
+    Attributes:
+        step: Completed inner steps.
+        manifest: What `manifest.json` says.
+        plan: Fragments and lanes of the run that wrote it.
+    """
+
+    def __init__(self, path: Path, step: int, manifest: Mapping[str, Any], plan: Plan) -> None:
+        """Assign only."""
+        self.step = step
+        self.manifest = manifest
+        self.plan = plan
+        self._path = path
+        self._holders: dict[str, Any] = {}  # name of a tensor -> its open file, of no public type
+
+    @classmethod
+    def open(cls, directory: Path, island: str, step: int) -> Checkpoint:
+        """Verify a checkpoint and open it.
+
+        Raises:
+            ConfigError: If it is not there or not whole; names the whole ones.
+        """
+        path = step_directory(directory, island, step)
+        try:
+            manifest = _verify(path)
+        except ConfigError as error:
+            whole = [other for other in valid_steps(directory, island) if other != step]
+            raise ConfigError(
+                f"island {island} cannot load its checkpoint of inner step {step}: {error}. "
+                f"Whole ones of this island in {directory}: {whole or 'none'}"
+                + (
+                    f"; to go on from one: diloco coordinator RUN.toml --resume --at {whole[-1]}"
+                    if whole
+                    else "; bring the directory back, or set checkpoint.dir"
+                )
+            ) from error
+        return cls(path, step, manifest, Plan.from_json((path / PLAN).read_text()))
+
+    def read(self, section: str, name: str) -> Tensor:
+        """Return a parameter, moment or published value by canonical name.
+
+        Args:
+            section: "model", "exp_avg", "exp_avg_sq", or "anchor" for what was published.
+            name: Name of a parameter of the plan.
+
+        Returns:
+            The unsharded tensor, float32, CPU, freshly allocated.
+
+        Raises:
+            KeyError: If the plan has no such parameter.
+        """
+        import torch
+
+        shape = {spec.name: spec.shape for spec in self.plan.tensors}[name]
+        values = torch.empty(shape)
+        flat = values.view(-1)
+        prefix = OUTER if section == "anchor" else ""
+        for fragment in self.plan.fragments:
+            for entry in (entry for entry in fragment.entries if entry.name == name):
+                for lane in fragment.lanes:
+                    first = max(entry.offset, lane.start)
+                    last = min(entry.offset + entry.end - entry.start, lane.end)
+                    if first >= last:
+                        continue
+                    key = prefix + lane_key(section, fragment.fragment_id, lane.lane_id)
+                    part = self._file_of(key).get_slice(key)[first - lane.start : last - lane.start]
+                    at = entry.start - entry.offset
+                    flat[first + at : last + at] = part
+        return values
+
+    def outer_state(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return the outer loop's state under the given names, those that are there."""
+        self._index()
+        return {
+            name: self._holders[OUTER + name].get_tensor(OUTER + name)
+            for name in names
+            if OUTER + name in self._holders
+        }
+
+    def _file_of(self, key: str) -> Any:
+        self._index()
+        return self._holders[key]
+
+    def _index(self) -> None:
+        """Open all files, once, and learn which holds what."""
+        if self._holders:
+            return
+        from safetensors import safe_open
+
+        for name in sorted(self.manifest["files"]):
+            if name.endswith(".safetensors"):
+                file: Any = safe_open(self._path / name, framework="pt")
+                self._holders |= dict.fromkeys(file.keys(), file)
+
+
+def remove_old(
+    directory: Path, island: str, *, newest: int, keep: int, needed: Collection[int]
+) -> None:
+    """Remove what the checkpoint of inner step `newest`, just written, makes superfluous.
+
+    Args:
+        directory: Of this site's checkpoints.
+        island: Whose.
+        newest: Inner step just written; later ones, of another history, are left alone.
+        keep: Number of checkpoints of this island to keep, `newest` among them.
+        needed: Inner steps to keep beside them: a run is resumed from a checkpoint that every
+            island has, and another island may lack the newer ones.
+    """
+    older = [step for step in _steps(directory, island) if step <= newest]
+    whole = [s for s in older if (step_directory(directory, island, s) / MANIFEST).exists()]
+    kept = {*whole[-keep:], *needed}
+    for step in older:
+        if step in whole and step in kept:
+            continue
+        path = step_directory(directory, island, step)
+        (path / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not be whole
+        sync_directory(path)
+        shutil.rmtree(path)
+
+
+def abandon_later(directory: Path, island: str, *, step: int, timeline: int) -> None:
+    """Move aside the checkpoints after inner step `step`, which the resumed run has abandoned.
+
+    Args:
+        directory: Of this site's checkpoints.
+        island: Whose.
+        step: Inner step that the run was resumed at.
+        timeline: Of the resumed run; what is moved is of an earlier one.
+    """
+    for later in (other for other in _steps(directory, island) if other > step):
+        path = step_directory(directory, island, later)
+        aside = path.parent / f"abandoned-before-timeline-{timeline:04d}"
+        aside.mkdir(exist_ok=True)
+        if (aside / path.name).exists():
+            shutil.rmtree(aside / path.name)
+        path.rename(aside / path.name)
+        logger.info("abandoned, island=%s step=%d: moved to %s", island, later, aside)
+    if (directory / island).is_dir():
+        sync_directory(directory / island)
+
+
+def _steps(directory: Path, island: str) -> list[int]:
+    """Inner steps that have a directory, whole or not, ascending."""
+    names = (path.name for path in (directory / island).glob("step-*") if path.is_dir())
+    return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
+
+
+def _verify(path: Path) -> dict[str, Any]:
+    """Hold every file against the manifest, and return the manifest.
+
+    Raises:
+        ConfigError: Saying what is missing or differs.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
+        is_known = manifest["format"] == FORMAT
+    except FileNotFoundError:
+        raise ConfigError(f"{path} has no {MANIFEST}: it was not completed") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path / MANIFEST} is damaged: {error!r}") from error
+    if not is_known:
+        raise ConfigError(f"{path / MANIFEST} is of another version of diloco")
+    for name, expected in sorted(files.items()):
+        try:
+            if (size := (path / name).stat().st_size) != expected["bytes"]:
+                raise ConfigError(f"{path / name} has {size} bytes, not {expected['bytes']}")
+            digest = blake3().update_mmap(path / name).hexdigest()
+        except OSError as error:
+            raise ConfigError(f"{path / name} cannot be read: {error.strerror or error}") from error
+        if digest != expected["blake3"]:
+            raise ConfigError(f"{path / name} is damaged: its digest is not that of the manifest")
+    return dict(manifest)

@@ -1,0 +1,86 @@
+"""`diloco.connect`: the way from a run file to an open connection with its coordinator.
+
+Source: design.md section 6.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from pathlib import Path
+
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from diloco.launch.build import link_profile
+from diloco.launch.carrier_link import carrier_link
+from diloco.launch.state_dir import StateDir, read_endpoint
+from diloco.sync.connection import Connection
+from transport.contracts import Transport
+from transport.grpc_client import GrpcTransport
+from transport.link import LinkProfile
+from transport.shaped import ShapedTransport
+
+
+def connect(config: Config, coordinator: str = "") -> Connection:
+    """Prepare this rank's connection with its run; nothing is sent before a `DiLoCo` joins.
+
+    Args:
+        config: From `diloco.load_config(path, island=...)`: an island must be selected.
+        coordinator: HOST:PORT of the coordinator; empty: `coordinator.address` of the run file,
+            or what `coordinator.state_dir` records where the coordinator runs on this machine.
+
+    Returns:
+        To be used as a context manager: ``with diloco.connect(config) as connection:``.
+
+    Raises:
+        ConfigError: If no island is selected, or no address is known.
+    """
+    if not config.island_id:
+        raise ConfigError(
+            f"no island is selected: diloco.load_config(path, island=...) with one of "
+            f"{', '.join(sorted(config.islands))}"
+        )
+    address = coordinator or config.coordinator.address or _recorded(config)
+    return Connection(config, _GrpcWires(config, address, link_profile(config)))
+
+
+def _recorded(config: Config) -> str:
+    """Address that a coordinator on this machine wrote down."""
+    state = StateDir(Path(config.coordinator.state_dir))
+    endpoint = read_endpoint(state.coordinator)
+    if endpoint is None or not endpoint.address:
+        raise ConfigError(
+            f"where is the coordinator? {state.coordinator} records none, so none was started on "
+            f"this machine in coordinator.state_dir = {config.coordinator.state_dir}: start "
+            f"`diloco coordinator RUN.toml` first, or give its HOST:PORT as "
+            f"diloco.connect(config, ...) or coordinator.address"
+        )
+    return endpoint.address
+
+
+class _GrpcWires:
+    """gRPC channels; those to a syncer are shaped where `transport.link` names a profile."""
+
+    def __init__(self, config: Config, address: str, profile: LinkProfile | None) -> None:
+        self._config = config
+        self._address = address
+        self._profile = profile
+
+    def coordinator(self) -> Transport:
+        # Not shaped: it carries a few hundred bytes a second.
+        return self._grpc(self._address)
+
+    def syncer(
+        self, address: str, *, island_rank: int, carriers: Collection[int]
+    ) -> tuple[Transport, Transport]:
+        control, data = self._grpc(address), self._grpc(address)
+        if self._profile is None:
+            return control, data
+        # Both planes use this rank's part of the island's link.
+        name = f"{self._config.run.seed}/{self._config.island_id}/{island_rank}"
+        seed = random.Random(name).getrandbits(64)
+        link = carrier_link(self._profile, carriers).states(seed)
+        return ShapedTransport(control, *link), ShapedTransport(data, *link)
+
+    def _grpc(self, address: str) -> GrpcTransport:
+        return GrpcTransport(address, chunk_bytes=self._config.transport.chunk_bytes)

@@ -1,0 +1,176 @@
+"""Where a start of the built-in loop takes up, and the checkpoints that it leaves.
+
+    resumed run     everything from the run checkpoint that the operator named, bit for bit
+    return          parameters as published; inner optimizer from the island's newest checkpoint
+    warm start      parameters and, from one of our checkpoints, inner optimizer and data position
+    new run         nothing
+
+Source: protocol.md section 9.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from diloco.config.classes import fingerprint
+from diloco.data.batches import Batches
+from diloco.errors import ConfigError, DilocoError
+from diloco.inner.state import (
+    Read,
+    load_moments_,
+    load_parameters_,
+    optimizer_step,
+    training_tensors,
+)
+from diloco.inner.trainer import InnerTrainer
+from diloco.launch.checkpoint_writer import CheckpointWriter
+from diloco.launch.checkpoints import Checkpoint, abandon_later, remove_old, valid_steps
+from diloco.launch.warm_start import WarmStart
+from diloco.outer.fragments import plan_difference
+from diloco.sync.connection import Connection
+from diloco.sync.session import DiLoCo
+from diloco.telemetry.events import CheckpointFailed, CheckpointWritten, Event
+
+logger = logging.getLogger(__name__)
+
+
+class IslandCheckpoints:
+    """One rank's part in the checkpoints of its island; every rank makes the same calls."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        outer: DiLoCo,
+        trainer: InnerTrainer,
+        batches: Batches,
+        *,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Assign only; the run has been joined. `on_event` hears of the leader's checkpoints."""
+        config = connection.config
+        group = dist.group.WORLD if dist.is_initialized() else None
+        self._connection = connection
+        self._config = config
+        self._outer = outer
+        self._trainer = trainer
+        self._batches = batches
+        self._on_event = on_event
+        self._is_leader = group is None or dist.get_rank(group) == 0
+        self._writer = CheckpointWriter(
+            config.checkpoint_dir, config.island_id, outer.plan, group=group
+        )
+
+    @property
+    def _place(self) -> tuple[Path, str]:
+        return self._config.checkpoint_dir, self._config.island_id
+
+    def take_up(self, warm: WarmStart | None) -> None:
+        """Bring inner optimizer and data, and in a resumed run everything, to where it begins.
+
+        Raises:
+            ConfigError: If the checkpoint of a resumed run cannot be loaded.
+        """
+        outer = self._outer
+        if outer.resume_step is not None:
+            self._resume(outer.resume_step)
+        elif any(outer.versions) or outer.start_step > (0 if warm is None else warm.start_step):
+            self._return()
+        elif warm is not None:
+            if warm.has_optimizer:
+                self._load_moments(warm.read, warm.start_step)
+            if warm.data_state is not None:
+                self._batches.load_state_dict(warm.data_state)
+
+    def write(self) -> None:
+        """Write the checkpoint of the present inner step.
+
+        Where it cannot be written, training goes on without it.
+
+        Raises:
+            DilocoError: If it was the checkpoint of a graceful stop.
+        """
+        outer, step, began = self._outer, self._outer.inner_step, time.monotonic()
+        training = training_tensors(self._trainer.model, self._trainer.optimizer)
+        about = {
+            "run": self._config.run.name,
+            "config_fingerprint": fingerprint(self._config),
+            "model": self._config.model.model_dump(),
+            "optimizer_step": optimizer_step(self._trainer.optimizer),
+            "data": self._batches.state_dict(),
+        }
+        try:
+            with outer.checkpointing():
+                state = outer.state_dict()
+                about["timeline"] = int(state["meta"][1])
+                num_bytes = self._writer.write(step, training=training, outer=state, about=about)
+        except OSError as error:
+            self._failed(step, error)
+            return
+        if self._is_leader:
+            self._on_event(CheckpointWritten(step, num_bytes, time.monotonic() - began))
+            self._remove_old(step)
+
+    def _failed(self, step: int, error: OSError) -> None:
+        reason = (
+            f"no checkpoint after inner step {step}, earlier ones stay: {error}. Make room in "
+            f"checkpoint.dir = {self._config.checkpoint_dir}"
+        )
+        logger.error("%s", reason)
+        if self._is_leader:
+            self._on_event(CheckpointFailed(step, reason))
+        if self._outer.is_stopping:
+            raise DilocoError(
+                f"the run was asked to stop, and can be resumed from an earlier checkpoint only: "
+                f"{reason}"
+            )
+
+    def _remove_old(self, step: int) -> None:
+        needed = self._connection.complete_checkpoints
+        if needed is None:
+            return  # with the next one
+        try:
+            keep = self._config.checkpoint.keep
+            remove_old(*self._place, newest=step, keep=keep, needed=needed)
+        except OSError as error:
+            logger.warning("old checkpoints cannot be removed: %s", error)
+
+    def _resume(self, step: int) -> None:
+        checkpoint = Checkpoint.open(*self._place, step)
+        if checkpoint.plan != self._outer.plan:
+            raise ConfigError(
+                f"the checkpoint of inner step {step} in {self._config.checkpoint_dir} is of "
+                f"another plan (there) than run {self._config.run.name!r} (here): "
+                + "; ".join(plan_difference(self._outer.plan.to_json(), checkpoint.plan.to_json()))
+            )
+        load_parameters_(self._trainer.model, checkpoint.read)
+        self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
+        self._batches.load_state_dict(checkpoint.manifest["data"])
+        self._outer.load_state_dict(checkpoint.outer_state(self._outer.state_dict()))
+        if self._is_leader:
+            abandon_later(*self._place, step=step, timeline=self._outer.timeline)
+            self._connection.report_checkpoints(valid_steps(*self._place))
+
+    def _return(self) -> None:
+        """Take the inner optimizer from the newest checkpoint of this island and run."""
+        self._batches.seek(self._outer.start_step)
+        steps = valid_steps(*self._place)
+        self._connection.report_checkpoints(steps)
+        for step in reversed(steps):
+            checkpoint = Checkpoint.open(*self._place, step)
+            if checkpoint.plan == self._outer.plan:
+                self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
+                logger.info("inner optimizer of inner step %d taken from its checkpoint", step)
+                return
+        logger.warning(
+            "no checkpoint of island %s in %s: its inner optimizer begins anew (set "
+            "checkpoint.every_inner_steps to keep it over a restart)",
+            self._config.island_id, self._config.checkpoint_dir,
+        )  # fmt: skip
+
+    def _load_moments(self, read: Read, step: int) -> None:
+        load_moments_(self._trainer.model, self._trainer.optimizer, read, step=step)

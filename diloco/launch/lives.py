@@ -1,0 +1,181 @@
+"""An island's life, from its events: of every start of it, what stands.
+
+A start begins at an inner step: 0, that of a resumed checkpoint, or where the run stood when the
+island returned. What earlier starts made beyond it was made in vain: their events of later inner
+steps are no longer effective. Whatever reads events reads effective ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.errors import ConfigError
+
+Event = Mapping[str, Any]  # JSON values, as a sink wrote them
+
+
+def effective(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out what an island's later starts have made anew or given up."""
+    begins = _begins(events)
+    stands_until = {
+        start: min((step for later, step in begins.items() if later > start), default=None)
+        for start in {_start(event) for event in events}
+    }
+    return [
+        event
+        for event in events
+        if (until := stands_until[_start(event)]) is None or event.get("inner_step", 0) <= until
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class IslandLife:
+    """Sums over the starts of an island, of what stands.
+
+    Only the last start of a finished run has told its own sums; those of the others are those of
+    their inner steps, with the seconds between the first and the last of them.
+
+    Args:
+        inner_steps: Completed inner steps at the end; a warm start's own ones are among them.
+        num_steps: Inner steps that these starts have made.
+        undisturbed_step_s: As the last start measured it, like `overwritten_steps`.
+        nats_per_byte: Last held-out loss, by whose parameters.
+        digests: Of the last version of each fragment.
+        resumed_after: Inner steps of the checkpoints that it was resumed from.
+    """
+
+    inner_steps: int
+    num_steps: int
+    tokens: int
+    wall_s: float
+    inner_s: float
+    blocked_s: float
+    undisturbed_step_s: float
+    overwritten_steps: float
+    bytes_up: int
+    bytes_down: int
+    nats_per_byte: Mapping[str, float]
+    digests: tuple[str, ...]
+    num_starts: int
+    num_returns: int
+    lost_steps: int
+    resumed_after: tuple[int, ...]
+
+    @classmethod
+    def of(cls, island: str, num_ranks: int, events: Sequence[Event]) -> IslandLife:
+        """Sum up the effective events of all ranks of an island.
+
+        Raises:
+            ConfigError: If they are not those of one run from beginning to end.
+        """
+        working = [event for event in events if event["kind"] in ("inner_step", "island_ended")]
+        starts = sorted({_start(event) for event in working})
+        _insist_on_one_run(island, num_ranks, events, starts)
+        parts = [_StartSums.of([e for e in events if _start(e) == start]) for start in starts]
+        leader = [event for event in events if event["island_rank"] == 0]
+        ended = next(event for event in reversed(leader) if event["kind"] == "island_ended")
+        returns = [event for event in leader if event["kind"] == "island_rejoined"]
+        return cls(
+            inner_steps=ended["inner_step"],
+            num_steps=sum(part.num_steps for part in parts),
+            tokens=sum(part.tokens for part in parts),
+            wall_s=sum(part.wall_s for part in parts),
+            inner_s=sum(part.inner_s for part in parts),
+            blocked_s=sum(part.blocked_s for part in parts),
+            undisturbed_step_s=ended["undisturbed_step_s"],
+            overwritten_steps=ended["overwritten_steps"],
+            bytes_up=sum(part.bytes_up for part in parts),
+            bytes_down=sum(part.bytes_down for part in parts),
+            nats_per_byte={
+                e["parameters"]: e["nats_per_byte"] for e in events if e["kind"] == "evaluated"
+            },
+            digests=tuple(ended["digests"]),
+            num_starts=len(starts),
+            num_returns=len(returns),
+            lost_steps=sum(event["lost_steps"] for event in returns),
+            resumed_after=tuple(e["inner_step"] for e in leader if e["kind"] == "island_resumed"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _StartSums:
+    """Sums over one start."""
+
+    num_steps: int
+    tokens: int
+    wall_s: float
+    inner_s: float
+    blocked_s: float
+    bytes_up: int
+    bytes_down: int
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> _StartSums:
+        """Take what the ranks told at their end, or else what their steps and merges tell."""
+        steps = [event for event in events if event["kind"] == "inner_step"]
+        tokens = sum(step["num_tokens"] for step in steps)
+        ended = [event for event in events if event["kind"] == "island_ended"]
+        leader = next((event for event in ended if event["island_rank"] == 0), None)
+        if leader is not None:
+            return cls(
+                num_steps=len(steps),
+                tokens=tokens,
+                wall_s=leader["wall_s"],
+                inner_s=leader["inner_s"],
+                blocked_s=leader["blocked_s"],
+                bytes_up=sum(event["bytes_up"] for event in ended),
+                bytes_down=sum(event["bytes_down"] for event in ended),
+            )
+        first, last = steps[0], steps[-1]
+        of_leader = [event for event in events if event["island_rank"] == 0]
+        moved = [event for event in of_leader if event["kind"] == "bytes_moved"]
+        return cls(
+            num_steps=len(steps),
+            tokens=tokens,
+            wall_s=last["unix_s"] - first["unix_s"] + first["duration_s"],
+            inner_s=sum(step["duration_s"] for step in steps),
+            blocked_s=sum(event.get("blocked_s", 0.0) for event in of_leader),
+            bytes_up=moved[-1]["bytes_up"] if moved else 0,
+            bytes_down=moved[-1]["bytes_down"] if moved else 0,
+        )
+
+
+def _insist_on_one_run(
+    island: str, num_ranks: int, events: Sequence[Event], starts: Sequence[int]
+) -> None:
+    """Refuse the events of several runs, whose figures would be mixed.
+
+    The last start ends once on every rank, an earlier one at most once, and every inner step that
+    stands was made once.
+    """
+    ended = sorted(
+        (_start(event), event["island_rank"]) for event in events if event["kind"] == "island_ended"
+    )
+    steps = [event["inner_step"] for event in events if event["kind"] == "inner_step"]
+    of_last = [rank for start, rank in ended if starts and start == starts[-1]]
+    is_once = len(ended) == len(set(ended)) and len(steps) == len(set(steps))
+    if is_once and of_last == list(range(num_ranks)):
+        return
+    raise ConfigError(
+        f"the events of island {island} are not those of one run to its end: island_ended was "
+        f"written by ranks {of_last} of {num_ranks} of its last start, inner steps {len(steps)} "
+        f"times of which {len(set(steps))} differ. Give every run a telemetry.dir of its own"
+    )
+
+
+def _begins(events: Sequence[Event]) -> dict[int, int]:
+    """Inner step at which each start that made steps began."""
+    begins: dict[int, int] = {}
+    for event in events:
+        if event["kind"] in ("island_resumed", "island_rejoined"):
+            begins[_start(event)] = event["inner_step"]
+        elif event["kind"] == "inner_step":
+            begins.setdefault(_start(event), 0)
+    return begins
+
+
+def _start(event: Event) -> int:
+    """Which start of the island wrote it: its incarnation; 0 before it was known."""
+    return int(event.get("incarnation", 0))

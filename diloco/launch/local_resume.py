@@ -1,0 +1,68 @@
+"""What `diloco local` finds in a run's state directory: where it stands, what it goes on from.
+
+The choice is that of a coordinator (`diloco.launch.run_checkpoints`), made before anything is
+started; the words are those of one machine. Imports no torch, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diloco.config.schema import Config
+from diloco.coordinator.journal import Journal
+from diloco.coordinator.membership import Membership
+from diloco.errors import ConfigError
+from diloco.launch.run_checkpoints import choose_checkpoint, insist_on_run, read_membership
+from diloco.launch.state_dir import StateDir, holder
+
+
+def find_resume_step(
+    config: Config, at: int | None, tell: Callable[[str], None], *, command: str
+) -> int:
+    """Find the newest run checkpoint that is whole, or insist on the one of inner step `at`.
+
+    Args:
+        config: The run.
+        at: Inner step of the checkpoint asked for; None takes the newest.
+        tell: Hears what was found, skipped and taken.
+        command: What the user types to resume, to be shown with ``--at STEP`` behind it.
+
+    Raises:
+        ConfigError: If there is no run, it is under way, it has finished, or it has no such
+            checkpoint; says what to type instead.
+    """
+    state = _state(config)
+    if (pid := holder(state.coordinator_lock)) is not None:
+        raise ConfigError(
+            f"--resume: the run in {state.root} is under way (coordinator: process {pid}). Watch "
+            f"it with diloco status; to stop it with a checkpoint: kill -TERM {pid}"
+        )
+    insist_on_run(state)
+    with _journal(state) as journal:
+        membership = read_membership(config, journal)
+    return choose_checkpoint(config, state, membership, at, tell, command=command)
+
+
+def read_standing(config: Config) -> Membership | None:
+    """Read what the run's coordinator has noted, once it has ended; None if it noted nothing."""
+    state = _state(config)
+    if not state.journal.exists():
+        return None
+    with _journal(state) as journal:
+        return read_membership(config, journal)
+
+
+@contextmanager
+def _journal(state: StateDir) -> Iterator[Journal]:
+    journal = Journal(state.journal)
+    journal.open()
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+def _state(config: Config) -> StateDir:
+    return StateDir(Path(config.coordinator.state_dir))

@@ -1,0 +1,225 @@
+"""Metrics for Prometheus: a server of `/metrics`, and what coordinator and syncer say there.
+
+Every server has a registry of its own; nothing is global. Names end in their unit, counters in
+`_total`; a counter begins anew with the process or the island's start that it belongs to, as
+Prometheus expects. What the coordinator says of islands is their last report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from diloco.errors import ConfigError
+from protos.control_pb2 import FragmentStatus, IslandStatus, ReportRequest, StatusReply
+from protos.fragment_pb2 import FragmentState
+from transport.addresses import split_address
+
+if TYPE_CHECKING:
+    from threading import Thread
+    from wsgiref.simple_server import WSGIServer
+
+    from diloco.telemetry.syncer_meter import SyncerMeter
+
+logger = logging.getLogger(__name__)
+
+_COLLECT_S = 5.0
+
+
+class MetricsServer:
+    """Serves what `collect` gives at every scrape, over HTTP, from threads of its own."""
+
+    def __init__(
+        self, listen: str, collect: Callable[[], Iterable[Metric]], *, setting: str
+    ) -> None:
+        """Assign only.
+
+        Args:
+            listen: HOST:PORT, port 0 for any free one; empty: serve nothing.
+            collect: Called in the event loop in which `start` was awaited.
+            setting: Dotted name of the setting that says `listen`, for the message.
+        """
+        self._listen = listen
+        self._collect = collect
+        self._setting = setting
+        self._server: tuple[WSGIServer, Thread] | None = None
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT really bound; empty when nothing is served."""
+        if self._server is None:
+            return ""
+        return f"{split_address(self._listen)[0]}:{self._server[0].server_port}"
+
+    async def start(self) -> None:
+        """Begin to serve.
+
+        Raises:
+            ConfigError: If the address cannot be bound.
+        """
+        if not self._listen:
+            return
+        host, port = split_address(self._listen)
+        registry = CollectorRegistry()
+        registry.register(_OnLoop(asyncio.get_running_loop(), self._collect))
+        try:
+            self._server = start_http_server(port, addr=host.strip("[]"), registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._setting} = {self._listen}: cannot serve metrics there: "
+                f"{error.strerror or error}. Give another port (0: any free one), or end the "
+                f"process that holds it (ss -ltnp shows which)"
+            ) from error
+        logger.info("metrics are served, address=http://%s/metrics", self.address)
+
+    async def stop(self) -> None:
+        """Serve no more; stopping twice is harmless."""
+        serving, self._server = self._server, None
+        if serving is not None:
+            server, thread = serving
+            await asyncio.to_thread(server.shutdown)  # the loop must answer who still asks
+            server.server_close()
+            thread.join()
+
+
+class _OnLoop(Collector):
+    """Collects in the event loop, whose objects belong to no other thread."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, collect: Callable[[], Iterable[Metric]]
+    ) -> None:
+        self._loop = loop
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        async def collect() -> list[Metric]:
+            return list(self._collect())
+
+        return asyncio.run_coroutine_threadsafe(collect(), self._loop).result(_COLLECT_S)
+
+
+# -- the coordinator ---------------------------------------------------------------------------
+
+#: Name, what it is, and how it is read of an island's last report.
+_ISLAND_GAUGES: Sequence[tuple[str, str, Callable[[ReportRequest], float]]] = (
+    ("inner_step", "Completed inner steps", lambda r: r.inner_step),
+    ("loss_nats", "Loss of the last inner step, nats a token", lambda r: r.loss_nats),
+    ("tokens_per_second", "Tokens a second of wall time, waits included", lambda r: r.tokens_per_s),
+    ("in_flight_fragments", "Contributions without an outcome", lambda r: r.fragments_in_flight),
+    ("utilisation_ratio", "Inner steps x undisturbed step time / wall", lambda r: r.utilisation),
+)
+_ISLAND_COUNTERS: Sequence[tuple[str, str, Callable[[ReportRequest], float]]] = (
+    ("tokens", "Tokens trained on", lambda r: r.tokens),
+    ("uplink_bytes", "Bytes sent by all ranks", lambda r: r.bytes_up),
+    ("downlink_bytes", "Bytes received by all ranks", lambda r: r.bytes_down),
+    ("blocked_seconds", "Time for which training waited for outcomes", lambda r: r.blocked_s),
+)
+_FRAGMENT_GAUGES: Sequence[tuple[str, str, Callable[[FragmentStatus], float]]] = (
+    ("version", "Newest published version", lambda f: f.version),
+    ("attempt", "Attempt of the current round", lambda f: f.attempt),
+    ("contributors", "Islands in the newest version", lambda f: len(f.contributors)),
+    ("version_age_seconds", "Time since the newest version", lambda f: f.age_s),
+)
+
+
+def coordinator_metrics(status: StatusReply) -> Iterator[Metric]:
+    """Give what a coordinator knows: the run, its islands, its fragments."""
+    yield _gauge("run_info", "The run", ["run"], [([status.run], 1)])
+    yield _gauge("run_state", "1 for the state of the run", ["state"], [([status.state], 1)])
+    yield _gauge("run_timeline", "Resumes from a checkpoint so far", [], [([], status.timeline)])
+    yield _gauge("run_inner_steps", "Where the run ends", [], [([], status.inner_steps)])
+    if status.checkpoint_steps:
+        newest = max(status.checkpoint_steps)
+        what = "Inner step of the newest complete checkpoint"
+        yield _gauge("run_checkpoint_inner_step", what, [], [([], newest)])
+    yield _gauge("run_syncer_epoch", "Starts of the syncer", [], [([], status.syncer_epoch)])
+    yield from _island_metrics(status.islands)
+    by_fragment = [(str(f.fragment_id), f) for f in status.fragments]
+    for name, what, read in _FRAGMENT_GAUGES:
+        samples = [([fragment], read(f)) for fragment, f in by_fragment]
+        yield _gauge(f"fragment_{name}", what, ["fragment"], samples)
+    phases = [([fragment, f.phase], 1.0) for fragment, f in by_fragment]
+    yield _gauge("fragment_phase", "1 for the phase of the round", ["fragment", "phase"], phases)
+
+
+def _island_metrics(islands: Sequence[IslandStatus]) -> Iterator[Metric]:
+    starts = [([i.island], float(i.incarnation)) for i in islands]
+    yield _gauge("island_incarnation", "Starts of the island so far", ["island"], starts)
+    told = [(i.island, i.last_report) for i in islands if i.HasField("last_report")]
+    ages = [([i.island], i.report_age_s) for i in islands if i.HasField("last_report")]
+    yield _gauge("island_report_age_seconds", "Time since the last report", ["island"], ages)
+    states = [([island, report.state], 1.0) for island, report in told]
+    yield _gauge("island_state", "1 for the state it reported", ["island", "state"], states)
+    for name, what, read in _ISLAND_GAUGES:
+        samples = [([island], read(report)) for island, report in told]
+        yield _gauge(f"island_{name}", what, ["island"], samples)
+    for name, what, read in _ISLAND_COUNTERS:
+        samples = [([island], read(report)) for island, report in told]
+        yield _counter(f"island_{name}", f"{what}, since its start", ["island"], samples)
+
+
+# -- the syncer --------------------------------------------------------------------------------
+
+
+def syncer_metrics(
+    states: Sequence[FragmentState], meter: SyncerMeter, *, syncer_epoch: int
+) -> Iterator[Metric]:
+    """Give what a syncer knows: versions, and what it has done since it started.
+
+    Args:
+        states: Public state of each fragment.
+        meter: Of this start.
+        syncer_epoch: Of this start.
+    """
+    fragment, both = ["fragment"], ["fragment", "island"]
+    versions = [([str(s.fragment_id)], float(s.version)) for s in states if s.is_founded]
+    yield _gauge("syncer_epoch", "Starts of the syncer", [], [([], syncer_epoch)])
+    yield _gauge("syncer_fragment_version", "Newest published version", fragment, versions)
+    counts = meter.counts
+    sums: Sequence[tuple[str, str, dict[int, int] | dict[int, float]]] = (
+        ("rounds_published", "Versions published", counts.published),
+        ("rounds_expired", "Attempts that expired", counts.expired),
+        ("merge_seconds", "Time of merges and outer steps", counts.merge_s),
+        ("commit_seconds", "Time until versions were durable", counts.commit_s),
+    )
+    for name, what, by_fragment in sums:
+        # From zero on, so that the first increase is seen.
+        samples = [([str(s.fragment_id)], by_fragment.get(s.fragment_id, 0)) for s in states]
+        yield _counter(f"syncer_{name}", what, fragment, samples)
+    outcomes = [
+        ([str(p), island, outcome], float(count))
+        for outcome, counted in (("included", counts.included), ("refused", counts.refused))
+        for (p, island), count in sorted(counted.items())
+    ]
+    what = "Contributions to published versions"
+    yield _counter("syncer_contributions", what, [*both, "outcome"], outcomes)
+    for name, what, by_both in (
+        ("received_bytes", "Payload of accepted lanes", counts.received_bytes),
+        ("sent_bytes", "Payload of fetched lanes", counts.sent_bytes),
+    ):
+        sized = [([str(p), island], float(n)) for (p, island), n in sorted(by_both.items())]
+        yield _counter(f"syncer_{name}", what, both, sized)
+
+
+def _gauge(
+    name: str, what: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    family = GaugeMetricFamily(f"diloco_{name}", what, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _counter(
+    name: str, what: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    family = CounterMetricFamily(f"diloco_{name}", what, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family

@@ -1,0 +1,86 @@
+"""What a syncer has done since it started, counted where it happens: for its metrics only.
+
+Decides nothing and is not durable: the records are the truth about rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SyncerCounts:
+    """Sums since the start, by fragment, or by fragment and island; seconds of the worker."""
+
+    published: Counter[int] = field(default_factory=Counter)
+    expired: Counter[int] = field(default_factory=Counter)
+    included: Counter[tuple[int, str]] = field(default_factory=Counter)
+    refused: Counter[tuple[int, str]] = field(default_factory=Counter)
+    received_bytes: Counter[tuple[int, str]] = field(default_factory=Counter)
+    sent_bytes: Counter[tuple[int, str]] = field(default_factory=Counter)
+    merge_s: dict[int, float] = field(default_factory=dict)
+    commit_s: dict[int, float] = field(default_factory=dict)
+
+
+class SyncerMeter:
+    """Counts for one start of a syncer; its loop and its worker may both call."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Begin with nothing; `clock` gives monotonic seconds."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counts = SyncerCounts()
+
+    @property
+    def counts(self) -> SyncerCounts:
+        """A copy of all sums."""
+        with self._lock:
+            return copy.deepcopy(self._counts)
+
+    def published(self, fragment_id: int, included: Iterable[str], refused: Iterable[str]) -> None:
+        """Count a version that became durable, and whose contributions were in it or refused."""
+        with self._lock:
+            self._counts.published[fragment_id] += 1
+            self._counts.included.update((fragment_id, island) for island in included)
+            self._counts.refused.update((fragment_id, island) for island in refused)
+
+    def expired(self, fragment_id: int) -> None:
+        """Count an attempt without a result."""
+        with self._lock:
+            self._counts.expired[fragment_id] += 1
+
+    def received(self, fragment_id: int, island: str, num_bytes: int) -> None:
+        """Count the payload of a lane that was accepted."""
+        with self._lock:
+            self._counts.received_bytes[fragment_id, island] += num_bytes
+
+    def sent(self, fragment_id: int, island: str, num_bytes: int) -> None:
+        """Count the payload of a lane that an island fetched."""
+        with self._lock:
+            self._counts.sent_bytes[fragment_id, island] += num_bytes
+
+    @contextlib.contextmanager
+    def merging(self, fragment_id: int) -> Iterator[None]:
+        """Count the seconds of a merge and its outer step."""
+        with self._timing(self._counts.merge_s, fragment_id):
+            yield
+
+    @contextlib.contextmanager
+    def committing(self, fragment_id: int) -> Iterator[None]:
+        """Count the seconds until a version is durable."""
+        with self._timing(self._counts.commit_s, fragment_id):
+            yield
+
+    @contextlib.contextmanager
+    def _timing(self, seconds: dict[int, float], fragment_id: int) -> Iterator[None]:
+        began = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                seconds[fragment_id] = seconds.get(fragment_id, 0.0) + self._clock() - began

@@ -1,0 +1,124 @@
+"""`diloco bench` as a user types it: table, JSON, verdict and exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco.bench import overhead, parity, utilisation
+from diloco.bench.report import Column, Report, Requirement
+from diloco.cli.main import app
+
+COMMANDS = {
+    "parity": (parity, "run_parity"),
+    "overhead": (overhead, "run_overhead"),
+    "utilisation": (utilisation, "run_utilisation"),
+}
+
+
+def report(*requirements: Requirement) -> Report:
+    return Report(
+        "some",
+        {},
+        [Column("name", "name"), Column("figure", "figure", ".2f")],
+        [{"name": "a-row", "figure": 1.234}],
+        requirements,
+        1.0,
+    )
+
+
+MET = Requirement("a figure", 1.0, 2.0, "x")
+MISSED = Requirement("another figure", 3.0, 2.0, "x")
+
+
+@pytest.fixture
+def hand_back(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Report], None]:
+    def replace(command: str, answer: Report) -> None:
+        module, name = COMMANDS[command]
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: answer)
+
+    return replace
+
+
+def bench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("bars", "arguments", "code"),
+    [
+        pytest.param([MET], [], 0, id="met"),
+        pytest.param([MET, MISSED], [], 0, id="missed-and-not-required"),
+        pytest.param([MET], ["--require"], 0, id="required-and-met"),
+        pytest.param([MET, MISSED], ["--require"], 1, id="required-and-missed"),
+        pytest.param([], ["--require"], 1, id="nothing-to-judge"),
+    ],
+)
+def test_require_decides_the_exit_code(
+    hand_back: Callable[[str, Report], None],
+    command: str,
+    bars: list[Requirement],
+    arguments: list[str],
+    code: int,
+) -> None:
+    hand_back(command, report(*bars))
+
+    result = bench(command, *arguments)
+
+    assert result.exit_code == code, result.output
+    assert "a-row" in result.stdout
+    assert "1.23" in result.stdout
+    for bar in bars:
+        assert bar.as_text() in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_last_line_names_the_missed_figure(
+    hand_back: Callable[[str, Report], None], command: str
+) -> None:
+    hand_back(command, report(MISSED, MET))
+
+    result = bench(command, "--require")
+
+    assert result.stdout.splitlines()[-1] == MISSED.as_text()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_goes_to_a_file_or_alone_to_standard_output(
+    hand_back: Callable[[str, Report], None], command: str, tmp_path: Path
+) -> None:
+    answer = report(MET, MISSED)
+    hand_back(command, answer)
+    path = tmp_path / "report.json"
+
+    filed = bench(command, "--json", str(path))
+    alone = bench(command, "--json", "-", "--require")
+
+    assert filed.exit_code == 0
+    assert "a-row" in filed.stdout
+    assert json.loads(path.read_text()) == json.loads(alone.stdout)
+    assert json.loads(alone.stdout)["required"][1]["is_met"] is False
+    assert alone.exit_code == 1
+    assert alone.stderr.splitlines()[-1] == MISSED.as_text()
+
+
+def test_parity_refuses_rows_that_it_does_not_have() -> None:
+    result = bench("parity", "--rows", "m8-*")
+
+    assert result.exit_code != 0
+    assert "--rows m8-* matches no row" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_how_to_read_the_figures(command: str) -> None:
+    result = bench(command, "--help")
+
+    assert result.exit_code == 0
+    assert "Read" in result.stdout
+    assert "--require" in result.stdout

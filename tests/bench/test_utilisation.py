@@ -1,0 +1,78 @@
+"""The utilisation bench end to end on a tiny model, and the arithmetic of its figures."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from diloco.bench.timed_island import Timed
+from diloco.bench.utilisation import SETTING, Row, Setting, row_figures, run_utilisation
+from diloco.errors import IslandFailed
+
+TINY = {"preset": "tiny"}
+
+
+def row(name: str, num_fragments: int = 2, *, at_least: float | None = None) -> Row:
+    outer: dict[str, Any] = {
+        "preset": "streaming",
+        "num_fragments": num_fragments,
+        "overlap_steps": 1,
+        "uplink_codec": "int4",
+        "downlink_codec": "int4",
+    }
+    return Row(name, TINY, outer, 0.02, at_least)
+
+
+def setting(*rows: Row) -> Setting:
+    return Setting(
+        rows, inner_steps_per_round=4, num_rounds=3, sequence_length=32, link="metro-1G-5ms"
+    )
+
+
+def test_figures_are_those_of_the_island_that_waited_most() -> None:
+    busy = Timed(90, 20.0, 1.0, 0.2, 1_000_000)
+    idle = Timed(90, 36.0, 18.0, 0.2, 1_000_000)
+
+    figures = row_figures(SETTING, SETTING.rows[0], [busy, idle])
+
+    assert figures["utilisation"] == pytest.approx(0.5)
+    assert figures["not_blocked"] == pytest.approx(0.5)
+    assert figures["blocked_s_per_round"] == pytest.approx(6.0)
+    # float32 up and down, 32 Mbit each, at 100 Mbit/s
+    assert figures["floor_s_per_round"] == pytest.approx(0.64)
+    assert figures["utilisation_of_islands"] == [pytest.approx(0.9), pytest.approx(0.5)]
+
+
+def test_both_sizes_are_judged_with_int4() -> None:
+    judged = {row.name: row.at_least for row in SETTING.rows if row.at_least is not None}
+
+    assert judged == {"10M-int4-P10-tau5": 0.97, "50M-int4-P10-tau5": 0.97}
+
+
+@pytest.mark.timeout(180)
+def test_the_bench_runs_islands_as_processes_and_judges_them() -> None:
+    begun: list[tuple[int, str]] = []
+
+    report = run_utilisation(
+        setting(row("low-bar", at_least=1e-6)), on_progress=lambda *told: begun.append(told)
+    )
+
+    told = json.loads(json.dumps(report.as_dict()))
+    assert begun == [(0, "low-bar")]
+    assert [bar["is_met"] for bar in told["required"]] == [True]
+    (figures,) = told["rows"]
+    assert figures["inner_steps"] == 8
+    assert figures["step_s"] == 0.02
+    assert 0 < figures["utilisation"] <= 1
+    assert figures["wall_s"] >= 8 * 0.02
+    assert figures["blocked_s_per_round"] <= figures["wall_s"]
+
+
+@pytest.mark.timeout(120)
+def test_an_island_that_fails_ends_the_bench_with_its_log() -> None:
+    with pytest.raises(IslandFailed, match=r"exit code 1; its log says:\n(.*\n)*.*num_fragments"):
+        run_utilisation(
+            setting(row("too-many", num_fragments=500)), on_progress=lambda done, row: None
+        )

@@ -1,0 +1,37 @@
+"""`DiLoCo` on parameters of an accelerator: read and written where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import diloco
+from tests.served_run import ServedRun
+from tests.sync.test_session import INNER_STEPS, TOKENS, make_model, make_optimizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def test_parameters_on_cuda_hold_what_was_published(tmp_path: Path) -> None:
+    model = make_model().cuda()
+    optimizer = make_optimizer(model)
+    with ServedRun(tmp_path, {"east": ""}, inner_steps=INNER_STEPS) as served:
+        config = served.island("east")
+        with diloco.connect(config, served.address) as connection:
+            outer = diloco.DiLoCo(model, config.outer, transport=connection)
+            for _ in range(INNER_STEPS):
+                model(torch.randn(16, 8, device="cuda")).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                outer.step(num_tokens=TOKENS)
+            outer.finish()
+            flushed = [parameter.detach().clone() for parameter in model.parameters()]
+            with outer.global_parameters():
+                pairs = zip(model.parameters(), flushed, strict=True)
+                assert all(a.is_cuda and torch.equal(a, b) for a, b in pairs)
+    assert outer.versions == (3, 2)

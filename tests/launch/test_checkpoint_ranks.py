@@ -1,0 +1,109 @@
+"""Checkpoints of islands of two real ranks: read at another layout, and one rank's full disk."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from diloco.inner.state import (
+    load_moments_,
+    load_parameters_,
+    optimizer_step,
+    training_tensors,
+)
+from diloco.launch import checkpoint_writer
+from diloco.launch.checkpoint_writer import CheckpointWriter
+from diloco.launch.checkpoints import Checkpoint, valid_steps
+from tests.distributed import run_ranks
+from tests.launch.small_checkpoint import ISLAND, Trained, make_optimizer
+
+
+def sharded(seed: int, num_steps: int) -> Trained:
+    trained = Trained(seed, num_steps=0)
+    fully_shard(trained.model, mesh=init_device_mesh("cpu", (2,)))
+    trained.optimizer = make_optimizer(trained.model)
+    for _ in range(num_steps):
+        trained.step()
+    return trained
+
+
+def write(trained: Trained, directory: Path, step: int, island_rank: int) -> None:
+    writer = CheckpointWriter(directory, ISLAND, trained.plan(), group=dist.group.WORLD)
+    writer.write(
+        step,
+        training=training_tensors(trained.model, trained.optimizer),
+        outer={"meta": torch.tensor([step]), f"anchor/9/{island_rank}": torch.ones(3)},
+        about={"optimizer_step": optimizer_step(trained.optimizer)},
+    )
+
+
+def whole(trained: Trained) -> dict[str, list[float]]:
+    sections = training_tensors(trained.model, trained.optimizer)
+    return {
+        f"{section} {name}": values.full_tensor().flatten().tolist()
+        for section, tensors in sections.items()
+        for name, values in tensors.items()
+        if isinstance(values, DTensor)
+    }
+
+
+def load(trained: Trained, directory: Path, step: int) -> Trained:
+    checkpoint = Checkpoint.open(directory, ISLAND, step)
+    load_parameters_(trained.model, checkpoint.read)
+    age = checkpoint.manifest["optimizer_step"]
+    load_moments_(trained.model, trained.optimizer, checkpoint.read, step=age)
+    return trained
+
+
+def write_at_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
+    trained = sharded(seed=1, num_steps=2)
+    write(trained, directory, 2, island_rank)
+    other = load(sharded(seed=2, num_steps=0), directory, 2)
+    for each in (trained, other):
+        each.step()
+    seen: dict[str, Any] = {"equal": whole(other) == whole(trained)}
+
+    # One rank's disk is full: both hear of it, at once, and train on.
+    real = checkpoint_writer.write_durably
+
+    def fill(path: Path, pieces: Any, **options: Any) -> None:
+        if island_rank == 1:
+            next(iter(pieces))
+            raise OSError(28, "No space left on device")
+        real(path, pieces, **options)
+
+    with mock.patch.object(checkpoint_writer, "write_durably", fill):
+        try:
+            write(trained, directory, 3, island_rank)
+        except OSError as error:
+            seen["failure"] = str(error)
+    seen["valid"] = valid_steps(directory, ISLAND)
+    trained.step()
+    write(trained, directory, 4, island_rank)
+    seen["whole"] = whole(trained)
+    return seen
+
+
+def test_two_ranks_write_what_one_reads_and_share_a_full_disk() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        for seen in run_ranks(write_at_two_ranks, 2, directory):
+            assert seen["equal"], "the same layout goes on bit for bit"
+            assert "rank 1: " in seen["failure"]
+            assert "rank-00001-of-00002.safetensors: No space left" in seen["failure"]
+            assert seen["valid"] == [2]
+
+        alone = load(Trained(seed=3, num_steps=0), directory, 4)
+        checkpoint = Checkpoint.open(directory, ISLAND, 4)
+        assert len(checkpoint.outer_state(["meta", "anchor/9/0", "anchor/9/1"])) == 3
+        for section, tensors in training_tensors(alone.model, alone.optimizer).items():
+            for name, values in tensors.items():
+                assert values.flatten().tolist() == seen["whole"][f"{section} {name}"]

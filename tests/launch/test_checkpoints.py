@@ -1,0 +1,236 @@
+"""Checkpoints of an island on disk: what is whole, what is torn, what stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.errors import ConfigError
+from diloco.inner.state import load_moments_, load_parameters_, training_tensors
+from diloco.launch import checkpoint_writer
+from diloco.launch.checkpoints import (
+    MANIFEST,
+    PLAN,
+    Checkpoint,
+    abandon_later,
+    rank_file,
+    remove_old,
+    step_directory,
+    valid_steps,
+)
+from tests.launch.small_checkpoint import ISLAND, Trained, make_optimizer
+
+RANK_FILE = rank_file(0, 1)
+SEED = 5
+
+
+def test_what_was_written_is_read_back_bit_for_bit(tmp_path: Path) -> None:
+    trained = Trained()
+    num_bytes = trained.write(tmp_path, 120)
+
+    checkpoint = Checkpoint.open(tmp_path, ISLAND, 120)
+
+    path = tmp_path / ISLAND / "step-000000000120"
+    assert sorted(file.name for file in path.iterdir()) == [MANIFEST, PLAN, RANK_FILE]
+    manifest = checkpoint.manifest
+    assert manifest["step"] == 120
+    assert manifest["optimizer_step"] == 2
+    assert manifest["data"] == {"step": 120}
+    assert manifest["plan_fingerprint"] == trained.plan().fingerprint()
+    assert sum(file["bytes"] for file in manifest["files"].values()) == num_bytes
+    assert checkpoint.plan == trained.plan()
+    for section, tensors in training_tensors(trained.model, trained.optimizer).items():
+        for name, values in tensors.items():
+            assert torch.equal(checkpoint.read(section, name), values), (section, name)
+    outer = trained.outer(120)
+    read = checkpoint.outer_state([*outer, "residual/0/0"])
+    assert read.keys() == outer.keys()
+    assert all(torch.equal(read[name], outer[name]) for name in outer)
+
+
+def test_anchors_are_read_as_parameters(tmp_path: Path) -> None:
+    trained = Trained()
+    trained.write(tmp_path, 1)
+    checkpoint = Checkpoint.open(tmp_path, ISLAND, 1)
+
+    for fragment in trained.plan().fragments:
+        for entry in fragment.entries:
+            expected = torch.arange(entry.offset, entry.offset + entry.end) + 0.5
+            assert torch.equal(checkpoint.read("anchor", entry.name).flatten(), expected)
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    trained = Trained()
+    trained.write(tmp_path, 2)
+    other = Trained(seed=2, num_steps=0)
+    other.optimizer = make_optimizer(other.model)
+    checkpoint = Checkpoint.open(tmp_path, ISLAND, 2)
+
+    load_parameters_(other.model, checkpoint.read)
+    load_moments_(
+        other.model, other.optimizer, checkpoint.read, step=checkpoint.manifest["optimizer_step"]
+    )
+    for _ in range(3):
+        trained.step()
+        other.step()
+
+    pairs = zip(trained.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+def halve(path: Path) -> None:
+    with (path / RANK_FILE).open("r+b") as file:
+        file.truncate((path / RANK_FILE).stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    with (path / RANK_FILE).open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def edit(path: Path, **changes: object) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps(manifest | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (halve, f"{RANK_FILE} has .* bytes, not"),
+        (flip, f"{RANK_FILE} is damaged: its digest is not that of the manifest"),
+        (lambda path: (path / RANK_FILE).unlink(), f"{RANK_FILE} cannot be read: No such file"),
+        (lambda path: (path / PLAN).write_text("{}"), f"{PLAN} has 2 bytes, not"),
+        (lambda path: (path / MANIFEST).unlink(), f"has no {MANIFEST}: it was not completed"),
+        (lambda path: (path / MANIFEST).write_text('{"for'), f"{MANIFEST} is damaged"),
+        (lambda path: edit(path, files=3), f"{MANIFEST} is damaged"),
+        (lambda path: edit(path, format=2), "is of another version of diloco"),
+    ],
+)
+def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], told: str
+) -> None:
+    trained = Trained()
+    for step in (5, 10):
+        trained.write(tmp_path, step)
+    damage(step_directory(tmp_path, ISLAND, 10))
+
+    assert valid_steps(tmp_path, ISLAND) == [5]
+    assert "checkpoint skipped, island=east step=10" in caplog.text
+    with pytest.raises(ConfigError, match=rf"(?s){told}.*\[5\].*--resume --at 5"):
+        Checkpoint.open(tmp_path, ISLAND, 10)
+
+
+def test_a_checkpoint_that_is_not_there_says_where_to_look(tmp_path: Path) -> None:
+    assert valid_steps(tmp_path, ISLAND) == []
+    told = r"its checkpoint of inner step 7: .*: none; bring the directory back"
+    with pytest.raises(ConfigError, match=told):
+        Checkpoint.open(tmp_path, ISLAND, 7)
+
+
+def test_a_full_disk_leaves_the_older_checkpoints_and_the_next_write_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained()
+    trained.write(tmp_path, 5)
+    write = checkpoint_writer.write_durably
+
+    def fill(path: Path, pieces: object, **options: object) -> None:
+        if path.name == RANK_FILE:
+            next(iter(pieces))  # type: ignore[call-overload]
+            raise OSError(28, "No space left on device")
+        write(path, pieces, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint_writer, "write_durably", fill)
+    with pytest.raises(OSError, match=rf"rank 0: .*{RANK_FILE}: No space left on device"):
+        trained.write(tmp_path, 10)
+    assert valid_steps(tmp_path, ISLAND) == [5]
+    # Over one that is whole: it must not be believed any more, half old and half new.
+    with pytest.raises(OSError, match="No space left"):
+        trained.write(tmp_path, 5)
+    assert valid_steps(tmp_path, ISLAND) == []
+
+    monkeypatch.undo()
+    trained.write(tmp_path, 15)
+    remove_old(tmp_path, ISLAND, newest=15, keep=2, needed=())
+    assert os.listdir(tmp_path / ISLAND) == ["step-000000000015"]
+
+
+def test_killed_writers_leave_whole_checkpoints_or_none(tmp_path: Path) -> None:
+    draws = random.Random(SEED)
+    steps_seen = set()
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.small_checkpoint", str(tmp_path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        began = time.monotonic()
+        first = step_directory(tmp_path, ISLAND, 1) / RANK_FILE
+        while not any((tmp_path / ISLAND).glob("*/rank-*")) and not first.exists():
+            assert time.monotonic() - began < 40
+            time.sleep(0.01)
+        time.sleep(draws.uniform(0.0, 0.1))
+        process.kill()
+        process.wait()
+
+        steps = valid_steps(tmp_path, ISLAND)
+        steps_seen |= set(steps)
+        for step in steps:
+            checkpoint = Checkpoint.open(tmp_path, ISLAND, step)
+            assert int(checkpoint.outer_state(["meta"])["meta"][-1]) == step
+    assert steps_seen
+
+
+# -- retention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "needed", "kept"),
+    [
+        (1, (), [40]),
+        (2, (), [30, 40]),
+        (2, (10,), [10, 30, 40]),
+        (9, (), [10, 20, 30, 40]),
+    ],
+)
+def test_retention_keeps_the_newest_and_what_the_run_needs(
+    tmp_path: Path, keep: int, needed: tuple[int, ...], kept: list[int]
+) -> None:
+    trained = Trained()
+    for step in (10, 20, 30, 40, 50):
+        trained.write(tmp_path, step)
+    leftover = step_directory(tmp_path, ISLAND, 25)
+    leftover.mkdir()
+
+    remove_old(tmp_path, ISLAND, newest=40, keep=keep, needed=needed)
+
+    assert valid_steps(tmp_path, ISLAND) == [*kept, 50], "50 is of another history"
+    assert not leftover.exists()
+
+
+def test_what_a_resume_abandons_is_moved_aside(tmp_path: Path) -> None:
+    trained = Trained()
+    for step in (10, 20, 30):
+        trained.write(tmp_path, step)
+
+    abandon_later(tmp_path, ISLAND, step=10, timeline=1)
+    trained.write(tmp_path, 20)
+    abandon_later(tmp_path, ISLAND, step=10, timeline=1)
+
+    assert valid_steps(tmp_path, ISLAND) == [10]
+    aside = tmp_path / ISLAND / "abandoned-before-timeline-0001"
+    assert sorted(os.listdir(aside)) == ["step-000000000020", "step-000000000030"]

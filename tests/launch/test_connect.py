@@ -1,0 +1,69 @@
+"""`diloco.connect`: where it finds the coordinator, and what it refuses before anything is sent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import diloco
+from diloco.errors import ConfigError
+from diloco.launch.state_dir import Endpoint, StateDir
+from tests.run_files import write_run
+from tests.served_run import ServedRun
+from tests.sync.test_session import make_model
+
+
+def test_no_island_is_refused_with_the_choices(tmp_path: Path) -> None:
+    config = diloco.load_config(write_run(tmp_path, {"east": "", "west": ""}))
+
+    with pytest.raises(ConfigError, match=r"load_config\(path, island=\.\.\.\) .* east, west"):
+        diloco.connect(config)
+
+
+def test_an_unknown_address_says_how_to_give_it(tmp_path: Path) -> None:
+    config = diloco.load_config(write_run(tmp_path, {"east": ""}), island="east")
+
+    with pytest.raises(ConfigError, match=r"(?s)where is the coordinator\?.*diloco coordinator"):
+        diloco.connect(config)
+
+
+def test_an_unknown_link_is_refused(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, {"east": ""})
+    config = diloco.load_config(run_file, ["transport.link=warp"], island="east")
+
+    with pytest.raises(ConfigError, match=r"transport.link = 'warp'"):
+        diloco.connect(config, "127.0.0.1:9")
+
+
+@pytest.mark.parametrize("source", ["argument", "run file", "state_dir"])
+def test_the_coordinator_is_found(tmp_path: Path, source: str) -> None:
+    with ServedRun(tmp_path, {"east": ""}, inner_steps=1) as served:
+        overrides, address = [], ""
+        if source == "argument":
+            address = served.address
+        elif source == "run file":
+            overrides = [f"coordinator.address={served.address}"]
+        else:
+            state = StateDir(tmp_path / "state")
+            state.create()
+            Endpoint(served.address, os.getpid()).write(state.coordinator)
+        config = diloco.load_config(served.run_file, overrides, island="east")
+        with diloco.connect(config, address) as connection:
+            outer = diloco.DiLoCo(make_model(), config.outer, transport=connection)
+            outer.step(num_tokens=1)
+            outer.finish()
+
+    assert len(served.joins) == 1
+
+
+def test_what_cannot_be_reached_is_told_with_its_address(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, {"east": ""})
+    config = diloco.load_config(run_file, ["transport.unreachable=1s"], island="east")
+    told = "the coordinator at 127.0.0.1:9 gave no answer"
+    with (
+        pytest.raises(diloco.CoordinatorUnavailable, match=told),
+        diloco.connect(config, "127.0.0.1:9") as connection,
+    ):
+        diloco.DiLoCo(make_model(), config.outer, transport=connection)

@@ -1,0 +1,94 @@
+"""Room on disk: what a run writes, and the refusal of one that cannot fit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import pytest
+
+from diloco.compression.registry import get_codec
+from diloco.config.load import load_config
+from diloco.config.schema import CodecName, Config
+from diloco.errors import ConfigError
+from diloco.launch.disk import PAYLOAD_BYTES, forecast_disk, insist_on_room
+from diloco.launch.state_dir import StateDir
+from tests.run_files import write_run
+
+MILLION = 1_000_000
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config(write_run(tmp_path, {"east": "", "west": ""}), ["checkpoint.keep=2"])
+
+
+def leave_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, num_bytes))
+
+
+def test_checkpoints_and_records_are_counted(config: Config) -> None:
+    disk = forecast_disk(config, MILLION)
+
+    # int4 on the wire is 0.515625 B a value. A checkpoint: 16 B and what is in flight.
+    assert disk.checkpoint_bytes == 16_515_625
+    assert disk.island_bytes == 4 * 16_515_625
+    # A record: 12 B, two contributions, one publication. 4 + 1 retained, 2 + 2 pinned.
+    assert disk.record_bytes == 12 * MILLION + 3 * 515_625
+    assert disk.num_records == 9
+    assert disk.store_bytes == 9 * disk.record_bytes
+
+
+def test_error_feedback_doubles_the_residual(config: Config) -> None:
+    outer = config.outer.model_copy(update={"error_feedback": True})
+
+    disk = forecast_disk(config.model_copy(update={"outer": outer}), MILLION)
+
+    assert disk.checkpoint_bytes == 24_515_625
+
+
+@pytest.mark.parametrize("codec", get_args(CodecName))
+def test_payload_of_a_codec_is_what_it_writes(codec: str) -> None:
+    assert get_codec(codec).wire_bytes(128 * 1024) == PAYLOAD_BYTES[codec] * 128 * 1024
+
+
+def test_a_run_that_fits_to_the_byte_begins(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = forecast_disk(config, MILLION)
+    needed = disk.store_bytes + 2 * disk.island_bytes
+    leave_free(monkeypatch, needed)
+
+    insist_on_room(config, MILLION, islands=config.islands, is_new=True)
+
+    leave_free(monkeypatch, needed - 1)
+    with pytest.raises(ConfigError) as refusal:
+        insist_on_room(config, MILLION, islands=config.islands, is_new=True)
+    text = str(refusal.value)
+    assert "writes up to 242.3 MiB more (1,000,000 parameters), and 242.3 MiB are free" in text
+    assert "checkpoints of island west: 63 MiB in" in text
+    assert "the syncer's store: 116.3 MiB in" in text
+    assert "lower checkpoint.keep or outer.retained_versions" in text
+    insist_on_room(config, MILLION, islands=(), is_new=True)
+
+
+def test_what_a_resumed_run_has_written_needs_no_more_room(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StateDir(Path(config.coordinator.state_dir)).store
+    store.mkdir(parents=True)
+    (store / "record").write_bytes(bytes(1000))
+    (store / "pinned").hardlink_to(store / "record")
+    leave_free(monkeypatch, forecast_disk(config, MILLION).store_bytes - 1000)
+
+    insist_on_room(config, MILLION, islands=(), is_new=False)
+
+    with pytest.raises(ConfigError, match="Make room"):
+        insist_on_room(config, MILLION, islands=(), is_new=True)

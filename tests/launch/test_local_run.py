@@ -1,0 +1,141 @@
+"""`LocalRun` and its coordinator: restarts within a budget, a stop that is passed on.
+
+Coordinator and islands are shell processes that do what a real one would at that moment.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco.config.load import load_config
+from diloco.errors import CoordinatorUnavailable
+from diloco.launch import local
+from diloco.launch.ending import Interrupted, Request
+from diloco.launch.local import LocalRun
+from diloco.launch.restarts import RestartBudget
+from tests.run_files import write_run
+
+SLEEPS = "exec sleep 60"
+#: Binds an address, then heeds SIGTERM as a coordinator does that has stopped gracefully.
+STOPS = """
+trap 'exit 143' TERM
+echo '{"address": "127.0.0.1:1", "pid": '$$'}' > coordinator.json.new
+mv coordinator.json.new coordinator.json
+while :; do sleep 0.05; done
+"""
+Make = Callable[..., LocalRun]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    runs: list[LocalRun] = []
+    for name, seconds in (("_GONE_S", 0.2), ("_END_S", 0.5), ("_ASK_AGAIN_S", 0.1)):
+        monkeypatch.setattr(local, name, seconds)
+
+    def build(*coordinators: str, island: str = SLEEPS, num_graceful: int = 1) -> LocalRun:
+        """Start a run whose coordinator is each of these scripts in turn, the last one for ever."""
+        scripts = list(coordinators)
+
+        def spawn(self: LocalRun, _: list[str], name: str) -> subprocess.Popen[bytes]:
+            script = island
+            if name == "coordinator":
+                script = scripts.pop(0) if len(scripts) > 1 else scripts[0]
+            return subprocess.Popen(["sh", "-c", script], cwd=self.state.root)
+
+        monkeypatch.setattr(LocalRun, "_spawn", spawn)
+        config = load_config(write_run(tmp_path, {"east": "", "west": ""}))
+        run = LocalRun(config, Request(num_graceful), _budget=RestartBudget(2, 0.01, 60.0))
+        runs.append(run)
+        return run
+
+    yield build
+    for run in runs:
+        run.__exit__()
+
+
+def test_a_coordinator_that_dies_again_and_again_ends_the_run(make: Make) -> None:
+    run = make(STOPS, "kill -9 $$")
+    run.start()
+    assert run.coordinator is not None
+    run.coordinator.kill()
+
+    with pytest.raises(CoordinatorUnavailable, match="died 3 times in a row") as error:
+        run.wait(lambda: None)
+
+    assert error.value.exit_code == 30
+    assert run.coordinator_restarts == 2
+
+
+def test_a_coordinator_that_died_once_is_replaced(make: Make) -> None:
+    run = make(STOPS, "exit 1", STOPS, island="sleep 1")
+    run.start()
+    assert run.coordinator is not None
+    run.coordinator.kill()
+
+    assert run.wait(lambda: None) == 0
+
+    assert run.coordinator_restarts == 2
+
+
+def test_the_first_signal_is_passed_on_and_islands_that_have_left_are_not_awaited(
+    make: Make,
+) -> None:
+    run = make(STOPS)
+    run.start()
+    run.request.note(signal.SIGINT)
+
+    code = run.wait(lambda: None)
+    run.wait_for_coordinator()
+
+    assert code == 0
+    assert run.coordinator is not None
+    assert (run.coordinator.returncode, run.is_stopped) == (143, True)
+
+
+def test_a_stop_reaches_the_coordinator_that_is_started_anew(make: Make) -> None:
+    run = make(STOPS)
+    run.start()
+    assert run.coordinator is not None
+    run.coordinator.kill()
+    run.coordinator.wait()
+    run.request.note(signal.SIGTERM)
+
+    run.wait(lambda: None)
+    run.wait_for_coordinator()
+
+    assert (run.coordinator_restarts, run.is_stopped) == (1, True)
+
+
+def test_a_second_signal_ends_the_wait(make: Make) -> None:
+    run = make(STOPS.replace("exit 143", ":"))
+    run.start()
+    run.request.note(signal.SIGINT)
+    run.request.note(signal.SIGTERM)
+
+    with pytest.raises(Interrupted) as interrupted:
+        run.wait(lambda: None)
+
+    assert interrupted.value.exit_code == 130
+
+
+def test_an_island_that_fails_on_the_way_ends_a_stop(make: Make) -> None:
+    run = make(STOPS.replace("exit 143", ":"), island="exec sh -c 'sleep 1; exit 40'")
+    run.start()
+    run.request.note(signal.SIGINT)
+
+    assert run.wait(lambda: None) == 40
+
+
+def test_a_signal_before_the_coordinator_is_there_ends_the_start(make: Make) -> None:
+    run = make(SLEEPS)
+    run.request.note(signal.SIGHUP)
+
+    with pytest.raises(Interrupted):
+        run.start()
+
+    assert run.islands == {}

@@ -1,0 +1,224 @@
+"""Metrics over HTTP: own registry, units in names, collected where the objects live."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import REGISTRY, Collector
+
+from diloco.errors import ConfigError
+from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics, syncer_metrics
+from diloco.telemetry.syncer_meter import SyncerMeter
+from protos.control_pb2 import FragmentStatus, IslandStatus, ReportRequest, StatusReply
+from protos.fragment_pb2 import FragmentState
+
+
+class _Given(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+def samples(metrics: list[Metric]) -> dict[str, float]:
+    """Sample -> value, as Prometheus reads the text."""
+    registry = CollectorRegistry()
+    registry.register(_Given(metrics))
+    text = generate_latest(registry).decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def status() -> StatusReply:
+    report = ReportRequest(
+        inner_step=12, loss_nats=2.5, tokens_per_s=100.0, tokens=768, fragments_in_flight=1,
+        bytes_up=70, bytes_down=80, blocked_s=1.5, utilisation=0.9, state="training",
+    )  # fmt: skip
+    return StatusReply(
+        run="demo",
+        timeline=1,
+        islands=[
+            IslandStatus(island="east", incarnation=2, last_report=report, report_age_s=0.5),
+            IslandStatus(island="west"),
+        ],
+        fragments=[
+            FragmentStatus(
+                fragment_id=0, version=3, attempt=1, contributors=["east", "west"], age_s=4.0,
+                phase="open",
+            )
+        ],
+        syncer_epoch=2,
+        state="running",
+        inner_steps=325,
+        checkpoint_steps=[100, 200],
+    )  # fmt: skip
+
+
+def test_coordinator_tells_of_run_islands_and_fragments() -> None:
+    assert samples(list(coordinator_metrics(status()))) == {
+        "diloco_run_info{run=demo}": 1,
+        "diloco_run_state{state=running}": 1,
+        "diloco_run_timeline": 1,
+        "diloco_run_inner_steps": 325,
+        "diloco_run_checkpoint_inner_step": 200,
+        "diloco_run_syncer_epoch": 2,
+        "diloco_island_incarnation{island=east}": 2,
+        "diloco_island_incarnation{island=west}": 0,
+        "diloco_island_report_age_seconds{island=east}": 0.5,
+        "diloco_island_state{island=east,state=training}": 1,
+        "diloco_island_inner_step{island=east}": 12,
+        "diloco_island_loss_nats{island=east}": 2.5,
+        "diloco_island_tokens_per_second{island=east}": 100,
+        "diloco_island_in_flight_fragments{island=east}": 1,
+        "diloco_island_utilisation_ratio{island=east}": 0.9,
+        "diloco_island_tokens_total{island=east}": 768,
+        "diloco_island_uplink_bytes_total{island=east}": 70,
+        "diloco_island_downlink_bytes_total{island=east}": 80,
+        "diloco_island_blocked_seconds_total{island=east}": 1.5,
+        "diloco_fragment_version{fragment=0}": 3,
+        "diloco_fragment_attempt{fragment=0}": 1,
+        "diloco_fragment_contributors{fragment=0}": 2,
+        "diloco_fragment_version_age_seconds{fragment=0}": 4,
+        "diloco_fragment_phase{fragment=0,phase=open}": 1,
+    }
+
+
+def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
+    ticks = iter([1.0, 1.5, 2.0, 2.25])
+    meter = SyncerMeter(lambda: next(ticks))
+    states = [
+        FragmentState(fragment_id=0, version=1, is_founded=True),
+        FragmentState(fragment_id=1),
+    ]
+
+    meter.received(0, "east", 100)
+    with meter.merging(0):
+        pass
+    with meter.committing(0):
+        pass
+    meter.published(0, ["east"], ["west"])
+    meter.expired(1)
+    meter.sent(0, "east", 30)
+    meter.sent(0, "east", 30)
+
+    assert samples(list(syncer_metrics(states, meter, syncer_epoch=4))) == {
+        "diloco_syncer_epoch": 4,
+        "diloco_syncer_fragment_version{fragment=0}": 1,
+        "diloco_syncer_rounds_published_total{fragment=0}": 1,
+        "diloco_syncer_rounds_published_total{fragment=1}": 0,
+        "diloco_syncer_rounds_expired_total{fragment=0}": 0,
+        "diloco_syncer_rounds_expired_total{fragment=1}": 1,
+        "diloco_syncer_merge_seconds_total{fragment=0}": 0.5,
+        "diloco_syncer_merge_seconds_total{fragment=1}": 0,
+        "diloco_syncer_commit_seconds_total{fragment=0}": 0.25,
+        "diloco_syncer_commit_seconds_total{fragment=1}": 0,
+        "diloco_syncer_contributions_total{fragment=0,island=east,outcome=included}": 1,
+        "diloco_syncer_contributions_total{fragment=0,island=west,outcome=refused}": 1,
+        "diloco_syncer_received_bytes_total{fragment=0,island=east}": 100,
+        "diloco_syncer_sent_bytes_total{fragment=0,island=east}": 60,
+    }
+
+
+def test_seconds_of_a_merge_that_failed_count() -> None:
+    ticks = iter([1.0, 3.0])
+    meter = SyncerMeter(lambda: next(ticks))
+
+    with pytest.raises(ValueError, match="broken"), meter.merging(0):
+        raise ValueError("broken")
+
+    assert meter.counts.merge_s == {0: 2.0}
+
+
+def one_gauge() -> list[Metric]:
+    return [GaugeMetricFamily("diloco_test", "A number", value=7)]
+
+
+async def scrape(address: str, path: str = "metrics") -> str:
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{address}/{path}", timeout=10) as reply:
+            return str(reply.read().decode())
+
+    return await asyncio.to_thread(get)
+
+
+def serve(collect, check) -> None:
+    """Serve `collect` on a free port while `check(address)` runs."""
+
+    async def run() -> None:
+        server = MetricsServer("127.0.0.1:0", collect, setting="telemetry.test")
+        await server.start()
+        try:
+            await check(server.address)
+        finally:
+            await server.stop()
+            await server.stop()
+        assert server.address == ""
+
+    asyncio.run(run())
+
+
+def test_scrape_collects_on_the_loop_and_has_nothing_of_the_global_registry() -> None:
+    threads: list[threading.Thread] = []
+
+    def collect() -> list[Metric]:
+        threads.append(threading.current_thread())
+        return one_gauge()
+
+    async def check(address: str) -> None:
+        text = await scrape(address)
+        assert "# HELP diloco_test A number" in text
+        assert "diloco_test 7.0" in text
+        assert "python_info" not in text
+        assert await scrape(address) == text
+
+    serve(collect, check)
+
+    assert threads == [threading.main_thread()] * 2
+    assert not any(name.startswith("diloco") for name in REGISTRY._names_to_collectors)
+
+
+def test_empty_address_serves_nothing() -> None:
+    async def run() -> str:
+        server = MetricsServer("", one_gauge, setting="telemetry.test")
+        await server.start()
+        await server.stop()
+        return server.address
+
+    assert asyncio.run(run()) == ""
+
+
+def test_server_that_was_stopped_answers_no_more() -> None:
+    async def run() -> None:
+        server = MetricsServer("127.0.0.1:0", one_gauge, setting="telemetry.test")
+        await server.start()
+        address = server.address
+        await server.stop()
+        with pytest.raises(urllib.error.URLError):
+            await scrape(address)
+
+    asyncio.run(run())
+
+
+def test_port_that_is_taken_names_the_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        server = MetricsServer(address, one_gauge, setting="telemetry.syncer_metrics")
+
+        with pytest.raises(ConfigError, match=f"telemetry.syncer_metrics = {address}") as taken:
+            asyncio.run(server.start())
+
+    assert "Address already in use" in str(taken.value)
+    assert "ss -ltnp" in str(taken.value)
