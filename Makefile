@@ -52,7 +52,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo '==> pytest'
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

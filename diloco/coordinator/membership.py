@@ -227,7 +227,7 @@ class Membership:
         member = replace(self.members[island], exit_code=exit_code, is_stopped=is_stopped)
         entries: Entries = (_island_entry(island, member),)
         if is_stopped and self.stop_step is not None:
-            entries += self._kept_by(island, self._kept[island] | {self.stop_step})
+            entries += self._kept_by(island, self._kept_of(island) | {self.stop_step})
         return entries
 
     def failed(self, reason: str, exit_code: int) -> Entries:
@@ -318,9 +318,15 @@ class Membership:
     def _kept_by(self, island: str, steps: set[int]) -> Entries:
         self._kept[island] = steps
         # Complete once is complete for good: an island that has not reported yet keeps its own.
-        complete = set.intersection(*self._kept.values()) | set(self.checkpoints)
+        complete = set.intersection(*map(self._kept_of, self._kept)) | set(self.checkpoints)
         newest = tuple(sorted(complete)[-self.num_checkpoints :])
         return () if newest == self.checkpoints else (("checkpoint", json.dumps(newest)),)
+
+    def _kept_of(self, island: str) -> set[int]:
+        """Reports are not durable, a stop is: who left in it has its checkpoint."""
+        if self.members[island].is_stopped and self.stop_step is not None:
+            return self._kept[island] | {self.stop_step}
+        return self._kept[island]
 
     def _has_joined(self, member: Member) -> bool:
         return member.incarnation > 0 and member.timeline == self.timeline

@@ -20,6 +20,7 @@ Source: protocol.md section 9.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -177,21 +178,27 @@ class Checkpoint:
 
 
 def remove_old(
-    directory: Path, island: str, *, newest: int, keep: int, needed: Collection[int]
-) -> None:
-    """Remove what the checkpoint of inner step `newest`, just written, makes superfluous.
+    directory: Path, island: str, *, newest: int, needed: Collection[int], num_unsure: int
+) -> list[int]:
+    """Remove what no resume can need, after the checkpoint of inner step `newest` was written.
+
+    A run is resumed from a checkpoint that every island has. Those that are known to be complete
+    are `needed`; a newer one may become so, since islands are not equally far.
 
     Args:
         directory: Of this site's checkpoints.
         island: Whose.
         newest: Inner step just written; later ones, of another history, are left alone.
-        keep: Number of checkpoints of this island to keep, `newest` among them.
-        needed: Inner steps to keep beside them: a run is resumed from a checkpoint that every
-            island has, and another island may lack the newer ones.
+        needed: Inner steps to keep in any case.
+        num_unsure: Newest checkpoints, after the last needed one, to keep beside them; at least 1.
+
+    Returns:
+        Inner steps of the whole checkpoints that are left, up to `newest`, ascending.
     """
     older = [step for step in _steps(directory, island) if step <= newest]
     whole = [s for s in older if (step_directory(directory, island, s) / MANIFEST).exists()]
-    kept = {*whole[-keep:], *needed}
+    unsure = [step for step in whole if step > max(needed, default=-1)]
+    kept = {*needed, *unsure[-num_unsure:]}
     for step in older:
         if step in whole and step in kept:
             continue
@@ -199,19 +206,23 @@ def remove_old(
         (path / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not be whole
         sync_directory(path)
         shutil.rmtree(path)
+    return [step for step in whole if step in kept]
 
 
 def abandon_later(directory: Path, island: str, *, step: int, timeline: int) -> None:
-    """Move aside the checkpoints after inner step `step`, which the resumed run has abandoned.
+    """Move aside what earlier timelines wrote after inner step `step`: it was abandoned.
 
     Args:
         directory: Of this site's checkpoints.
         island: Whose.
         step: Inner step that the run was resumed at.
-        timeline: Of the resumed run; what is moved is of an earlier one.
+        timeline: Of the resumed run; its own checkpoints stay, should it be resumed once more.
     """
     for later in (other for other in _steps(directory, island) if other > step):
         path = step_directory(directory, island, later)
+        with contextlib.suppress(OSError, ValueError, KeyError):  # what is not whole goes, too
+            if json.loads((path / MANIFEST).read_text(encoding="utf-8"))["timeline"] >= timeline:
+                continue
         aside = path.parent / f"abandoned-before-timeline-{timeline:04d}"
         aside.mkdir(exist_ok=True)
         if (aside / path.name).exists():

@@ -211,7 +211,7 @@ async def _coordinate(
         setting="telemetry.coordinator_metrics",
     )
     try:
-        await metrics.start()
+        await metrics.start(is_restart=earlier is not None)
         Endpoint(local_address(server.address), os.getpid()).write(state.coordinator)
         address = coordinator_address(server.address, config.coordinator)
         tell(f"coordinator of run {config.run.name!r} listens on {address}")

@@ -11,6 +11,7 @@ Source: protocol.md section 9.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -130,14 +131,25 @@ class IslandCheckpoints:
             )
 
     def _remove_old(self, step: int) -> None:
-        needed = self._connection.complete_checkpoints
-        if needed is None:
+        complete = self._connection.complete_checkpoints
+        if complete is None:
             return  # with the next one
+        config, resumed = self._config, self._outer.resume_step
+        # An island that crashes before anything new is published resumes once more.
+        needed = complete if resumed is None else (*complete, resumed)
+        every = max(1, config.checkpoint.every_inner_steps)
+        ahead = config.outer.inner_steps_per_round + config.outer.overlap_steps
         try:
-            keep = self._config.checkpoint.keep
-            remove_old(*self._place, newest=step, keep=keep, needed=needed)
+            left = remove_old(
+                *self._place,
+                newest=step,
+                needed=needed,
+                num_unsure=config.checkpoint.keep + math.ceil(ahead / every),
+            )
         except OSError as error:
             logger.warning("old checkpoints cannot be removed: %s", error)
+        else:
+            self._connection.report_checkpoints(left)
 
     def _resume(self, step: int) -> None:
         checkpoint = Checkpoint.open(*self._place, step)

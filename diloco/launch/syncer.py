@@ -45,6 +45,7 @@ from diloco.outer.fragments import Plan
 from diloco.rounds.pins import restore, valid_pins
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.reporter import Reporter
+from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
 from protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
 from transport.errors import ConnectError
 from transport.grpc_client import GrpcTransport
@@ -154,11 +155,18 @@ async def _serve(
         address = syncer_address(server.address, config.coordinator)
         Endpoint(address, os.getpid()).write(state.syncer)
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
+        metrics = MetricsServer(
+            config.telemetry.syncer_metrics,
+            lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=epoch),
+            setting="telemetry.syncer_metrics",
+        )
         reporting = asyncio.create_task(reporter.run(syncer, address))
         try:
+            await metrics.start(is_restart=epoch > 1)
             await first_of(syncer.ended.wait(), stopping.wait(), asyncio.shield(reporting))
             return await _end(syncer, reporter, stopping)
         finally:
+            await metrics.stop()
             await server.stop(_DRAIN_S)
             await syncer.stop()
             await reporter.drain(_LAST_REPORT_S)

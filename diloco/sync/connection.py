@@ -242,6 +242,10 @@ class Connection:
         """Note that all ranks have saved the checkpoint of an inner step."""
         self.report_checkpoints({step, *(other for other in self._kept if other < step)})
 
+    def has_kept(self, step: int) -> bool:
+        """Whether all ranks have saved the checkpoint of an inner step."""
+        return step in self._kept
+
     @property
     def complete_checkpoints(self) -> tuple[int, ...] | None:
         """Inner steps of the run checkpoints that every island has, as the leader last heard.

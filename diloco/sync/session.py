@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 #: The leader's word to its ranks while the stop step is not decided; else that step, 0: none.
 _HELD = -1
+#: Modulus at which tokens are compared between ranks: squares must fit 64 bits.
+_COMPARED_TOKENS = 1 << 20
 #: Seconds after which a held leader looks whether the island has failed.
 _LOOK_S = 1.0
 
@@ -302,6 +304,12 @@ class DiLoCo:
         self._insist_on_training(is_stepping=False)
         self._trained.settle(self.inner_step)
         is_stopping = self.is_stopping
+        if is_stopping and not self._connection.has_kept(self.inner_step):
+            raise ConfigError(
+                f"outer.finish() at the graceful stop after inner step {self.inner_step}, and "
+                f"this island has no checkpoint of it to resume from: while outer.checkpoint_due, "
+                f"save inside `with outer.checkpointing():`, before the loop is left"
+            )
         if not is_stopping:
             self._state = IslandState.FLUSHING
             self._connection.io.drive(self._loop.finishing())
@@ -444,6 +452,13 @@ class DiLoCo:
                 f"outer.inner_steps), then call outer.finish()"
             )
 
+        if is_stepping and self._stop_step is not None and self.inner_step >= self._stop_step:
+            raise ConfigError(
+                f"inner step {self.inner_step + 1}: the run was asked to stop after inner step "
+                f"{self._stop_step}, and the other islands stop there: leave the loop when "
+                f"outer.is_stopping, after the checkpoint, then call outer.finish()"
+            )
+
     def _tell_ranks(self) -> None:
         """Share what the leader knows of a graceful stop, and hold where it promised to."""
         word = 0
@@ -470,10 +485,21 @@ class DiLoCo:
                 raise self._exchange.failure
 
     def _sum(self, word: int = 0) -> int:
-        """Sum the bytes that all ranks have moved, and the leader's word; collective."""
-        bytes_up, bytes_down, word = self._groups.sum([self.bytes_up, self.bytes_down, word])
-        self.island_bytes = (bytes_up, bytes_down)
-        return word
+        """Sum the bytes that all ranks have moved, and the leader's word; collective.
+
+        Raises:
+            ValueError: On every rank, if they were not told the same numbers of tokens.
+        """
+        tokens = self._tokens % _COMPARED_TOKENS
+        sums = self._groups.sum([self.bytes_up, self.bytes_down, word, tokens, tokens * tokens])
+        self.island_bytes = (sums[0], sums[1])
+        if sums[4] * self._groups.num_ranks != sums[3] * sums[3]:  # equal only if all are
+            raise ValueError(
+                f"the ranks of this island gave outer.step different num_tokens; this rank's sum "
+                f"up to inner step {self.inner_step} is {self._tokens}. Give every rank the tokens "
+                f"of the whole island: sum them over its ranks"
+            )
+        return sums[2]
 
     def _progress(self) -> Progress:
         """What a report says; asked in the IO thread."""

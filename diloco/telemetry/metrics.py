@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from diloco.telemetry.events import (
     BytesMoved,
+    CheckpointWritten,
     Evaluated,
     Event,
     FragmentMerged,
@@ -71,6 +72,8 @@ class Metrics:
                 scalars = {
                     f"validation_metrics/{event.parameters}_nats_per_byte": event.nats_per_byte
                 }
+            case CheckpointWritten():
+                scalars = {"checkpoint/bytes": event.bytes, "checkpoint/write(s)": event.seconds}
             case IslandEnded():
                 scalars = {
                     "utilisation": event.utilisation,

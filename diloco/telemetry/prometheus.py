@@ -30,13 +30,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _COLLECT_S = 5.0
+_RETRY_WAIT_S = 0.2
 
 
 class MetricsServer:
     """Serves what `collect` gives at every scrape, over HTTP, from threads of its own."""
 
     def __init__(
-        self, listen: str, collect: Callable[[], Iterable[Metric]], *, setting: str
+        self,
+        listen: str,
+        collect: Callable[[], Iterable[Metric]],
+        *,
+        setting: str,
+        busy_s: float = 3.0,
     ) -> None:
         """Assign only.
 
@@ -44,10 +50,12 @@ class MetricsServer:
             listen: HOST:PORT, port 0 for any free one; empty: serve nothing.
             collect: Called in the event loop in which `start` was awaited.
             setting: Dotted name of the setting that says `listen`, for the message.
+            busy_s: Seconds for which a busy port is tried again: its last owner may be ending.
         """
         self._listen = listen
         self._collect = collect
         self._setting = setting
+        self._busy_s = busy_s
         self._server: tuple[WSGIServer, Thread] | None = None
 
     @property
@@ -57,26 +65,45 @@ class MetricsServer:
             return ""
         return f"{split_address(self._listen)[0]}:{self._server[0].server_port}"
 
-    async def start(self) -> None:
+    async def start(self, *, is_restart: bool) -> None:
         """Begin to serve.
 
+        Args:
+            is_restart: Whether a run is under way already: it goes on without metrics, with a
+                warning, where a new one is refused.
+
         Raises:
-            ConfigError: If the address cannot be bound.
+            ConfigError: If the address cannot be bound, at the start of a run.
         """
         if not self._listen:
             return
-        host, port = split_address(self._listen)
-        registry = CollectorRegistry()
-        registry.register(_OnLoop(asyncio.get_running_loop(), self._collect))
         try:
-            self._server = start_http_server(port, addr=host.strip("[]"), registry=registry)
+            self._server = await self._serve()
         except OSError as error:
-            raise ConfigError(
+            problem = (
                 f"{self._setting} = {self._listen}: cannot serve metrics there: "
                 f"{error.strerror or error}. Give another port (0: any free one), or end the "
                 f"process that holds it (ss -ltnp shows which)"
-            ) from error
-        logger.info("metrics are served, address=http://%s/metrics", self.address)
+            )
+            if not is_restart:
+                raise ConfigError(problem) from error
+            logger.warning("the run goes on without metrics: %s", problem)
+        else:
+            logger.info("metrics are served, address=http://%s/metrics", self.address)
+
+    async def _serve(self) -> tuple[WSGIServer, Thread]:
+        loop = asyncio.get_running_loop()
+        host, port = split_address(self._listen)
+        registry = CollectorRegistry()
+        registry.register(_OnLoop(loop, self._collect))
+        until = loop.time() + self._busy_s
+        while True:
+            try:
+                return start_http_server(port, addr=host.strip("[]"), registry=registry)
+            except OSError:
+                if loop.time() >= until:
+                    raise
+                await asyncio.sleep(_RETRY_WAIT_S)
 
     async def stop(self) -> None:
         """Serve no more; stopping twice is harmless."""

@@ -483,3 +483,19 @@ def test_plan_text_and_start_are_those_of_the_run_in_every_timeline() -> None:
 
     assert refused.verdict is JoinVerdict.PLAN_MISMATCH
     assert "tensors[0].shape[1]: 5 here, 6 there" in refused.message
+
+
+def test_a_stop_is_complete_also_when_the_coordinator_died_between_two_leaves() -> None:
+    before, log = machine(), dict[str, str]()
+    for island in ("east", "west"):
+        log.update(join(before, island).entries)
+    do(before, before.request_stop(), log)
+    for island in ("east", "west"):
+        do(before, before.promise(island, 20), log)
+    do(before, before.left("east", 0, is_stopped=True), log)
+
+    after = machine()
+    after.apply(log.items())
+    after.apply(after.left("west", 0, is_stopped=True))
+
+    assert (after.is_stopped, after.checkpoints) == (True, (20,))

@@ -78,7 +78,8 @@ def stop_in_the_middle(run_file: Path) -> int:
         run.wait_for_coordinator()
         assert code == 0 and run.is_stopped, f"exit code {code}\n{all_logs(run.state.root)}"
     steps = {island: valid_steps(config.checkpoint_dir, island) for island in ISLANDS}
-    assert steps["fsdp"] == steps["one"], all_logs(run.state.root)
+    # Older ones go when an island hears that newer ones are whole, at a moment of its own.
+    assert steps["fsdp"][-2:] == steps["one"][-2:], all_logs(run.state.root)
     return steps["one"][-1]
 
 

@@ -54,7 +54,11 @@ class Trained:
             step,
             training=training_tensors(self.model, self.optimizer),
             outer=self.outer(step),
-            about={"optimizer_step": optimizer_step(self.optimizer), "data": {"step": step}},
+            about={
+                "optimizer_step": optimizer_step(self.optimizer),
+                "data": {"step": step},
+                "timeline": 0,
+            },
         )
 
 
@@ -68,7 +72,7 @@ def write_until_killed(directory: Path) -> None:
     while True:
         step += 1
         trained.write(directory, step)
-        remove_old(directory, ISLAND, newest=step, keep=2, needed=())
+        remove_old(directory, ISLAND, newest=step, needed=(), num_unsure=2)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_next_write_mends_it(
 
     monkeypatch.undo()
     trained.write(tmp_path, 15)
-    remove_old(tmp_path, ISLAND, newest=15, keep=2, needed=())
+    remove_old(tmp_path, ISLAND, newest=15, needed=(), num_unsure=2)
     assert os.listdir(tmp_path / ISLAND) == ["step-000000000015"]
 
 
@@ -199,16 +199,17 @@ def test_killed_writers_leave_whole_checkpoints_or_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "needed", "kept"),
+    ("num_unsure", "needed", "kept"),
     [
-        (1, (), [40]),
-        (2, (), [30, 40]),
-        (2, (10,), [10, 30, 40]),
-        (9, (), [10, 20, 30, 40]),
+        pytest.param(1, (), [40], id="nothing-complete-yet"),
+        pytest.param(2, (10,), [10, 30, 40], id="newest-of-those-that-may-become-complete"),
+        pytest.param(9, (), [10, 20, 30, 40], id="others-are-far-behind"),
+        pytest.param(9, (20, 30), [20, 30, 40], id="older-than-complete-ones"),
+        pytest.param(9, (40,), [40], id="newest-is-complete"),
     ],
 )
-def test_retention_keeps_the_newest_and_what_the_run_needs(
-    tmp_path: Path, keep: int, needed: tuple[int, ...], kept: list[int]
+def test_retention_keeps_what_is_complete_and_what_may_become_so(
+    tmp_path: Path, num_unsure: int, needed: tuple[int, ...], kept: list[int]
 ) -> None:
     trained = Trained()
     for step in (10, 20, 30, 40, 50):
@@ -216,8 +217,9 @@ def test_retention_keeps_the_newest_and_what_the_run_needs(
     leftover = step_directory(tmp_path, ISLAND, 25)
     leftover.mkdir()
 
-    remove_old(tmp_path, ISLAND, newest=40, keep=keep, needed=needed)
+    left = remove_old(tmp_path, ISLAND, newest=40, needed=needed, num_unsure=num_unsure)
 
+    assert left == kept
     assert valid_steps(tmp_path, ISLAND) == [*kept, 50], "50 is of another history"
     assert not leftover.exists()
 
@@ -234,3 +236,15 @@ def test_what_a_resume_abandons_is_moved_aside(tmp_path: Path) -> None:
     assert valid_steps(tmp_path, ISLAND) == [10]
     aside = tmp_path / ISLAND / "abandoned-before-timeline-0001"
     assert sorted(os.listdir(aside)) == ["step-000000000020", "step-000000000030"]
+
+
+def test_a_timeline_keeps_its_own_checkpoints_when_it_is_resumed_once_more(tmp_path: Path) -> None:
+    trained = Trained()
+    for step in (10, 20, 30):
+        trained.write(tmp_path, step)
+    manifest = step_directory(tmp_path, ISLAND, 20) / MANIFEST
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "timeline": 1}))
+
+    abandon_later(tmp_path, ISLAND, step=10, timeline=1)
+
+    assert valid_steps(tmp_path, ISLAND) == [10, 20]

@@ -129,6 +129,24 @@ def test_a_graceful_stop_is_a_checkpoint_and_no_flush(tmp_path: Path) -> None:
     assert served.reports["east"].checkpoint_steps == [stop_step]
 
 
+@pytest.mark.parametrize(
+    ("is_ignoring", "told"), [(True, "leave the loop when outer.is_stopping"), (False, "save ins")]
+)
+def test_a_stop_without_a_checkpoint_or_that_is_ignored_is_refused(
+    tmp_path: Path, is_ignoring: bool, told: str
+) -> None:
+    loop = Loop()
+    with ServedRun(tmp_path, {"east": ""}, inner_steps=100_000, **ROUNDS) as served:
+        served.hold()
+        with pytest.raises(ConfigError, match=told), joined(served, loop) as outer:
+            while is_ignoring or not outer.is_stopping:
+                loop.step(outer.inner_step)
+                outer.step(num_tokens=TOKENS)
+            outer.finish()
+
+    assert not served.leaves[-1].is_stopped
+
+
 def test_a_checkpoint_that_could_not_be_saved_is_not_reported(served: ServedRun) -> None:
     loop = Loop()
 

@@ -171,3 +171,28 @@ def test_state_saved_at_two_ranks_loads_at_one() -> None:
         torch.testing.assert_close(
             torch.tensor(resumed), torch.tensor(uninterrupted), rtol=0, atol=1e-6
         )
+
+
+# -- tokens --------------------------------------------------------------------------------------
+
+
+def count_tokens_apart(island_rank: int) -> str:
+    model, directory = sharded(), shared_directory()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with serving(island_rank, directory) as (_, address):
+        config = load_config(directory / "run.toml", island="east")
+        try:
+            with diloco.connect(config, address) as connection:
+                outer = diloco.DiLoCo(model, config.outer, transport=connection)
+                for inner_step in range(outer.inner_steps):
+                    train_step(model, optimizer, inner_step)
+                    outer.step(num_tokens=TOKENS + island_rank)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_that_count_different_tokens_are_told_so_together() -> None:
+    for island_rank, told in enumerate(run_ranks(count_tokens_apart, 2)):
+        assert told.startswith("the ranks of this island gave outer.step different num_tokens")
+        assert f"up to inner step 3 is {3 * (TOKENS + island_rank)}" in told

@@ -8,6 +8,7 @@ import pytest
 
 from diloco.telemetry.events import (
     BytesMoved,
+    CheckpointWritten,
     Evaluated,
     Event,
     FragmentMerged,
@@ -87,10 +88,11 @@ def test_throughput_counts_what_the_island_was_blocked_since_its_last_step() -> 
             Evaluated(4, "published", 1.25),
             {"validation_metrics/published_nats_per_byte": 1.25},
         ),
+        (CheckpointWritten(4, 900, 0.5), {"checkpoint/bytes": 900, "checkpoint/write(s)": 0.5}),
         (RoundExpiredSeen(4, 0, 4, 0, 0.5), {"events/round_expired": 1}),
         (IslandRejoined(4, 7), {"events/island_rejoined": 1}),
     ],
-    ids=["sent", "declined", "merged", "bytes", "evaluated", "expired", "rejoined"],
+    ids=["sent", "declined", "merged", "bytes", "evaluated", "checkpoint", "expired", "rejoined"],
 )
 def test_scalars_of_an_event(event: Event, scalars: dict[str, float]) -> None:
     assert row(Metrics(), event).scalars == scalars

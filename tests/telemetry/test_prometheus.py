@@ -159,7 +159,7 @@ def serve(collect, check) -> None:
 
     async def run() -> None:
         server = MetricsServer("127.0.0.1:0", collect, setting="telemetry.test")
-        await server.start()
+        await server.start(is_restart=False)
         try:
             await check(server.address)
         finally:
@@ -193,7 +193,7 @@ def test_scrape_collects_on_the_loop_and_has_nothing_of_the_global_registry() ->
 def test_empty_address_serves_nothing() -> None:
     async def run() -> str:
         server = MetricsServer("", one_gauge, setting="telemetry.test")
-        await server.start()
+        await server.start(is_restart=False)
         await server.stop()
         return server.address
 
@@ -203,7 +203,7 @@ def test_empty_address_serves_nothing() -> None:
 def test_server_that_was_stopped_answers_no_more() -> None:
     async def run() -> None:
         server = MetricsServer("127.0.0.1:0", one_gauge, setting="telemetry.test")
-        await server.start()
+        await server.start(is_restart=False)
         address = server.address
         await server.stop()
         with pytest.raises(urllib.error.URLError):
@@ -212,13 +212,48 @@ def test_server_that_was_stopped_answers_no_more() -> None:
     asyncio.run(run())
 
 
-def test_port_that_is_taken_names_the_setting() -> None:
+def test_port_that_is_taken_refuses_a_new_run_and_names_the_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         address = f"127.0.0.1:{holder.getsockname()[1]}"
-        server = MetricsServer(address, one_gauge, setting="telemetry.syncer_metrics")
+        server = MetricsServer(address, one_gauge, setting="telemetry.syncer_metrics", busy_s=0)
 
         with pytest.raises(ConfigError, match=f"telemetry.syncer_metrics = {address}") as taken:
-            asyncio.run(server.start())
+            asyncio.run(server.start(is_restart=False))
 
     assert "Address already in use" in str(taken.value)
     assert "ss -ltnp" in str(taken.value)
+
+
+def test_port_that_is_taken_ends_no_run_that_is_under_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        server = MetricsServer(address, one_gauge, setting="telemetry.syncer_metrics", busy_s=0)
+
+        async def run() -> None:
+            await server.start(is_restart=True)
+            await server.stop()
+
+        asyncio.run(run())
+
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "goes on without metrics" in warning
+    assert f"telemetry.syncer_metrics = {address}" in warning
+
+
+def test_port_that_its_last_owner_still_holds_is_tried_again() -> None:
+    holder = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{holder.getsockname()[1]}"
+
+    async def run() -> str:
+        server = MetricsServer(address, one_gauge, setting="telemetry.test", busy_s=30)
+        starting = asyncio.create_task(server.start(is_restart=True))
+        await asyncio.sleep(0)  # it has tried once, in vain
+        holder.close()
+        await starting
+        text = await scrape(server.address)
+        await server.stop()
+        return text
+
+    assert "diloco_test 7.0" in asyncio.run(run())
