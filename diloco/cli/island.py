@@ -78,12 +78,13 @@ def island(
     and starts nothing, nor does it restart anything.
     """
     from diloco.config.load import load_config
+    from diloco.launch.address import find_coordinator
     from diloco.launch.island import run_island
     from diloco.launch.place import Place
 
     config = load_config(run_file, overrides or (), island=name)
     place = Place.of(config.island.ranks, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
-    address = coordinator or _coordinator_address(config)
+    address = find_coordinator(config, coordinator)
     directory = output or config.telemetry_dir
     if resume:
         typer.echo(_found_text(config))
@@ -110,27 +111,6 @@ def plan(
         typer.echo(json.dumps(planned.as_dict(), indent=2))
     else:
         _show(planned)
-
-
-def _coordinator_address(config: Config) -> str:
-    """Take the address from the file, or from the state directory on this machine.
-
-    Raises:
-        ConfigError: If neither has one.
-    """
-    from diloco.errors import ConfigError
-    from diloco.launch.state_dir import StateDir, read_endpoint
-
-    if config.coordinator.address:
-        return config.coordinator.address
-    path = StateDir(Path(config.coordinator.state_dir)).coordinator
-    endpoint = read_endpoint(path)
-    if endpoint is None or not endpoint.address:
-        raise ConfigError(
-            f"where is the coordinator? {path} does not say. Start it (diloco coordinator "
-            f"RUN.toml), and on another machine give --coordinator HOST:PORT as it printed it"
-        )
-    return endpoint.address
 
 
 def _found_text(config: Config) -> str:

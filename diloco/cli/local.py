@@ -72,7 +72,7 @@ def local(
     from diloco.launch.ending import Interrupted, heeding_signals
     from diloco.launch.local import without_links
 
-    console = Console(quiet=as_json)
+    console = Console(quiet=as_json, markup=False)  # logs and keys have brackets of their own
     config = load_config(run_file, overrides or ())
     if islands:
         config = without_links(config, islands)
@@ -85,11 +85,11 @@ def local(
             code, is_stopped = 0, True
     if is_stopped:
         said = _stopped_text(config, command)
-        Console(stderr=True).print(said, highlight=False, soft_wrap=True)
+        Console(stderr=True, markup=False).print(said, highlight=False, soft_wrap=True)
         raise typer.Exit(128 + request.number)
     if code != 0:
         said = _failure_text(config, command)
-        Console(stderr=True).print(said, highlight=False, style="red")
+        Console(stderr=True, markup=False).print(said, highlight=False, style="red")
         raise typer.Exit(code)
     _tell_end(config, console, as_json=as_json)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
-from diloco.config.schema import CoordinatorConfig
+from diloco.config.schema import Config, CoordinatorConfig
 from diloco.errors import ConfigError
+from diloco.launch.state_dir import StateDir, read_endpoint
 from transport.addresses import is_wildcard, split_address
 from transport.contracts import Handlers
 from transport.grpc_server import GrpcServer
@@ -110,3 +112,35 @@ def _advertised(bound: str, public: str, key: str) -> str:
             f'coordinator.{key} = "HOST:PORT" as they reach it'
         )
     return bound
+
+
+def find_coordinator(config: Config, given: str) -> str:
+    """Find out where a run's coordinator is reached.
+
+    Args:
+        config: The run.
+        given: HOST:PORT; empty: `coordinator.address` of the run file, or what
+            `coordinator.state_dir` records where the coordinator runs on this machine.
+
+    Raises:
+        ConfigError: If nothing says so, or it is no address.
+    """
+    address = given or config.coordinator.address
+    if not address:
+        state = StateDir(Path(config.coordinator.state_dir))
+        endpoint = read_endpoint(state.coordinator)
+        address = "" if endpoint is None else endpoint.address
+        if not address:
+            raise ConfigError(
+                f"where is the coordinator? {state.coordinator} does not say, so none was started "
+                f"on this machine. Start it (diloco coordinator RUN.toml); on another machine give "
+                f"its HOST:PORT as it printed it: --coordinator, diloco.connect(config, ...) or "
+                f"coordinator.address"
+            )
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise ConfigError(
+            f"the coordinator's address {error}: as `diloco coordinator` printed it"
+        ) from error
+    return address

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
-from pathlib import Path
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.launch.address import find_coordinator
 from diloco.launch.build import link_profile
 from diloco.launch.carrier_link import carrier_link
-from diloco.launch.state_dir import StateDir, read_endpoint
 from diloco.sync.connection import Connection
 from transport.contracts import Transport
 from transport.grpc_client import GrpcTransport
@@ -33,29 +32,15 @@ def connect(config: Config, coordinator: str = "") -> Connection:
         To be used as a context manager: ``with diloco.connect(config) as connection:``.
 
     Raises:
-        ConfigError: If no island is selected, or no address is known.
+        ConfigError: If no island is selected, or no address is known, or it is none.
     """
     if not config.island_id:
         raise ConfigError(
             f"no island is selected: diloco.load_config(path, island=...) with one of "
             f"{', '.join(sorted(config.islands))}"
         )
-    address = coordinator or config.coordinator.address or _recorded(config)
+    address = find_coordinator(config, coordinator)
     return Connection(config, _GrpcWires(config, address, link_profile(config)))
-
-
-def _recorded(config: Config) -> str:
-    """Address that a coordinator on this machine wrote down."""
-    state = StateDir(Path(config.coordinator.state_dir))
-    endpoint = read_endpoint(state.coordinator)
-    if endpoint is None or not endpoint.address:
-        raise ConfigError(
-            f"where is the coordinator? {state.coordinator} records none, so none was started on "
-            f"this machine in coordinator.state_dir = {config.coordinator.state_dir}: start "
-            f"`diloco coordinator RUN.toml` first, or give its HOST:PORT as "
-            f"diloco.connect(config, ...) or coordinator.address"
-        )
-    return endpoint.address
 
 
 class _GrpcWires:

@@ -82,6 +82,12 @@ def find_warm_start(config: Config) -> WarmStart | None:
     shape = LlamaShape.from_config(config.model)
     path = Path(named)
     if not path.exists():
+        if named.startswith(("/", ".", "~")) or named.count("/") != 1:
+            raise ConfigError(
+                f"run.warm_start = {named!r}: there is no such directory. Give an export (diloco "
+                f"export), a Hugging Face model, a run's state_dir or one of its checkpoints, or a "
+                f"hub name, OWNER/MODEL"
+            )
         found = _from_model(_download(named), f"{named} of Hugging Face's hub", shape)
     elif (path / StateDir(path).resolved.name).is_file():
         found = _from_run(path, config, shape)

@@ -122,6 +122,7 @@ class DiLoCo:
             ConfigError: If `outer` is not the connection's, or the connection is not open.
             DilocoError: As the join and the first published version may fail.
         """
+        _insist_on_kinds(outer, transport)
         transport.insist_on_new()
         _insist_on_same(outer, transport.config.outer)
         self._connection = transport
@@ -523,6 +524,20 @@ class DiLoCo:
 
     def _heard(self) -> list[Event]:
         return [self._events.popleft() for _ in range(len(self._events))]
+
+
+def _insist_on_kinds(outer: Any, transport: Any) -> None:
+    """Refuse mistaken arguments; `Any` because a caller may pass anything."""
+    if not isinstance(transport, Connection):
+        raise ConfigError(
+            f"diloco.DiLoCo(transport={transport!r}): give the connection itself, `with "
+            f"diloco.connect(config) as connection:`"
+        )
+    if not isinstance(outer, OuterConfig):
+        raise ConfigError(
+            f"diloco.DiLoCo's second argument is a {type(outer).__name__}: give config.outer of "
+            f"the configuration that went to diloco.connect"
+        )
 
 
 def _insist_on_same(given: OuterConfig, connected: OuterConfig) -> None:

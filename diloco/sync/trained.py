@@ -29,14 +29,20 @@ class TrainedParameters:
         """Find the parameters.
 
         Raises:
-            ValueError: As `canonical_parameters` does.
+            ValueError: If it is none of these, and as `canonical_parameters` does.
         """
         self._named = trained if isinstance(trained, Mapping) else None
         modules: Iterable[nn.Module] = ()
         if isinstance(trained, nn.Module):
             modules = (trained,)
         elif not isinstance(trained, Mapping):
-            modules = tuple(trained)  # a generator would be empty at the second look
+            # A generator would be empty at the second look.
+            modules = tuple(trained) if isinstance(trained, Iterable) else (trained,)
+            for odd in (part for part in modules if not isinstance(part, nn.Module)):
+                raise ValueError(
+                    f"diloco.DiLoCo was given a {type(odd).__name__}: give a module, a list of "
+                    f"modules, or parameters by name, such as dict(model.named_parameters())"
+                )
         self._modules = tuple(modules)
         self.named = self._found()
 

@@ -29,6 +29,13 @@ def test_an_unknown_address_says_how_to_give_it(tmp_path: Path) -> None:
         diloco.connect(config)
 
 
+def test_what_is_no_address_is_refused_at_once(tmp_path: Path) -> None:
+    config = diloco.load_config(write_run(tmp_path, {"east": ""}), island="east")
+
+    with pytest.raises(ConfigError, match=r"address 'foo' must be HOST:PORT"):
+        diloco.connect(config, "foo")
+
+
 def test_an_unknown_link_is_refused(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, {"east": ""})
     config = diloco.load_config(run_file, ["transport.link=warp"], island="east")

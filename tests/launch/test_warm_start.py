@@ -270,6 +270,11 @@ def test_what_neither_this_machine_nor_the_hub_has_is_refused_with_both_reasons(
     assert "Name or service not known" in refusal
 
 
+@pytest.mark.parametrize("path", ["/nowhere/model", "./model", "model", "a/b/c"])
+def test_a_path_that_is_not_there_is_not_asked_of_the_hub(run: WarmRun, path: str) -> None:
+    assert f"run.warm_start = {path!r}: there is no such directory" in run.refusal(path)
+
+
 # -- runs ------------------------------------------------------------------------------------------
 
 

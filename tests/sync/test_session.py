@@ -264,6 +264,12 @@ class Alone(Exception):
             "passing their common parent or a mapping",
             id="duplicate-names",
         ),
+        pytest.param(lambda: None, "was given a NoneType: give a module", id="nothing"),
+        pytest.param(
+            lambda: list(make_model().parameters()),
+            r"given a Parameter: .* dict\(model.named_parameters\(\)\)",
+            id="parameters-without-names",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_joining(
@@ -332,6 +338,15 @@ def test_another_outer_section_than_the_connections_is_refused(served: ServedRun
         pytest.raises(ConfigError, match=told),
     ):
         diloco.DiLoCo(make_model(), other, transport=connection)
+
+
+def test_arguments_that_were_mixed_up_are_named(served: ServedRun) -> None:
+    config: Any = served.island("east")
+    with diloco.connect(config, served.address) as connection:
+        with pytest.raises(ConfigError, match=r"transport='127.0.0.1:1'\): give the connection"):
+            diloco.DiLoCo(make_model(), config.outer, transport="127.0.0.1:1")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"is a Config: give config.outer"):
+            diloco.DiLoCo(make_model(), config, transport=connection)
 
 
 def test_use_outside_the_context_and_after_the_end_is_refused(served: ServedRun) -> None:
