@@ -272,7 +272,8 @@ def make_room(state_dir: Path, *, fresh: bool) -> Path | None:
 
     Args:
         state_dir: Where the run will live.
-        fresh: Whether an earlier run may be moved aside, to the first free `NAME.N`.
+        fresh: Whether an earlier run may be moved aside, to the first free `NAME.N`; one that
+            has no version 0, because a first start failed, is in any case.
 
     Returns:
         Where an earlier run was moved to; None when there was none.
@@ -288,7 +289,8 @@ def make_room(state_dir: Path, *, fresh: bool) -> Path | None:
             f"a run is under way in {state_dir} (coordinator: process {pid}). Watch it with diloco "
             f"status, stop it, or give another coordinator.state_dir"
         )
-    if not fresh:
+    has_begun = any(state.store.glob("fragment-*/*.record")) or not state.resolved.exists()
+    if has_begun and not fresh:
         raise ConfigError(
             f"{state_dir} already holds a run. Go on with it from its newest checkpoint with "
             f"--resume, move it aside with --fresh, or give another coordinator.state_dir (--set "

@@ -91,6 +91,20 @@ def test_an_earlier_run_is_moved_to_the_first_free_name(tmp_path: Path) -> None:
     assert make_room(state, fresh=False) is None
 
 
+def test_a_start_that_never_trained_makes_room_by_itself(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.create()
+    state.resolved.write_text("")
+    assert make_room(state.root, fresh=False) == tmp_path / "state.1"
+
+    record = state.store / "fragment-0000" / "v000000000000.record"
+    record.parent.mkdir(parents=True)
+    record.write_bytes(b"")
+    state.resolved.write_text("")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        make_room(state.root, fresh=False)
+
+
 def test_a_run_under_way_is_not_moved_aside(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     state.create()
