@@ -214,12 +214,14 @@ def _train(
                 for future in [future for future in founding if future.done()]:
                     future.result()
                     training += submit(founding.pop(future), is_warm=True)
-                results += [future.result() for future in training if future.done()]
-                training = [future for future in training if not future.done()]
+                # Asked once: one that ends between two looks would be in neither list.
+                finished = [future for future in training if future.done()]
+                results += [future.result() for future in finished]
+                training = [future for future in training if future not in finished]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return results
+    return sorted(results, key=lambda result: result.seed)
 
 
 def _as_row(row: Row, rows: Sequence[Row], results: Sequence[RowResult]) -> dict[str, Any]:
