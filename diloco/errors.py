@@ -1,13 +1,16 @@
 """Errors of the product and the exit codes they end a process with.
 
     DilocoError                     .island_id, .round, .story
+      RunStopped                    0    joined a run whose graceful stop is complete
       ConfigError                   2    the user's configuration, flag or file
       PlanMismatch                  10   join refused: another plan
       FingerprintMismatch           10   join refused: another identity configuration or start
       CodecError, AggregationError  20   own numerics broken three times in a row
       CoordinatorUnavailable        30   control or data plane unreachable for too long
       IslandFailed                  40   a rank of the island died
-      QuorumLost                    50   three EXPIRED attempts in a row of one fragment
+      Fenced                        41   another start of the island, or a resume, took its place
+      QuorumLost                    50   three EXPIRED attempts in a row of one fragment, or a stop
+                                         that an island stayed away from
 
 A message says what was attempted, with which values, and what to do.
 """
@@ -30,6 +33,12 @@ class DilocoError(Exception):
         self.island_id = island_id
         self.round = round
         self.story = tuple(story)
+
+
+class RunStopped(DilocoError):
+    """The run is stopped, with this island's checkpoint: there is nothing left to do."""
+
+    exit_code = 0
 
 
 class ConfigError(DilocoError):
@@ -74,13 +83,26 @@ class IslandFailed(DilocoError):
     exit_code = 40
 
 
+class Fenced(DilocoError):
+    """This start of an island is not the current one; the same start again would not be either."""
+
+    exit_code = 41
+
+
 class QuorumLost(DilocoError):
-    """A fragment's rounds expired too often in a row."""
+    """A fragment's rounds expired too often in a row, or an island stayed away from a stop."""
 
     exit_code = 50
 
 
 def error_of_exit_code(exit_code: int) -> type[DilocoError]:
     """Return the error with which a process ends that another process told to end."""
-    kinds = (CodecError, CoordinatorUnavailable, FingerprintMismatch, IslandFailed, QuorumLost)
+    kinds = (
+        CodecError,
+        CoordinatorUnavailable,
+        FingerprintMismatch,
+        IslandFailed,
+        Fenced,
+        QuorumLost,
+    )
     return {kind.exit_code: kind for kind in kinds}.get(exit_code, DilocoError)

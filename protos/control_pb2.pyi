@@ -23,6 +23,7 @@ class JoinStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOIN_STATUS_UNKNOWN_ISLAND: _ClassVar[JoinStatus]
     JOIN_STATUS_WRONG_RUN: _ClassVar[JoinStatus]
     JOIN_STATUS_VERSION_MISMATCH: _ClassVar[JoinStatus]
+    JOIN_STATUS_RUN_STOPPED: _ClassVar[JoinStatus]
 ROLE_UNSPECIFIED: Role
 ROLE_ISLAND: Role
 ROLE_SYNCER: Role
@@ -34,6 +35,7 @@ JOIN_STATUS_PLAN_MISMATCH: JoinStatus
 JOIN_STATUS_UNKNOWN_ISLAND: JoinStatus
 JOIN_STATUS_WRONG_RUN: JoinStatus
 JOIN_STATUS_VERSION_MISMATCH: JoinStatus
+JOIN_STATUS_RUN_STOPPED: JoinStatus
 
 class Grant(_message.Message):
     __slots__ = ("run", "timeline", "island", "incarnation", "roles", "expiry_unix_s", "mac")
@@ -218,7 +220,7 @@ class FragmentStatus(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps")
+    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +231,7 @@ class StatusReply(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    START_STEP_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     islands: _containers.RepeatedCompositeFieldContainer[IslandStatus]
@@ -239,7 +242,8 @@ class StatusReply(_message.Message):
     message: str
     inner_steps: int
     checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ...) -> None: ...
+    start_step: int
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ...) -> None: ...
 
 class SyncerHelloRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid")

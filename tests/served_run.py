@@ -1,4 +1,4 @@
-"""A run that islands of a test can join: a coordinator of a few lines, and a real syncer.
+"""A run that islands of a test can join: real membership and syncer behind handlers of a few lines.
 
 Both are served over gRPC by a thread of this process, so a run begins at once. What islands say is
 kept; `hold` asks for a graceful stop, `resume` takes the store back to a pinned checkpoint.
@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.config.classes import policy_json
+from diloco.config.classes import identity_json, policy_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.coordinator.membership import JoinVerdict, Membership
 from diloco.launch.build import build_publication_rules
+from diloco.launch.disk import num_unsure_checkpoints
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import restore
 from diloco.rounds.store import FragmentStore
@@ -21,6 +23,7 @@ from diloco.rounds.syncer import Syncer, SyncerRules
 from diloco.sync.io_thread import IoThread
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
+    JOIN_STATUS_RUN_STOPPED,
     ROLE_ISLAND,
     Grant,
     JoinReply,
@@ -59,8 +62,15 @@ class ServedRun:
         self._store = directory / "store"
         self._thread = IoThread()
         self._syncer: Syncer | None = None
-        self._timeline = 0
         self._is_holding = False
+        self.membership = Membership(
+            self.config.run.name,
+            tuple(sorted(self.config.islands)),
+            identity_json(self.config),
+            lambda here, there: [],
+            self.config.run.inner_steps,
+            num_checkpoints=self.config.checkpoint.keep,
+        )
 
     def __enter__(self) -> ServedRun:
         self._thread.start()
@@ -82,6 +92,7 @@ class ServedRun:
     def go_on(self) -> None:
         """Take the request to stop back, as for islands that start again."""
         self._is_holding = False
+        self.membership.apply([("stop", "null")])
         self.reports.clear()
 
     def resume(self, step: int) -> None:
@@ -105,8 +116,10 @@ class ServedRun:
         assert self._syncer is not None
         await self._syncer.stop()
         plan = Plan.from_json(self.joins[0].plan_json)
-        restore(self._store, plan, step=step, abandoned_timeline=self._timeline)
-        self._timeline, self.resume_step, self._is_holding = self._timeline + 1, step, False
+        timeline = self.membership.timeline
+        restore(self._store, plan, step=step, abandoned_timeline=timeline)
+        self.membership.apply(self.membership.resumed(step))
+        self.resume_step, self._is_holding = step, False
         self.reports.clear()
         await self._start_syncer(plan)
 
@@ -114,13 +127,14 @@ class ServedRun:
         self._syncer = Syncer(
             plan,
             SyncerRules(
-                self._timeline,
+                self.membership.timeline,
                 tuple(sorted(self.config.islands)),
                 build_publication_rules(self.config),
                 self.config.outer.round_deadline_s,
+                num_unsure_checkpoints(self.config),
             ),
             [FragmentStore(self._store, fragment, 4) for fragment in plan.fragments],
-            syncer_epoch=1 + self._timeline,
+            syncer_epoch=1 + self.membership.timeline,
             incarnations=MemoryIncarnations(),
             is_granted=lambda grant: True,
             worker=InlineWorker(),
@@ -141,16 +155,30 @@ class ServedRun:
         if self._syncer is None:
             await self._start_syncer(Plan.from_json(request.plan_json))
         self.joins.append(request)
+        joined = self.membership.join(
+            run=request.run,
+            island=request.island,
+            identity_json=request.identity_json,
+            plan_json=request.plan_json,
+            corpus_sha256=request.corpus_sha256,
+            start_step=request.start_step,
+            start_id=request.start_id,
+        )
+        self.membership.apply(joined.entries)
+        if joined.verdict is JoinVerdict.RUN_STOPPED:
+            stopped = JoinReply(status=JOIN_STATUS_RUN_STOPPED, message=joined.message)
+            return Reply(stopped.SerializeToString())
+        assert joined.verdict is JoinVerdict.ACCEPTED, joined.message
         reply = JoinReply(
             status=JOIN_STATUS_ACCEPTED,
             grant=Grant(
                 run=request.run,
-                timeline=self._timeline,
+                timeline=self.membership.timeline,
                 island=request.island,
-                incarnation=sum(join.island == request.island for join in self.joins),
+                incarnation=joined.incarnation,
                 roles=[ROLE_ISLAND],
             ),
-            island_slot=sorted(self.config.islands).index(request.island),
+            island_slot=self.membership.members[request.island].slot,
             syncers=[SyncerAssignment(address=self.address)],
             policy_json=policy_json(self.config),
             is_resumed=self.resume_step is not None,
@@ -159,14 +187,27 @@ class ServedRun:
         return Reply(reply.SerializeToString())
 
     async def _report(self, call: IncomingCall) -> Reply:
-        report = ReportRequest.FromString(call.header)
-        self.reports[report.grant.island] = report
-        reply = ReportReply(hold=self._is_holding)
-        promises = [r.hold_step for r in self.reports.values() if r.has_hold]
-        if self._is_holding and len(promises) == len(self.config.islands):
-            reply.has_stop_step, reply.stop_step = True, max(promises)
+        report, membership = ReportRequest.FromString(call.header), self.membership
+        island, steps = report.grant.island, report.checkpoint_steps
+        self.reports[island] = report
+        if self._is_holding:
+            membership.apply(membership.request_stop())
+        membership.apply(membership.keeps(island, steps, inner_step=report.inner_step))
+        if report.has_hold:
+            membership.apply(membership.promise(island, report.hold_step))
+        reply = ReportReply(
+            hold=membership.is_stopping,
+            has_stop_step=membership.stop_step is not None,
+            stop_step=membership.stop_step or 0,
+            checkpoint_steps=membership.checkpoints,
+        )
         return Reply(reply.SerializeToString())
 
     async def _leave(self, call: IncomingCall) -> Reply:
-        self.leaves.append(LeaveRequest.FromString(call.header))
+        leave = LeaveRequest.FromString(call.header)
+        self.leaves.append(leave)
+        left = self.membership.left(
+            leave.grant.island, leave.exit_code, is_stopped=leave.is_stopped
+        )
+        self.membership.apply(left)
         return Reply(LeaveReply().SerializeToString())

@@ -103,6 +103,7 @@ class Setting:
     downlink_codec: str = "float32"
     error_feedback: bool = False
     round_deadline_s: float = 60.0
+    num_unsure_pins: int = 4
     step_s: float = 1.0
 
     def plan(self) -> Plan:
@@ -263,6 +264,7 @@ class VirtualRun:
                 tuple(sorted(setting.islands)),
                 setting.publication(),
                 setting.round_deadline_s,
+                setting.num_unsure_pins,
             ),
             [FragmentStore(setting.directory, fragment, 4) for fragment in plan.fragments],
             syncer_epoch=self.epoch,

@@ -100,6 +100,7 @@ def _build_syncer(config: Config, plan: Plan, directory: Path) -> Syncer:
             islands=tuple(sorted(config.islands)),
             publication=build_publication_rules(config),
             round_deadline_s=config.outer.round_deadline_s,
+            num_unsure_pins=1,
         ),
         [FragmentStore(directory, part, config.outer.retained_versions) for part in plan.fragments],
         syncer_epoch=1,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.progress import Progress
+    from rich.console import Console
     from rich.table import Table
 
     from diloco.bench.report import Report
@@ -64,16 +64,17 @@ def parity(
     """
     from diloco.bench.parity import SETTING, chosen_rows, num_steps, run_parity
     from diloco.bench.report import usable_cpus
+    from diloco.cli.progress import counting
 
     chosen = chosen_rows(SETTING, rows or [])
-    with _progress(quiet=json_target == "-") as progress:
-        bar = progress.add_task("inner steps", total=num_steps(SETTING, chosen, seeds))
+    total = num_steps(SETTING, chosen, seeds)
+    with counting(_console(json_target)) as show:
         report = run_parity(
             SETTING,
             chosen,
             seeds=range(1, seeds + 1),
             num_processes=processes or usable_cpus(),
-            on_progress=lambda done: progress.update(bar, completed=done),
+            on_progress=lambda done: show("inner steps", done, total),
         )
     _show(report, json_target, require=require)
 
@@ -92,11 +93,11 @@ def overhead(json_target: JsonTarget = "", require: Require = False) -> None:
     in nanoseconds a parameter, with the phases they are made of below.
     """
     from diloco.bench.overhead import SETTING, run_overhead
+    from diloco.cli.progress import counting
 
-    with _progress(quiet=json_target == "-") as progress:
-        bar = progress.add_task("cycles", total=SETTING.num_cycles)
+    with counting(_console(json_target)) as show:
         report = run_overhead(
-            SETTING, on_progress=lambda done: progress.update(bar, completed=done)
+            SETTING, on_progress=lambda done: show("cycles", done, SETTING.num_cycles)
         )
     _show(report, json_target, require=require)
 
@@ -114,35 +115,20 @@ def utilisation(json_target: JsonTarget = "", require: Require = False) -> None:
     not hidden; with int4 in ten fragments it disappears behind training.
     """
     from diloco.bench.utilisation import SETTING, run_utilisation
+    from diloco.cli.progress import counting
 
-    with _progress(quiet=json_target == "-") as progress:
-        bar = progress.add_task("", total=len(SETTING.rows))
+    with counting(_console(json_target)) as show:
         report = run_utilisation(
-            SETTING,
-            on_progress=lambda done, row: progress.update(bar, completed=done, description=row),
+            SETTING, on_progress=lambda done, row: show(row, done, len(SETTING.rows))
         )
     _show(report, json_target, require=require)
 
 
-def _progress(*, quiet: bool) -> Progress:
-    """Make a bar on standard error, so that it never mixes with what is asked for."""
+def _console(json_target: str) -> Console:
+    """Standard error, so that progress never mixes with what is asked for."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True, quiet=quiet),
-        transient=True,
-    )
+    return Console(stderr=True, quiet=json_target == "-")
 
 
 def _show(report: Report, json_target: str, *, require: bool) -> None:

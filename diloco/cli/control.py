@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +15,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from google.protobuf.message import Message
 
     from protos.control_pb2 import StatusReply
-    from transport.contracts import Transport
 
-_CALL_S = 5.0
 _WATCH_S = 1.0
 _RESTART_S = 15.0
 
@@ -96,6 +93,7 @@ async def _show(address: str, *, watch: bool, as_json: bool) -> None:
 
 async def _looks(address: str, *, watch: bool) -> AsyncIterator[StatusReply]:
     """Ask the coordinator once, or every second for ever; a watcher bears with its restart."""
+    from diloco.launch.status import ask_status
     from transport.grpc_client import GrpcTransport
 
     _check_address(address)
@@ -107,35 +105,6 @@ async def _looks(address: str, *, watch: bool) -> AsyncIterator[StatusReply]:
             yield await ask_status(transport, patience_s=_RESTART_S)
     finally:
         await transport.close()
-
-
-async def ask_status(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
-    """Ask a coordinator how its run stands.
-
-    Raises:
-        CoordinatorUnavailable: If it does not answer in time, `patience_s` of trying included.
-    """
-    from diloco.errors import CoordinatorUnavailable
-    from protos.control_pb2 import StatusReply, StatusRequest
-    from transport.contracts import PROTOCOL_VERSION, Reply
-    from transport.errors import TransportError
-    from transport.retry import RetryPolicy, retry
-
-    header = StatusRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
-
-    async def attempt() -> Reply:
-        return await transport.call("control.status", header, deadline_s=_CALL_S)
-
-    policy = RetryPolicy(max_wait_s=1.0, budget_s=patience_s)
-    try:
-        reply = await (retry(attempt, policy, random.Random()) if patience_s else attempt())
-    except TransportError as error:
-        raise CoordinatorUnavailable(
-            f"no coordinator answered at {transport.peer}: {error}\n"
-            f"Is the address the one that the coordinator printed? If it does not run, start it: "
-            f"diloco coordinator RUN.toml"
-        ) from error
-    return StatusReply.FromString(reply.header)
 
 
 def as_plain(message: Message) -> dict[str, Any]:

@@ -41,27 +41,13 @@ def export(
     Reads the durable records only, so the run may be under way; says which versions it took.
     """
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
+    from diloco.cli.progress import counting
     from diloco.launch.export import export_run, find_run
 
     state = find_run(run)
     default = state.root / ("export" if at_step is None else f"export-step-{at_step:012d}")
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as progress:
-        tasks = {phase: progress.add_task(phase, total=None) for phase in ("reading", "writing")}
-
-        def show(phase: str, done: int, total: int) -> None:
-            progress.update(tasks[phase], completed=done, total=total)
-
+    with counting(Console(stderr=True)) as show:
         made = export_run(state, out or default, at_step=at_step, overwrite=force, on_progress=show)
     _tell(made)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:  # commands import what they need when they run
 
     from diloco.config.schema import Config
     from diloco.launch.forecast import Forecast
+
+_LINE_EVERY_S = 30.0
 
 
 def register(app: typer.Typer) -> None:
@@ -89,7 +93,8 @@ def island(
     if resume:
         typer.echo(_found_text(config))
     typer.echo(f"island {name} goes to the coordinator at {address}; logs and events: {directory}")
-    code = run_island(config, name, address, directory, place)
+    with _showing(name, address):
+        code = run_island(config, name, address, directory, place)
     if code == 0:
         typer.echo(f"island {name} is done: the run has finished, or was stopped at a checkpoint")
     raise typer.Exit(code)
@@ -102,15 +107,61 @@ def plan(
     ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show what a run will do: fragments, lanes, bytes, schedule. Nothing is started."""
+    """Show what a run will do: fragments, lanes, bytes, schedule. Nothing is started.
+
+    Text and warm start are opened as far as they are on this machine, and what is wrong with them
+    is said below the plan.
+    """
+    from rich.console import Console
+
+    from diloco.cli.progress import waiting
     from diloco.config.load import load_config
     from diloco.launch.forecast import forecast
+    from diloco.launch.inputs import open_inputs
 
-    planned = forecast(load_config(run_file, overrides or ()))
+    config = load_config(run_file, overrides or ())
+    planned = forecast(config)
     if as_json:
         typer.echo(json.dumps(planned.as_dict(), indent=2))
     else:
         _show(planned)
+    with waiting(Console(stderr=True), "opening text and warm start"):
+        lines = open_inputs(config, may_download=False)
+    for line in lines:
+        typer.echo(line, err=as_json)
+
+
+@contextlib.contextmanager
+def _showing(name: str, address: str) -> Iterator[None]:
+    """Show where the island stands, as the coordinator has heard it, while the island lives."""
+    from rich.console import Console
+
+    from diloco.cli.progress import waiting
+    from diloco.cli.tables import island_text
+    from diloco.errors import CoordinatorUnavailable
+    from diloco.launch.status import look
+    from diloco.sync.io_thread import IoThread
+
+    if "RANK" in os.environ:  # one rank of a job, whose launcher shows what it wants
+        yield
+        return
+    io = IoThread()
+
+    def tell() -> str:
+        try:
+            return f"island {name} {island_text(io.run(look(address)), name)}"
+        except CoordinatorUnavailable:
+            return (
+                f"island {name}: the coordinator at {address} does not answer; if it does not "
+                f"run, start it: diloco coordinator RUN.toml"
+            )
+
+    io.start()
+    try:
+        with waiting(Console(stderr=True), tell, every_s=_LINE_EVERY_S):
+            yield
+    finally:
+        io.stop()
 
 
 def _found_text(config: Config) -> str:

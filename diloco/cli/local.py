@@ -30,6 +30,8 @@ _STOPPING = (
     "a second signal ends every process at once"
 )
 
+_FINISHED_BEFORE = "The run finished before the step at which it would have stopped."
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
@@ -91,6 +93,8 @@ def local(
         said = _failure_text(config, command)
         Console(stderr=True, markup=False).print(said, highlight=False, style="red")
         raise typer.Exit(code)
+    if request.number:
+        console.print(_FINISHED_BEFORE, highlight=False, soft_wrap=True)
     _tell_end(config, console, as_json=as_json)
 
 
@@ -102,28 +106,41 @@ def _prepare(
     Returns:
         Inner step of the checkpoint to resume from; None for a new run.
     """
+    from diloco.cli.progress import waiting
     from diloco.errors import ConfigError
     from diloco.launch.disk import insist_on_room
-    from diloco.launch.local import insist_on_no_events, make_room
+    from diloco.launch.local import (
+        insist_on_no_events,
+        insist_on_own_run,
+        insist_on_place,
+        make_room,
+    )
     from diloco.launch.local_resume import find_resume_step
 
     if at is not None and not resume:
         raise ConfigError(f"--at {at} says where to resume: add --resume, or leave it out")
     if fresh and resume:
         raise ConfigError("--fresh begins a new run, --resume goes on with one: give one of them")
+    state_dir = Path(config.coordinator.state_dir)
     step = None
     if resume:
+        insist_on_own_run(config, command)
 
         def tell(text: str) -> None:
             console.print(text, highlight=False, soft_wrap=True)
 
-        step = find_resume_step(config, at, tell, command=f"{command} --resume")
-    from diloco.launch.forecast import forecast  # torch takes seconds to load
+        step = find_resume_step(config, at, tell, start=command)
+    else:
+        insist_on_place(state_dir, fresh=fresh)
+    with waiting(console, "opening text and warm start"):
+        from diloco.launch.forecast import forecast  # torch takes seconds to load
+        from diloco.launch.inputs import open_inputs
 
-    planned = forecast(config)
-    insist_on_room(config, planned.parameters, islands=config.islands, is_new=not resume)
+        planned = forecast(config)
+        insist_on_room(config, planned.parameters, islands=config.islands, is_new=not resume)
+        open_inputs(config, resume_step=step, may_download=True)
     if not resume:
-        moved = make_room(Path(config.coordinator.state_dir), fresh=fresh)
+        moved = make_room(state_dir)
         insist_on_no_events(config.telemetry_dir)
         if moved is not None:
             console.print(f"the earlier run is now in {moved}", highlight=False)
@@ -142,10 +159,12 @@ def _run(
     config: Config, console: Console, request: Request, resume_step: int | None
 ) -> tuple[int, bool]:
     """Run every process to its end; returns the first failure or 0, and whether it was stopped."""
+    from diloco.cli.progress import waiting
     from diloco.launch.local import LocalRun
 
     with LocalRun(config, request, resume_step) as run:
-        run.start()
+        with waiting(console, "waiting for the coordinator"):
+            run.start()
         console.print(
             f"run {config.run.name}: coordinator at {run.address}; logs and events in "
             f"{config.coordinator.state_dir}",
@@ -154,7 +173,8 @@ def _run(
         )
         code = _watch(run, console)
         if code == 0:
-            run.wait_for_coordinator()
+            with waiting(console, "waiting for coordinator and syncer to end"):
+                run.wait_for_coordinator()
         return code, code == 0 and run.is_stopped
 
 
@@ -162,7 +182,7 @@ def _watch(run: LocalRun, console: Console) -> int:
     """Show the run until it ends: a live table on a terminal, else a line now and then."""
     from rich.live import Live
 
-    from diloco.cli.tables import status_view
+    from diloco.cli.tables import run_text, status_view
     from diloco.sync.io_thread import IoThread
 
     io = IoThread()
@@ -183,7 +203,7 @@ def _watch(run: LocalRun, console: Console) -> int:
             return
         last_line = time.monotonic()
         if (reply := io.run(_status(run.address))) is not None:
-            console.print(_line(reply), highlight=False, soft_wrap=True)
+            console.print(run_text(reply), highlight=False, soft_wrap=True)
 
     # A terminal that was closed shows nothing any more: no reason for the run to fail.
     try:
@@ -213,28 +233,13 @@ def _surviving(show: Callable[[], None]) -> Callable[[], None]:
 
 async def _status(address: str) -> StatusReply | None:
     """Ask the coordinator; None while it does not answer (it may be starting again)."""
-    from diloco.cli.control import ask_status
     from diloco.errors import CoordinatorUnavailable
-    from transport.grpc_client import GrpcTransport
+    from diloco.launch.status import look
 
-    transport = GrpcTransport(address)
     try:
-        return await ask_status(transport)
+        return await look(address)
     except CoordinatorUnavailable:
         return None
-    finally:
-        await transport.close()
-
-
-def _line(reply: StatusReply) -> str:
-    """Say where the run stands in one line."""
-    islands = "; ".join(
-        f"{i.island} step {i.last_report.inner_step}/{reply.inner_steps} "
-        f"loss {i.last_report.loss_nats:.3f} {i.last_report.tokens_per_s:,.0f} tokens/s"
-        for i in reply.islands
-    )
-    versions = ", ".join(str(fragment.version) for fragment in reply.fragments)
-    return f"{reply.state}: {islands}; versions {versions or 'none yet'}"
 
 
 def _failure_text(config: Config, command: str) -> str:
@@ -258,6 +263,9 @@ def _stopped_text(config: Config, command: str) -> str:
     from diloco.launch.local_resume import read_standing
 
     standing = read_standing(config)
+    if standing is not None and standing.is_finished:
+        root = config.coordinator.state_dir
+        return f"{_FINISHED_BEFORE} Take its parameters: diloco export {shlex.quote(root)}"
     if standing is not None and standing.is_stopped:
         return (
             f"stopped after inner step {standing.stop_step} of {config.run.inner_steps}, every "
@@ -276,18 +284,19 @@ def _stopped_text(config: Config, command: str) -> str:
 
 def _tell_end(config: Config, console: Console, *, as_json: bool) -> None:
     """Check and say what the run was."""
+    from diloco.cli.progress import waiting
     from diloco.launch.summary import read_events
     from diloco.telemetry.plots import write_plots
 
     state_dir = Path(config.coordinator.state_dir)
     events = read_events(config.telemetry_dir, config.islands)
-    with console.status("recomputing the last versions from their contributions"):
+    with waiting(console, "recomputing the last versions from their contributions"):
         summary = _summary(config, events)
     path = state_dir / "summary.json"
     path.write_text(json.dumps(summary.as_dict(), indent=2) + "\n")
     if as_json:
         typer.echo(path.read_text())
-    with console.status("drawing plots"):
+    with waiting(console, "drawing plots"):
         plots = write_plots(events, state_dir / "plots")
     console.print(summary.as_text(), highlight=False)
     shown = ", ".join(map(str, [path, *plots]))

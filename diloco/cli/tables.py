@@ -12,6 +12,8 @@ from transport.units import format_bytes
 _STATE_STYLE = {"running": "green", "finished": "bold green", "failed": "bold red"}
 _DIGEST_CHARACTERS = 12
 _UNKNOWN = "-"
+#: State of an island that has joined and does not train yet (`IslandState`).
+_WAITING = "waiting"
 _TEXTS = frozenset({"island", "state", "phase", "digest", "contributors"})
 
 
@@ -61,6 +63,31 @@ def fragments_table(reply: StatusReply) -> Table:
     for fragment in reply.fragments:
         table.add_row(*_fragment_cells(fragment))
     return table
+
+
+def run_text(reply: StatusReply) -> str:
+    """Say in one line where the run and its islands stand."""
+    islands = "; ".join(
+        f"{island.island} {island_text(reply, island.island)}"
+        for island in sorted(reply.islands, key=lambda island: island.island_slot)
+    )
+    versions = ", ".join(str(fragment.version) for fragment in reply.fragments)
+    return f"{reply.state}: {islands}; versions {versions or 'none yet'}"
+
+
+def island_text(reply: StatusReply, name: str) -> str:
+    """Say in a few words where an island stands; before its first step, what it has moved."""
+    island = next((island for island in reply.islands if island.island == name), None)
+    if island is None or not island.HasField("last_report"):
+        return "joined" if island is not None and island.incarnation else "not joined"
+    report = island.last_report
+    if report.state == _WAITING:
+        moved = f"{format_bytes(report.bytes_up)} up, {format_bytes(report.bytes_down)} down"
+        return f"{report.state}, {moved}"
+    return (
+        f"{report.state}, step {report.inner_step}/{reply.inner_steps} "
+        f"loss {report.loss_nats:.3f} {report.tokens_per_s:,.0f} tokens/s"
+    )
 
 
 def _table(*columns: str) -> Table:

@@ -21,6 +21,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
 _SHOWN_CHARACTERS = 60
+_SHOWN_FILES = 3
 _MESSAGES = {
     "bool_type": "must be true or false",
     "dict_type": "must be a table",
@@ -62,14 +63,25 @@ def load_config(
         with open(path, "rb") as file:
             raw = tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror or error}. Give the path of a run file, counted "
+            f"from {Path.cwd()}{_run_files_near(Path(path))}"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from error
     for text in overrides:
         _override(raw, text)
     if island:
         raw["island_id"] = island
     return _validated(raw, f"cannot load {path}")
+
+
+def _run_files_near(path: Path) -> str:
+    """Name TOML files where `path` was expected, the most alike first; empty if there are none."""
+    directory = path if path.is_dir() else path.parent
+    names = sorted(str(other) for other in directory.glob("*.toml"))
+    names.sort(key=lambda name: -difflib.SequenceMatcher(None, name, str(path)).ratio())
+    return f", such as {' or '.join(names[:_SHOWN_FILES])}" if names else ""
 
 
 def with_policy(config: Config, policy_json: str) -> Config:

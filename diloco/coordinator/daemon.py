@@ -19,10 +19,12 @@ from google.protobuf.message import Message
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Entries, JoinVerdict, Membership
+from diloco.errors import Fenced, QuorumLost
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
     JOIN_STATUS_PLAN_MISMATCH,
+    JOIN_STATUS_RUN_STOPPED,
     JOIN_STATUS_UNKNOWN_ISLAND,
     JOIN_STATUS_VERSION_MISMATCH,
     JOIN_STATUS_WRONG_RUN,
@@ -49,10 +51,13 @@ from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
 
 logger = logging.getLogger(__name__)
 
+_WATCH_S = 1.0
+
 _STATUS = {
     JoinVerdict.ACCEPTED: JOIN_STATUS_ACCEPTED,
     JoinVerdict.FINGERPRINT_MISMATCH: JOIN_STATUS_FINGERPRINT_MISMATCH,
     JoinVerdict.PLAN_MISMATCH: JOIN_STATUS_PLAN_MISMATCH,
+    JoinVerdict.RUN_STOPPED: JOIN_STATUS_RUN_STOPPED,
     JoinVerdict.UNKNOWN_ISLAND: JOIN_STATUS_UNKNOWN_ISLAND,
     JoinVerdict.WRONG_RUN: JOIN_STATUS_WRONG_RUN,
 }
@@ -78,13 +83,19 @@ class Coordinator:
         secret: bytes,
         policy_json: str,
         unix_clock: Callable[[], float],
+        unreachable_s: float,
     ) -> None:
-        """Assign only; the journal must be open and its entries applied to `membership`."""
+        """Assign only; the journal must be open and its entries applied to `membership`.
+
+        After `unreachable_s` seconds without a report of an island, a stop no longer waits for it.
+        """
         self._membership = membership
         self._journal = journal
         self._secret = secret
         self._policy_json = policy_json
         self._unix_clock = unix_clock
+        self._unreachable_s = unreachable_s
+        self._heard: dict[str, float] = {}  # loop time of an island's last join or report
         self._islands: dict[str, _Seen] = {}
         self._last_inner_step: dict[str, int] = {}
         self._fragments: dict[int, _Seen] = {}
@@ -116,6 +127,34 @@ class Coordinator:
             logger.info("stop requested")
         return self._membership.is_stopping
 
+    async def watch(self) -> None:
+        """End a stop that an island has stayed away from for too long; watches for ever."""
+        began = _now()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            oldest = _now() - self._unreachable_s
+            islands = self._membership.islands
+            self._stop_without([i for i in islands if self._heard.get(i, began) < oldest])
+
+    def _stop_without(self, silent: list[str]) -> None:
+        membership = self._membership
+        if not (lacks := membership.stop_lacks(silent)):
+            return
+        is_complete = membership.is_stop_complete
+        self._keep(membership.stop_without(lacks))
+        if is_complete:
+            logger.warning("stopped without a last word of %s", ", ".join(lacks))
+            self._end_if_over()
+            return
+        awaited = "; ".join(f"island {island!r} owes {what}" for island, what in lacks.items())
+        self.fail(
+            f"the graceful stop cannot end: {awaited}, and has not reported for "
+            f"{self._unreachable_s:g} s (transport.unreachable). The stop is taken back, nothing "
+            f"published is lost: start the coordinator again with the same command, then every "
+            f"island",
+            QuorumLost.exit_code,
+        )
+
     async def _join(self, call: IncomingCall) -> Reply:
         request = JoinRequest.FromString(call.header)
         if request.protocol_version != PROTOCOL_VERSION:
@@ -133,10 +172,12 @@ class Coordinator:
             start_step=request.start_step,
             start_id=request.start_id,
         )
+        self._keep(joined.entries)
         if joined.verdict is not JoinVerdict.ACCEPTED:
             logger.warning("join refused, island=%s verdict=%s", request.island, joined.verdict)
+            self._end_if_over()
             return _reply(JoinReply(status=_STATUS[joined.verdict], message=joined.message))
-        self._keep(joined.entries)
+        self._heard[request.island] = _now()
         if joined.entries:
             logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
         is_resumed = self._is_resumed()
@@ -168,7 +209,10 @@ class Coordinator:
             return _reply(ReportReply(stop=True, reason="the grant is not valid", exit_code=30))
         grant, membership = request.grant, self._membership
         if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
-            return _reply(ReportReply(stop=True, reason=self._fenced(grant), exit_code=40))
+            return _reply(
+                ReportReply(stop=True, reason=self._fenced(grant), exit_code=Fenced.exit_code)
+            )
+        self._heard[grant.island] = _now()
         self._islands[grant.island] = _Seen(_now(), report=request)
         if request.inner_step:
             self._last_inner_step[grant.island] = request.inner_step
@@ -195,7 +239,13 @@ class Coordinator:
                 f"{self._membership.timeline}), this start belongs to timeline {grant.timeline}: "
                 f"start island {grant.island!r} again"
             )
-        return f"a newer start of island {grant.island!r} has joined"
+        return (
+            f"a newer start of island {grant.island!r} has joined, and has taken the place of this "
+            f"one: one `diloco island --island {grant.island}` a run; see whether two were started "
+            f"(diloco status shows the start at work, incarnation "
+            f"{self._membership.members[grant.island].incarnation}; this one is "
+            f"{grant.incarnation}), and end the one that is not wanted"
+        )
 
     async def _leave(self, call: IncomingCall) -> Reply:
         request = LeaveRequest.FromString(call.header)
@@ -209,8 +259,7 @@ class Coordinator:
             self._keep(
                 membership.left(grant.island, request.exit_code, is_stopped=request.is_stopped)
             )
-            if membership.is_finished or membership.is_stopped:
-                self.ended.set()
+            self._end_if_over()
         return _reply(LeaveReply())
 
     async def _syncer_hello(self, call: IncomingCall) -> Reply:
@@ -258,6 +307,7 @@ class Coordinator:
             message=membership.fatal_reason,
             inner_steps=json.loads(self._policy_json)["run.inner_steps"],
             checkpoint_steps=membership.checkpoints,
+            start_step=membership.start_step,
         )
         for island, member in membership.members.items():
             seen = self._islands.get(island)
@@ -281,6 +331,10 @@ class Coordinator:
         if entries:
             self._journal.write(entries)
             self._membership.apply(entries)
+
+    def _end_if_over(self) -> None:
+        if self._membership.is_finished or self._membership.is_stopped:
+            self.ended.set()
 
     def _failed(self, reason: str, exit_code: int) -> Entries:
         entries = self._membership.failed(reason, exit_code)

@@ -6,7 +6,9 @@ checkpoints are complete. Whatever it must never forget comes back as `entries`:
 that the caller writes durably, then applies, then answers; a write that fails has changed nothing.
 
 A stop: `request_stop`; every island promises an inner step that it will not pass unasked; when all
-have, the largest promise is the `stop_step` to which everybody goes on, checkpoints and leaves.
+have, the largest promise is the `stop_step` to which everybody goes on and checkpoints. Nobody
+leaves before that checkpoint is complete: an island that starts again before promises anew, and
+when it can stop only later, so do all.
 
 Source: protocol.md sections 4 (version 0), 8, 9 and 10.
 """
@@ -14,7 +16,7 @@ Source: protocol.md sections 4 (version 0), 8, 9 and 10.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
@@ -30,13 +32,14 @@ class JoinVerdict(StrEnum):
     ACCEPTED = "accepted"
     FINGERPRINT_MISMATCH = "fingerprint_mismatch"
     PLAN_MISMATCH = "plan_mismatch"
+    RUN_STOPPED = "run_stopped"
     UNKNOWN_ISLAND = "unknown_island"
     WRONG_RUN = "wrong_run"
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Outcome of a join: verdict, granted incarnation, and what to write and apply first."""
+    """Outcome of a join: verdict, granted incarnation, and what to write and apply in any case."""
 
     verdict: JoinVerdict
     message: str = ""
@@ -132,7 +135,10 @@ class Membership:
                 case "fatal":
                     self.fatal_reason, self.fatal_exit_code = json.loads(value)
                 case "island" if island in self.members:
-                    self.members[island] = Member(self.members[island].slot, **json.loads(value))
+                    before = self.members[island]
+                    self.members[island] = Member(before.slot, **json.loads(value))
+                    if self.members[island].incarnation > before.incarnation:
+                        self._kept[island] = set()  # it may write some of them anew
 
     # -- joins and departures ----------------------------------------------------------------------
 
@@ -150,7 +156,8 @@ class Membership:
         """Accept or refuse one start of an island; the first one fixes what all must share.
 
         A repeated join of one start gets the same incarnation, even when a later start has fenced
-        it; another start of the island gets the next one, which fences the earlier.
+        it; another start of the island gets the next one, which fences the earlier. After a stop
+        whose checkpoint is complete there is nothing to start for: the island has left.
         """
         if run != self.run:
             return Joined(JoinVerdict.WRONG_RUN, f"this is run {self.run!r}, you asked for {run!r}")
@@ -196,6 +203,13 @@ class Membership:
         is_newest = incarnation >= member.incarnation
         if start_id in member.incarnations and (self._has_joined(member) or not is_newest):
             return Joined(JoinVerdict.ACCEPTED, incarnation=incarnation)
+        if self.is_stop_complete:
+            return Joined(
+                JoinVerdict.RUN_STOPPED,
+                f"the run is stopped after inner step {self.stop_step}, and this island has its "
+                f"checkpoint: once the coordinator has ended, diloco coordinator RUN.toml --resume",
+                entries=self.left(island, 0, is_stopped=True),
+            )
         joined = Member(member.slot, {**member.incarnations, start_id: incarnation}, self.timeline)
         entries = (
             ("plan", plan_json),
@@ -207,7 +221,7 @@ class Membership:
         return Joined(
             JoinVerdict.ACCEPTED,
             incarnation=incarnation,
-            entries=entries[3 if self.plan_json else 0 :],
+            entries=entries[3 if self.plan_json else 0 :] + self._reopened(island),
         )
 
     def is_current(self, island: str, incarnation: int, timeline: int) -> bool:
@@ -222,13 +236,10 @@ class Membership:
     def left(self, island: str, exit_code: int, *, is_stopped: bool) -> Entries:
         """Note how the current start of an island ended.
 
-        One that stopped did so after its checkpoint of the stop step.
+        One that stopped did so after the checkpoint of the stop step was complete.
         """
         member = replace(self.members[island], exit_code=exit_code, is_stopped=is_stopped)
-        entries: Entries = (_island_entry(island, member),)
-        if is_stopped and self.stop_step is not None:
-            entries += self._kept_by(island, self._kept_of(island) | {self.stop_step})
-        return entries
+        return (_island_entry(island, member),)
 
     def failed(self, reason: str, exit_code: int) -> Entries:
         """Note that the run must stop; none if it must already: the first reason stays."""
@@ -267,14 +278,42 @@ class Membership:
         return (("stop", "{}"),)
 
     def promise(self, island: str, hold_step: int) -> Entries:
-        """Take note that an island will not pass an inner step unasked.
-
-        A new start of an island promises anew. Once all have promised nothing changes any more.
-        """
-        if self.promises is None or self.stop_step is not None:
+        """Take note, once a start, that an island will not pass an inner step unasked."""
+        if self.promises is None or island in self.promises:
             return ()
-        promises = {**self.promises, island: hold_step}
-        return () if promises == self.promises else (("stop", json.dumps(promises)),)
+        return (("stop", json.dumps({**self.promises, island: hold_step})),)
+
+    def _reopened(self, island: str) -> Entries:
+        """Let a new start of an island promise anew, for it may stand beyond the stop step.
+
+        The others may have passed their promises since they were told the stop step: that is what
+        they have promised now.
+        """
+        if self.promises is None:
+            return ()
+        least = self.stop_step or 0
+        others = {o: max(step, least) for o, step in self.promises.items() if o != island}
+        return (("stop", json.dumps(others)),)
+
+    def stop_lacks(self, silent: Collection[str]) -> Mapping[str, str]:
+        """Say which of the silent islands a stop waits for, and in words for what of each."""
+        if self.promises is None:
+            return {}
+        at_work = [name for name in silent if self.members[name].exit_code != 0]
+        if self.stop_step is not None:
+            return dict.fromkeys(at_work, f"the checkpoint of inner step {self.stop_step}")
+        missing = [name for name in at_work if name not in self.promises]
+        return dict.fromkeys(missing, "word of the inner step after which it can stop")
+
+    def stop_without(self, islands: Iterable[str]) -> Entries:
+        """End a stop without islands that it waits for in vain.
+
+        With a complete checkpoint they have stopped, only their word is missing; without, the stop
+        is taken back.
+        """
+        if not self.is_stop_complete:
+            return (("stop", "null"),)
+        return tuple(entry for i in islands for entry in self.left(i, 0, is_stopped=True))
 
     @property
     def is_stopping(self) -> bool:
@@ -283,7 +322,7 @@ class Membership:
 
     @property
     def stop_step(self) -> int | None:
-        """Inner step after which all stop; None until all have promised.
+        """Inner step after which all stop; None until all that are at work have promised.
 
         Who has finished has promised the last inner step.
         """
@@ -292,6 +331,11 @@ class Membership:
         finished = {name: self.inner_steps for name, m in self.members.items() if m.exit_code == 0}
         promises = {**finished, **self.promises}
         return max(promises.values()) if promises.keys() == self.members.keys() else None
+
+    @property
+    def is_stop_complete(self) -> bool:
+        """Whether every island has the checkpoint of the stop step, so that all may leave."""
+        return self.stop_step is not None and self.stop_step in self.checkpoints
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -302,7 +346,11 @@ class Membership:
         timeline, and does not count.
         """
         reached = max(inner_step, self.resume_step)
-        return self._kept_by(island, {step for step in steps if step <= reached})
+        self._kept[island] = {step for step in steps if step <= reached}
+        # Complete once is complete for good: an island that has not reported yet keeps its own.
+        complete = set.intersection(*self._kept.values()) | set(self.checkpoints)
+        newest = tuple(sorted(complete)[-self.num_checkpoints :])
+        return () if newest == self.checkpoints else (("checkpoint", json.dumps(newest)),)
 
     def resumed(self, step: int) -> Entries:
         """Begin a new timeline from a complete checkpoint: all must join again."""
@@ -314,19 +362,6 @@ class Membership:
             ("stop", "null"),
             ("fatal", json.dumps(["", 0])),
         )
-
-    def _kept_by(self, island: str, steps: set[int]) -> Entries:
-        self._kept[island] = steps
-        # Complete once is complete for good: an island that has not reported yet keeps its own.
-        complete = set.intersection(*map(self._kept_of, self._kept)) | set(self.checkpoints)
-        newest = tuple(sorted(complete)[-self.num_checkpoints :])
-        return () if newest == self.checkpoints else (("checkpoint", json.dumps(newest)),)
-
-    def _kept_of(self, island: str) -> set[int]:
-        """Reports are not durable, a stop is: who left in it has its checkpoint."""
-        if self.members[island].is_stopped and self.stop_step is not None:
-            return self._kept[island] | {self.stop_step}
-        return self._kept[island]
 
     def _has_joined(self, member: Member) -> bool:
         return member.incarnation > 0 and member.timeline == self.timeline

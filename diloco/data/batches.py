@@ -6,6 +6,7 @@ batch, so the text does not depend on how the island is laid out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,6 +103,18 @@ class Data(Protocol):
 
     @property
     def sequence_length(self) -> int: ...  # noqa: D102
+
+    def content(self) -> dict[str, Any]:
+        """Say what the text is: JSON values, for `insist_on_content` of a later start."""
+        ...
+
+    def insist_on_content(self, there: Mapping[str, Any]) -> None:
+        """Refuse to go on where a run was trained on other text; names what has changed.
+
+        Raises:
+            ConfigError: If `there` is not what `content` gives here.
+        """
+        ...
 
     def evaluation(self, num_sequences: int) -> Evaluation:
         """Give evenly spaced sequences of the held-out text, the same on all islands.

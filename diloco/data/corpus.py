@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -143,6 +144,29 @@ class TextData:
         self.num_documents = corpus.num_documents
         self._seed = seed
 
+    def content(self) -> dict[str, Any]:
+        """Say what the text is: its digest."""
+        return {"digest": self.digest}
+
+    def insist_on_content(self, there: Mapping[str, Any]) -> None:
+        """Refuse to go on where a run was trained on other text.
+
+        Raises:
+            ConfigError: If `there` is not what `content` gives here.
+        """
+        if "digest" not in there:
+            raise ConfigError(
+                'the run was trained on streams, not on data.source = "stdlib"; use its [data] '
+                "section, or start from its weights alone: diloco export"
+            )
+        if there["digest"] != self.digest:
+            raise ConfigError(
+                f"the run was trained on text with digest {there['digest']}, data.source = "
+                f'"stdlib" gives {self.digest} here (Python {platform.python_version()}); go on '
+                "with the release of Python that it began with, or start a new run from the "
+                "weights: diloco export"
+            )
+
     def batch(
         self,
         island_slot: int,
@@ -245,7 +269,7 @@ class TextBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor and the text's digest."""
-        return {**asdict(self._position), "digest": self._data.digest}
+        return {**asdict(self._position), **self._data.content()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a cursor.
@@ -253,17 +277,7 @@ class TextBatches:
         Raises:
             ConfigError: If it was written for other text.
         """
-        if "digest" not in state:
-            raise ConfigError(
-                'the checkpoint was trained on streams, not on data.source = "stdlib"; use its '
-                "[data] section, or start from its weights alone: diloco export"
-            )
-        if state["digest"] != self._data.digest:
-            raise ConfigError(
-                f"the checkpoint was trained on text with digest {state['digest']}, "
-                f'data.source = "stdlib" gives {self._data.digest} here; resume with the release '
-                "of Python that wrote the checkpoint"
-            )
+        self._data.insist_on_content(state)
         self._position = Position(state["inner_step"], state["samples"])
 
     def seek(self, inner_step: int) -> None:

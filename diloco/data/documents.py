@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.config.data import SourceConfig
-from diloco.data.files import Kind, Part, find_files, kind_of, parts_of
+from diloco.data.files import Kind, Part, check_command, find_files, kind_of, parts_of
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Source:
         field: Key of a record that is the document.
         parts: What it is made of.
         files: Files that have bytes; empty for the hub.
+        origins: What its documents are taken from, to be compared with another source's; each
+            begins with a name for people.
         is_json_lines: Whether a row is a line that is yet to be decoded.
         load: Opens the stream at its start.
     """
@@ -48,6 +50,7 @@ class Source:
     field: str
     parts: tuple[Part, ...]
     files: tuple[Path, ...]
+    origins: tuple[tuple[str, ...], ...]
     is_json_lines: bool
     load: Callable[[], datasets.IterableDataset]
 
@@ -61,7 +64,11 @@ class Source:
         try:
             return DocumentReader(self, self.load())
         except _unreadable() as error:
-            raise ConfigError(f"{self.setting}: cannot open{origin}: {_told(error)}") from error
+            look = f": {check_command(self.files[0])}" if self.files else ""
+            raise ConfigError(
+                f"{self.setting}: cannot open{origin}: {_told(error)}; see what is wrong there"
+                f"{look}"
+            ) from error
 
 
 class DocumentReader:
@@ -104,7 +111,9 @@ class DocumentReader:
         except _unreadable() as error:
             if isinstance(error, OSError) and not self._source.files:
                 raise  # the network's, not the user's: a restart may help
-            raise ConfigError(f"{self._place()} cannot be decoded: {_told(error)}") from error
+            raise ConfigError(
+                f"{self._place()} cannot be decoded: {_told(error)}; {self._remedy()}"
+            ) from error
         self.document += text is not None
         return text
 
@@ -115,7 +124,10 @@ class DocumentReader:
                 return b""
             record = json.loads(row["text"])
             if not isinstance(record, dict):
-                raise ConfigError(f"{self._place()} is a JSON {type(record).__name__}, no object")
+                raise ConfigError(
+                    f"{self._place()} is a JSON {type(record).__name__}, no object: write every "
+                    f'document as {{"{self._source.field}": "..."}}'
+                )
         field = self._source.field
         if field not in record:
             found = ", ".join(map(str, record)) or "none"
@@ -138,13 +150,25 @@ class DocumentReader:
 
     def _place(self) -> str:
         """Name the document that is being read, and its file as far as the stream tells."""
+        file = f" ({path})" if (path := self._file()) is not None else ""
+        return f"{self._source.setting}: document {self.document + 1}{file}"
+
+    def _file(self) -> Path | None:
+        """The file that is being read; None where the stream does not tell."""
         state = self._dataset.state_dict()
         while "examples_iterable" in state:
             state = state["examples_iterable"]
-        index = state.get("shard_idx", len(self._source.files))
         files = self._source.files
-        file = f" ({files[index]})" if index < len(files) else ""
-        return f"{self._source.setting}: document {self.document + 1}{file}"
+        index = state.get("shard_idx", len(files))
+        return files[index] if index < len(files) else None
+
+    def _remedy(self) -> str:
+        """Say how to find what cannot be decoded, and what to do then."""
+        setting, path = self._source.setting, self._file()
+        if not self._source.files:
+            return f"choose another {setting}.revision, or leave the source out"
+        look = f"; this shows where: {check_command(path)}" if path is not None else ""
+        return f"mend the file or take it out of {setting}.files{look}"
 
 
 def open_source(name: str, config: SourceConfig) -> Source:
@@ -176,7 +200,15 @@ def _open_files(setting: str, config: SourceConfig) -> Source:
     def load() -> datasets.IterableDataset:
         return _stream_of(kind, files, config)
 
-    return Source(setting, config.field, tuple(parts), tuple(files), kind == "JSON lines", load)
+    return Source(
+        setting=setting,
+        field=config.field,
+        parts=tuple(parts),
+        files=tuple(files),
+        origins=tuple((str(path.resolve()), config.field) for path in files),
+        is_json_lines=kind == "JSON lines",
+        load=load,
+    )
 
 
 def _stream_of(kind: Kind, files: Sequence[Path], config: SourceConfig) -> datasets.IterableDataset:
@@ -200,7 +232,10 @@ def _check_column(path: Path, field: str, setting: str) -> None:
     try:
         names = pyarrow.parquet.read_schema(path).names
     except _unreadable() as error:
-        raise ConfigError(f"{setting}: {path} cannot be decoded: {_told(error)}") from error
+        raise ConfigError(
+            f"{setting}: {path} cannot be decoded: {_told(error)}; mend the file or take it out "
+            f"of {setting}.files; this shows what is wrong: {check_command(path)}"
+        ) from error
     if field not in names:
         raise ConfigError(
             f'{setting}: {path} has no field "{field}"; fields found: {", ".join(names)}; set '
@@ -233,7 +268,15 @@ def _open_hub(setting: str, config: SourceConfig) -> Source:
             streaming=True,
         )
 
-    return Source(setting, config.field, (Part(config.hub, 0, commit or ""),), (), False, load)
+    return Source(
+        setting=setting,
+        field=config.field,
+        parts=(Part(config.hub, 0, commit or ""),),
+        files=(),
+        origins=((config.hub, config.subset, config.split, config.field),),
+        is_json_lines=False,
+        load=load,
+    )
 
 
 def _unreadable() -> tuple[type[Exception], ...]:

@@ -7,6 +7,7 @@ than opening the files; a change of the same size between the pieces is not seen
 from __future__ import annotations
 
 import glob
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ Kind: TypeAlias = Literal["parquet", "JSON lines", "JSON", "text"]
 
 #: Bytes hashed at the start, in the middle and at the end of a file.
 _PIECE_BYTES = 16 << 10
-_COMPRESSIONS = {".gz", ".zst", ".bz2", ".xz"}
+#: Suffix -> what unpacks it.
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".jsonl": "JSON lines",
@@ -94,6 +96,22 @@ def _kind(path: Path) -> Kind:
     if suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()
     return _KINDS.get(suffixes[-1], "text") if suffixes else "text"
+
+
+def check_command(path: Path) -> str:
+    """What to type to see where a file is not of the kind that its name says."""
+    file = shlex.quote(str(path))
+    program = _COMPRESSIONS.get(path.suffix.lower())
+    unpack, file = (f"{program} -dc {file} | ", "-") if program else ("", file)
+    match _kind(path):
+        case "parquet":
+            look = "import sys, pyarrow.parquet as p; p.read_table(sys.argv[1])"
+            return f"python -c {shlex.quote(look)} {file}"
+        case "JSON lines":
+            return f"{unpack}python -m json.tool --json-lines {file} > /dev/null"
+        case "JSON":
+            return f"{unpack}python -m json.tool {file} > /dev/null"
+    return f"{unpack}iconv -f UTF-8 -t UTF-8 {file} > /dev/null"
 
 
 def parts_of(files: Sequence[Path], setting: str) -> list[Part]:

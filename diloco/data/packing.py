@@ -166,7 +166,7 @@ class PackedSource:
         if group is None or group.check != cursor["check"]:
             raise ConfigError(
                 f"{self._source.setting}: document {start['document'] + 1} and those after it are "
-                "not what the checkpoint was trained on, although names and sizes are the same; "
+                "not what the run was trained on, although names and sizes are the same; "
                 "put the earlier text back, or start a new run"
             )
         self._groups.append(group)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple
 from functools import cached_property
 from typing import Any
@@ -63,13 +63,52 @@ class StreamData:
         self.vocab_size = self._tokenizer.vocab_size
         self.recipe = _recipe(config, seed, self._tokenizer)
         self.parts = {name: source.parts for name, source in self._sources.items()}
-        described = {name: [astuple(part) for part in self.parts[name]] for name in self.parts}
-        self.digest = blake3(json.dumps([self.recipe, described]).encode()).hexdigest()
+        _insist_on_one_source_each(self._sources)
+        content = self.content()
+        described = json.dumps([content["recipe"], content["parts"]])
+        self.digest = blake3(described.encode()).hexdigest()
         self._held_out = [
             text
             for source in self._sources.values()
             for text in _held_out(source, config.held_out_documents, num_islands)
         ]
+
+    def content(self) -> dict[str, Any]:
+        """Say what the text is: how it is cut, and what each source is made of; JSON values."""
+        return {
+            "recipe": self.recipe,
+            "parts": {
+                name: [list(astuple(part)) for part in parts] for name, parts in self.parts.items()
+            },
+        }
+
+    def insist_on_content(self, there: Mapping[str, Any]) -> None:
+        """Refuse to go on where a run was trained on other text; names what has changed.
+
+        Raises:
+            ConfigError: If `there` is not what `content` gives here.
+        """
+        if "recipe" not in there:
+            raise ConfigError(
+                'the run was trained on data.source = "stdlib", not on streams; use its [data] '
+                "section, or start from its weights alone: diloco export"
+            )
+        if differing := identity_difference(self.recipe, there["recipe"]):
+            raise ConfigError(
+                "the run's text (there) was cut in another way than [data] says (here):\n  "
+                + "\n  ".join(differing)
+                + "\nUndo the change, or start a new run from the weights: diloco export"
+            )
+        for name, parts in self.parts.items():
+            theirs = [Part(*part) for part in there["parts"][name]]
+            if difference := first_difference(parts, theirs):
+                is_hub = bool(self._config.sources[name].hub)
+                pinned = f'set data.sources.{name}.revision = "{theirs[0].digest}"'
+                raise ConfigError(
+                    f"data.sources.{name} is not what the run was trained on: {difference}; "
+                    f"{pinned if is_hub else 'put it back'}, or start a new run from the weights: "
+                    "diloco export"
+                )
 
     def evaluation(self, num_sequences: int) -> Evaluation:
         """Give evenly spaced sequences of the held-out documents of all sources, in a row.
@@ -88,10 +127,6 @@ class StreamData:
             torch.from_numpy(tokens[rows].astype(np.int64)),
             num_bytes=int(num_bytes[rows[:, 1:]].sum(dtype=np.int64)),
         )
-
-    def hub_name(self, source: str) -> str:
-        """Give the hub's name of a source; empty if it is files."""
-        return self._config.sources[source].hub
 
     def batches(
         self,
@@ -200,11 +235,7 @@ class StreamBatches:
         """Give the cursor, and what it holds for: configuration, sources and split."""
         return {
             **asdict(self._position),
-            "recipe": self._data.recipe,
-            "parts": {
-                name: [list(astuple(part)) for part in parts]
-                for name, parts in self._data.parts.items()
-            },
+            **self._data.content(),
             "split": [self._share.island_slot, self._share.num_islands],
             "sequences": self._sequences.cursor(),
         }
@@ -215,26 +246,7 @@ class StreamBatches:
         Raises:
             ConfigError: If the sources, or how they are cut, have changed since.
         """
-        if "recipe" not in state:
-            raise ConfigError(
-                'the checkpoint was trained on data.source = "stdlib", not on streams; use its '
-                "[data] section, or start from its weights alone: diloco export"
-            )
-        if differing := identity_difference(self._data.recipe, state["recipe"]):
-            raise ConfigError(
-                "the checkpoint's text was cut in another way, its values are those there:\n  "
-                + "\n  ".join(differing)
-            )
-        for name, parts in self._data.parts.items():
-            there = [Part(*part) for part in state["parts"][name]]
-            if difference := first_difference(parts, there):
-                is_hub = bool(self._data.hub_name(name))
-                pinned = f'set data.sources.{name}.revision = "{there[0].digest}"'
-                raise ConfigError(
-                    f"data.sources.{name} is not what the checkpoint was trained on: {difference}; "
-                    f"{pinned if is_hub else 'put it back'}, or start a new run from the weights: "
-                    "diloco export"
-                )
+        self._data.insist_on_content(state)
         split = [self._share.island_slot, self._share.num_islands]
         if state["split"] != split:
             logger.warning(
@@ -260,6 +272,22 @@ def _recipe(config: DataConfig, seed: int, tokenizer: Tokenizer) -> str:
     values = {f"data.{key}": value for key, value in json.loads(identity_json(config)).items()}
     values |= {"data.tokenizer": tokenizer.digest, "run.seed": seed}
     return json.dumps(values, sort_keys=True)
+
+
+def _insist_on_one_source_each(sources: Mapping[str, Source]) -> None:
+    """Refuse a text that two sources have: it would be trained on twice, and be held out once.
+
+    Raises:
+        ConfigError: Naming the text and both sources.
+    """
+    seen: dict[tuple[str, ...], str] = {}
+    for name, source in sources.items():
+        for origin in source.origins:
+            if (other := seen.setdefault(origin, name)) != name:
+                raise ConfigError(
+                    f"{origin[0]} is in data.sources.{other} and in data.sources.{name}: name it "
+                    f"in one of them; to train on it more often set that one's weight, and repeat"
+                )
 
 
 def _held_out(source: Source, num_held_out: int, num_islands: int) -> Iterator[bytes]:

@@ -147,6 +147,12 @@ def open_tokenizer(name: str, separator: str) -> Tokenizer:
     return HuggingFaceTokenizer(tokenizer, separator=token, digest=digest)
 
 
+def is_hub_tokenizer(name: str) -> bool:
+    """Whether a tokenizer is asked for at the hub: no file or directory here has that name."""
+    is_name = _HUB_NAME.match(name) is not None and not name.endswith(".json")
+    return is_name and name != "bytes" and not Path(name).exists()
+
+
 def _find(name: str) -> tuple[Path, Path | None]:
     """Find tokenizer.json and tokenizer_config.json, which may be absent."""
     path = Path(name)
@@ -160,7 +166,7 @@ def _find(name: str) -> tuple[Path, Path | None]:
     if path.is_file():
         config_path = path.with_name("tokenizer_config.json")
         return path, config_path if config_path.is_file() else None
-    if not _HUB_NAME.match(name) or name.endswith(".json"):
+    if not is_hub_tokenizer(name):
         raise ConfigError(
             f'data.tokenizer = "{name}": no such file or directory below {Path.cwd()}; give '
             '"bytes", a tokenizer.json, a directory that holds one, or a hub name'

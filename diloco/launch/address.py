@@ -8,7 +8,10 @@ Source: protocol.md section 8.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
+import socket
 from pathlib import Path
 
 from diloco.config.schema import Config, CoordinatorConfig
@@ -53,6 +56,7 @@ async def listen(
     while True:
         server = GrpcServer(bind, handlers, insecure=insecure, chunk_bytes=chunk_bytes)
         try:
+            _insist_on_free(bind)
             await server.start()
         except OSError as error:
             if loop.time() >= until:
@@ -63,6 +67,27 @@ async def listen(
             await asyncio.sleep(_RETRY_WAIT_S)
         else:
             return server
+
+
+def _insist_on_free(bind: str) -> None:
+    """Refuse a port that another process has: gRPC itself fills the log with every attempt.
+
+    Raises:
+        OSError: If it is taken; what else is wrong with an address is gRPC's to find.
+    """
+    host, port = split_address(bind)
+    with contextlib.suppress(socket.gaierror):
+        for family, _, _, _, place in socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM
+        ):
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(place)
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        text = f"cannot listen on {bind}: {error.strerror}"
+                        raise OSError(error.errno, text) from error
 
 
 def coordinator_address(bound: str, config: CoordinatorConfig) -> str:

@@ -2,15 +2,18 @@
 
 Tensors are streamed: besides what the training holds, a rank needs the memory of one lane. A disk
 that is full ends the checkpoint, not the training: the failing rank goes on taking part in the
-collectives, so that nobody waits, and then all ranks know.
+collectives, so that nobody waits, and then all ranks know. A step that has a checkpoint keeps it
+until the new one is whole (`checkpoints`).
 
 Source: protocol.md section 9; the format of safetensors, https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
+import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from diloco.compression.base import to_bytes
 from diloco.durable import make_directory_durably, write_durably, write_json
+from diloco.errors import ConfigError
 from diloco.launch.checkpoints import (
     FORMAT,
     MANIFEST,
@@ -31,6 +35,7 @@ from diloco.launch.checkpoints import (
     PLAN,
     lane_key,
     rank_file,
+    read_manifest,
     step_directory,
 )
 from diloco.outer.fragments import Plan
@@ -92,38 +97,50 @@ class CheckpointWriter:
             Bytes of the whole checkpoint. The same step of an earlier time has been replaced.
 
         Raises:
-            OSError: On all ranks, if one of them could not write; what is there is not whole.
+            OSError: On all ranks, if one of them could not write; what was there before stays.
         """
         path = step_directory(self._directory, self._island, step)
-        failure, mine = "", {}
+        failure, mine, parts = "", {}, ""
         if self._island_rank == 0:
             try:
                 make_directory_durably(path)
-                (path / MANIFEST).unlink(missing_ok=True)
+                parts = _next_parts(path)
             except OSError as error:
                 failure = f"{path}: {error.strerror or error}"
-        self._insist(failure)  # nobody writes before an older manifest is gone
+        parts = self._insist(failure, parts)[0]
         pieces, header = self._pieces(training, outer)
         name = rank_file(self._island_rank, self._num_ranks)
         try:
-            mine = {name: _write(path / name, header, pieces)}
+            mine = {name: _write(path / parts / name, header, pieces)}
         except OSError as error:
-            failure = f"{path / name}: {error.strerror or error}"
+            failure = f"{path / parts / name}: {error.strerror or error}"
             for _ in pieces:  # the others still collect
                 pass
         files: dict[str, dict[str, Any]] = {}
-        for part in self._insist(failure, mine):
-            files |= part
-        if self._island_rank == 0:
-            try:
-                text = self._plan.to_json().encode()
-                write_durably(path / PLAN, [text])
-                files[PLAN] = {"bytes": len(text), "blake3": blake3(text).hexdigest()}
-                write_json(path / MANIFEST, self._manifest(step, files, about))
-            except OSError as error:
-                failure = f"{path}: {error.strerror or error}"
-        self._insist(failure)
+        try:
+            for part in self._insist(failure, mine):
+                files |= part
+            if self._island_rank == 0:
+                failure = self._complete(path, parts, files, self._manifest(step, about))
+            self._insist(failure)
+        finally:
+            if self._island_rank == 0:  # what was replaced, or has failed; else the next write does
+                with contextlib.suppress(OSError):
+                    _clear(path)
         return sum(file["bytes"] for file in files.values())
+
+    def _complete(
+        self, path: Path, parts: str, files: dict[str, Any], manifest: Mapping[str, Any]
+    ) -> str:
+        """Write the plan, then the manifest, which makes it whole; returns what went wrong."""
+        try:
+            text = self._plan.to_json().encode()
+            write_durably(path / parts / PLAN, [text])
+            files[PLAN] = {"bytes": len(text), "blake3": blake3(text).hexdigest()}
+            write_json(path / MANIFEST, {**manifest, "parts": parts, "files": files})
+        except OSError as error:
+            return f"{path}: {error.strerror or error}"
+        return ""
 
     def _pieces(
         self, training: Mapping[str, Mapping[str, Tensor]], outer: Mapping[str, Tensor]
@@ -159,9 +176,7 @@ class CheckpointWriter:
 
         return walk(), header
 
-    def _manifest(
-        self, step: int, files: Mapping[str, Any], about: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _manifest(self, step: int, about: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "step": step,
@@ -170,10 +185,9 @@ class CheckpointWriter:
             "torch": torch.__version__,
             "python": platform.python_version(),
             **about,
-            "files": dict(files),
         }
 
-    def _insist(self, failure: str, mine: Mapping[str, Any] | None = None) -> list[Any]:
+    def _insist(self, failure: str, mine: Any = None) -> list[Any]:
         """Gather what every rank has done, or raise on all of them what one met."""
         words: list[Any] = [(failure, mine)]
         if self._group is not None:
@@ -183,6 +197,25 @@ class CheckpointWriter:
         if failures:
             raise OSError("; ".join(failures))
         return [word[1] for word in words]
+
+
+def _next_parts(path: Path) -> str:
+    """Make the directory that the files of the next write go into; returns its name."""
+    _clear(path)
+    numbers = [int(other.name.removeprefix("parts-")) for other in path.glob("parts-*")]
+    parts = f"parts-{max(numbers, default=0) + 1:04d}"
+    make_directory_durably(path / parts)
+    return parts
+
+
+def _clear(path: Path) -> None:
+    """Remove what no manifest names: files of a writer that was killed, and what was replaced."""
+    named = ""
+    with contextlib.suppress(ConfigError):
+        named = read_manifest(path)["parts"]
+    for parts in path.glob("parts-*"):
+        if parts.name != named:
+            shutil.rmtree(parts)
 
 
 def _write(path: Path, header: list[_Tensor], pieces: Iterator[Buffer]) -> dict[str, Any]:

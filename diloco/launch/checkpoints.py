@@ -1,14 +1,20 @@
 """Checkpoints of an island: where they are, which are whole, what is in them.
 
-    CHECKPOINT_DIR/ISLAND/step-000000000120/rank-00000-of-00002.safetensors
-                                            rank-00001-of-00002.safetensors
-                                            plan.json
+    CHECKPOINT_DIR/ISLAND/step-000000000120/parts-0001/rank-00000-of-00002.safetensors
+                                                       rank-00001-of-00002.safetensors
+                                                       plan.json
                                             manifest.json
+    CHECKPOINT_DIR/ISLAND/abandoned-before-timeline-0001-after-000000000100/step-000000000120/
 
 A rank's file holds the lanes that the rank carries, so together the files have every lane once, and
-an island of any layout can read them. The manifest is written last, with the digests of the others:
-a checkpoint is valid if and only if its manifest is there and every digest is right. What a killed
-or full disk left behind has no manifest and is removed with the next checkpoint.
+an island of any layout can read them. The manifest is written last, and names the directory of the
+other files and their digests: a checkpoint is valid if and only if its manifest is there and every
+digest is right. A step that is written once more gets another directory, and the one rename that
+replaces the manifest swaps the old checkpoint for the new: whenever the writer is killed, one of
+them is whole. What no manifest names is removed with the next checkpoint.
+
+What a resume abandons is kept until a checkpoint of the new timeline is complete, or until the next
+resume.
 
     model/P/L  exp_avg/P/L  exp_avg_sq/P/L    lane L of fragment P, float32
     outer/...                                 what `DiLoCo.state_dict` gave
@@ -25,7 +31,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +46,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 #: Before the names of the outer loop's state.
 OUTER = "outer/"
 
 _STEP = re.compile(r"step-(\d{12,})")
+_ABANDONED = re.compile(r"abandoned-before-timeline-\d+-after-(\d{12,})")
+_PIECE_BYTES = 1 << 24
 
 
 def step_directory(directory: Path, island: str, step: int) -> Path:
@@ -64,6 +72,69 @@ def lane_key(section: str, fragment_id: int, lane_id: int) -> str:
     return f"{section}/{fragment_id}/{lane_id}"
 
 
+def written_steps(directory: Path, island: str) -> list[int]:
+    """Return the inner steps of an island's checkpoints that were completed, ascending.
+
+    Reads none of them: what was damaged since then is among them.
+    """
+    paths = {step: step_directory(directory, island, step) for step in _steps(directory, island)}
+    return [step for step, path in paths.items() if (path / MANIFEST).exists()]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of the checkpoint in `path`; its files are not looked at.
+
+    Raises:
+        ConfigError: If there is none, or it is damaged.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ConfigError(f"{path / MANIFEST} is of another version of diloco")
+        return {**manifest, "files": dict(manifest["files"]), "parts": str(manifest["parts"])}
+    except FileNotFoundError:
+        raise ConfigError(f"{path} has no {MANIFEST}: it was not completed") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path / MANIFEST} is damaged: {error!r}") from error
+
+
+def verify(
+    path: Path,
+    *,
+    share: tuple[int, int] = (0, 1),
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Hold the files of a checkpoint against its manifest, and return the manifest.
+
+    Args:
+        path: From `step_directory`.
+        share: (i, n): of all files, look only at the i-th, (i+n)-th and so on: n callers together
+            verify it.
+        on_progress: Told (bytes read, bytes to read) on the way.
+
+    Raises:
+        ConfigError: Saying what is missing or differs.
+    """
+    manifest = read_manifest(path)
+    files = sorted(manifest["files"].items())[share[0] :: share[1]]
+    done, total = 0, sum(expected["bytes"] for _, expected in files)
+    for name, expected in files:
+        file_path, hasher = path / manifest["parts"] / name, blake3()
+        try:
+            if (size := file_path.stat().st_size) != expected["bytes"]:
+                raise ConfigError(f"{file_path} has {size} bytes, not {expected['bytes']}")
+            with file_path.open("rb") as file:
+                while piece := file.read(_PIECE_BYTES):
+                    hasher.update(piece)
+                    done += len(piece)
+                    on_progress(done, total)
+        except OSError as error:
+            raise ConfigError(f"{file_path} cannot be read: {error.strerror or error}") from error
+        if hasher.hexdigest() != expected["blake3"]:
+            raise ConfigError(f"{file_path} is damaged: its digest is not that of the manifest")
+    return manifest
+
+
 def valid_steps(directory: Path, island: str) -> list[int]:
     """Return the inner steps of an island's whole checkpoints, ascending; reads every byte of them.
 
@@ -72,7 +143,7 @@ def valid_steps(directory: Path, island: str) -> list[int]:
     steps = []
     for step in _steps(directory, island):
         try:
-            _verify(step_directory(directory, island, step))
+            verify(step_directory(directory, island, step))
         except ConfigError as error:
             logger.warning("checkpoint skipped, island=%s step=%d: %s", island, step, error)
         else:
@@ -89,24 +160,39 @@ class Checkpoint:
         plan: Fragments and lanes of the run that wrote it.
     """
 
-    def __init__(self, path: Path, step: int, manifest: Mapping[str, Any], plan: Plan) -> None:
+    def __init__(self, parts: Path, step: int, manifest: Mapping[str, Any], plan: Plan) -> None:
         """Assign only."""
         self.step = step
         self.manifest = manifest
         self.plan = plan
-        self._path = path
+        self._parts = parts
         self._holders: dict[str, Any] = {}  # name of a tensor -> its open file, of no public type
 
     @classmethod
-    def open(cls, directory: Path, island: str, step: int) -> Checkpoint:
+    def open(
+        cls,
+        directory: Path,
+        island: str,
+        step: int,
+        *,
+        share: tuple[int, int] = (0, 1),
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Checkpoint:
         """Verify a checkpoint and open it.
+
+        Args:
+            directory: Of this site's checkpoints.
+            island: Whose.
+            step: Completed inner steps.
+            share: As for `verify`.
+            on_progress: As for `verify`.
 
         Raises:
             ConfigError: If it is not there or not whole; names the whole ones.
         """
         path = step_directory(directory, island, step)
         try:
-            manifest = _verify(path)
+            manifest = verify(path, share=share, on_progress=on_progress)
         except ConfigError as error:
             whole = [other for other in valid_steps(directory, island) if other != step]
             raise ConfigError(
@@ -118,7 +204,8 @@ class Checkpoint:
                     else "; bring the directory back, or set checkpoint.dir"
                 )
             ) from error
-        return cls(path, step, manifest, Plan.from_json((path / PLAN).read_text()))
+        parts = path / manifest["parts"]
+        return cls(parts, step, manifest, Plan.from_json((parts / PLAN).read_text()))
 
     def read(self, section: str, name: str) -> Tensor:
         """Return a parameter, moment or published value by canonical name.
@@ -173,7 +260,7 @@ class Checkpoint:
 
         for name in sorted(self.manifest["files"]):
             if name.endswith(".safetensors"):
-                file: Any = safe_open(self._path / name, framework="pt")
+                file: Any = safe_open(self._parts / name, framework="pt")
                 self._holders |= dict.fromkeys(file.keys(), file)
 
 
@@ -189,28 +276,34 @@ def remove_old(
         directory: Of this site's checkpoints.
         island: Whose.
         newest: Inner step just written; later ones, of another history, are left alone.
-        needed: Inner steps to keep in any case.
+        needed: Inner steps to keep in any case. What was abandoned by a resume from before the last
+            of them is removed.
         num_unsure: Newest checkpoints, after the last needed one, to keep beside them; at least 1.
 
     Returns:
         Inner steps of the whole checkpoints that are left, up to `newest`, ascending.
     """
-    older = [step for step in _steps(directory, island) if step <= newest]
-    whole = [s for s in older if (step_directory(directory, island, s) / MANIFEST).exists()]
-    unsure = [step for step in whole if step > max(needed, default=-1)]
-    kept = {*needed, *unsure[-num_unsure:]}
-    for step in older:
-        if step in whole and step in kept:
+    last_needed = max(needed, default=-1)
+    whole = [step for step in written_steps(directory, island) if step <= newest]
+    unsure = [step for step in whole if step > last_needed]
+    kept = [step for step in whole if step in {*needed, *unsure[-num_unsure:]}]
+    for step in _steps(directory, island):
+        if step > newest or step in kept:
             continue
         path = step_directory(directory, island, step)
         (path / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not be whole
         sync_directory(path)
         shutil.rmtree(path)
-    return [step for step in whole if step in kept]
+    for aside, resumed_step in _abandoned(directory / island):
+        if last_needed > resumed_step:
+            shutil.rmtree(aside)
+    return kept
 
 
 def abandon_later(directory: Path, island: str, *, step: int, timeline: int) -> None:
     """Move aside what earlier timelines wrote after inner step `step`: it was abandoned.
+
+    What an earlier resume had moved aside is removed.
 
     Args:
         directory: Of this site's checkpoints.
@@ -218,12 +311,15 @@ def abandon_later(directory: Path, island: str, *, step: int, timeline: int) -> 
         step: Inner step that the run was resumed at.
         timeline: Of the resumed run; its own checkpoints stay, should it be resumed once more.
     """
+    aside = directory / island / f"abandoned-before-timeline-{timeline:04d}-after-{step:012d}"
+    for earlier, _ in _abandoned(directory / island):
+        if earlier != aside:
+            shutil.rmtree(earlier)
     for later in (other for other in _steps(directory, island) if other > step):
         path = step_directory(directory, island, later)
         with contextlib.suppress(OSError, ValueError, KeyError):  # what is not whole goes, too
             if json.loads((path / MANIFEST).read_text(encoding="utf-8"))["timeline"] >= timeline:
                 continue
-        aside = path.parent / f"abandoned-before-timeline-{timeline:04d}"
         aside.mkdir(exist_ok=True)
         if (aside / path.name).exists():
             shutil.rmtree(aside / path.name)
@@ -239,29 +335,7 @@ def _steps(directory: Path, island: str) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
 
-def _verify(path: Path) -> dict[str, Any]:
-    """Hold every file against the manifest, and return the manifest.
-
-    Raises:
-        ConfigError: Saying what is missing or differs.
-    """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files = dict(manifest["files"])
-        is_known = manifest["format"] == FORMAT
-    except FileNotFoundError:
-        raise ConfigError(f"{path} has no {MANIFEST}: it was not completed") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path / MANIFEST} is damaged: {error!r}") from error
-    if not is_known:
-        raise ConfigError(f"{path / MANIFEST} is of another version of diloco")
-    for name, expected in sorted(files.items()):
-        try:
-            if (size := (path / name).stat().st_size) != expected["bytes"]:
-                raise ConfigError(f"{path / name} has {size} bytes, not {expected['bytes']}")
-            digest = blake3().update_mmap(path / name).hexdigest()
-        except OSError as error:
-            raise ConfigError(f"{path / name} cannot be read: {error.strerror or error}") from error
-        if digest != expected["blake3"]:
-            raise ConfigError(f"{path / name} is damaged: its digest is not that of the manifest")
-    return dict(manifest)
+def _abandoned(directory: Path) -> list[tuple[Path, int]]:
+    """What resumes moved aside, and the inner step that each of them went back to."""
+    found = ((path, _ABANDONED.fullmatch(path.name)) for path in directory.glob("abandoned-*"))
+    return [(path, int(match[1])) for path, match in found if match]

@@ -14,10 +14,8 @@ import asyncio
 import json
 import logging
 import os
-import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from diloco.config.classes import fingerprint, identity_difference, identity_json, policy_json
@@ -30,12 +28,13 @@ from diloco.coordinator.membership import Membership
 from diloco.durable import write_durably
 from diloco.errors import ConfigError
 from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
-from diloco.launch.ending import StopSignals, first_of
+from diloco.launch.ending import Request, first_of, heed_signals
 from diloco.launch.run_checkpoints import (
     RESUME,
     choose_checkpoint,
     commands_of_islands,
     insist_on_run,
+    open_journal,
     read_membership,
 )
 from diloco.launch.state_dir import (
@@ -100,7 +99,7 @@ async def run_coordinator(
     try:
         with hold(state.coordinator_lock):
             _insist_on_same_identity(config, state)
-            with _journal(state) as journal:
+            with open_journal(state.journal) as journal:
                 membership = read_membership(config, journal)
                 if resume:
                     step = choose_checkpoint(config, state, membership, at_step, tell)
@@ -157,22 +156,6 @@ def _insist_on_same_policy(config: Config, before: Config, state: StateDir) -> N
         )
 
 
-@contextmanager
-def _journal(state: StateDir) -> Iterator[Journal]:
-    journal = Journal(state.journal)
-    try:
-        journal.open()
-    except sqlite3.DatabaseError as error:
-        raise ConfigError(
-            f"cannot read the journal {state.journal}: {error}. Restore it from a copy, or start "
-            f"anew in another coordinator.state_dir"
-        ) from error
-    try:
-        yield journal
-    finally:
-        journal.close()
-
-
 async def _coordinate(
     config: Config,
     state: StateDir,
@@ -181,19 +164,19 @@ async def _coordinate(
     tell: Callable[[str], None],
     linger_s: float,
 ) -> int:
-    signals = StopSignals()
-    signals.heed()
+    signals = heed_signals(num_graceful=1)
     coordinator = Coordinator(
         membership=membership,
         journal=journal,
         secret=load_or_create_secret(state.secret),
         policy_json=policy_json(config),
         unix_clock=time.time,
+        unreachable_s=config.transport.unreachable_s,
     )
     supervisor = SyncerSupervisor(state, on_hopeless=coordinator.fail)
     if _is_over(membership):
         await _stop_syncer(state, supervisor, journal)
-        return _tell_end(config, state, membership, signals, tell)
+        return _tell_end(config, state, journal, membership, signals, tell)
     if read_timeline(state.timeline) != _timeline(membership):
         await _stop_syncer(state, supervisor, journal)
     _timeline(membership).write(state.timeline)
@@ -216,7 +199,10 @@ async def _coordinate(
         address = coordinator_address(server.address, config.coordinator)
         tell(f"coordinator of run {config.run.name!r} listens on {address}")
         await first_of(
-            coordinator.ended.wait(), _asked_to_stop(coordinator, signals, tell), supervisor.run()
+            coordinator.ended.wait(),
+            coordinator.watch(),
+            _asked_to_stop(coordinator, signals, tell),
+            supervisor.run(),
         )
         if membership.fatal_reason:
             await _linger(membership, linger_s)
@@ -224,11 +210,11 @@ async def _coordinate(
     finally:
         await metrics.stop()
         await server.stop(_DRAIN_S)
-    return _tell_end(config, state, membership, signals, tell)
+    return _tell_end(config, state, journal, membership, signals, tell)
 
 
 async def _asked_to_stop(
-    coordinator: Coordinator, signals: StopSignals, tell: Callable[[str], None]
+    coordinator: Coordinator, signals: Request, tell: Callable[[str], None]
 ) -> None:
     """Return when everything is to stop at once; before that, pass a graceful stop on."""
     await signals.asked.wait()
@@ -283,14 +269,21 @@ def _timeline(membership: Membership) -> Timeline:
 def _tell_end(
     config: Config,
     state: StateDir,
+    journal: Journal,
     membership: Membership,
-    signals: StopSignals,
+    signals: Request,
     tell: Callable[[str], None],
 ) -> int:
     """Say how it ended and what to type next; returns the exit code."""
     if membership.fatal_reason:
         tell(f"the run {membership.run!r} failed: {membership.fatal_reason}")
-        tell(_next_text(config, membership))
+        if read_membership(config, journal).fatal_reason:
+            tell(_next_text(config, membership))
+        else:  # of this coordinator, which leaves nothing of it behind
+            tell(
+                f"it goes on where it was: diloco coordinator RUN.toml; then every island that "
+                f"has ended: {commands_of_islands(config)}"
+            )
         return membership.fatal_exit_code
     if membership.is_finished:
         tell(f"the run {membership.run!r} has finished")

@@ -1,21 +1,25 @@
 """What a run keeps on disk, from its configuration and number of parameters; whether that fits.
 
     checkpoint of an island  (16 + payload) B a parameter: weights, two moments, anchor and what is
-                             in flight, 8 more with error feedback; `keep` complete ones, one
-                             that other islands have yet to write, one being written
+                             in flight, 8 more with error feedback; `keep` complete ones, those
+                             that may become complete, one being written
     record of the syncer     (12 + M payloads up + one down) B a parameter: theta, published,
                              momentum and what they were made from; the newest, those that
                              `retained_versions` keeps, and those that checkpoints pin
 
-Upper bounds, without file headers; no torch is imported, so that a coordinator can ask.
+Upper bounds, without file headers. Not counted, since it is there only until the resumed run has a
+complete checkpoint of its own: what a resume abandons. No torch is imported, so that a coordinator
+can ask.
 
 Source: protocol.md sections 4 (commit point) and 9.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +63,25 @@ class DiskForecast:
         return self.num_records * self.record_bytes
 
 
+def num_unsure_checkpoints(config: Config) -> int:
+    """Newest checkpoints that are kept though it is not known that every island has them.
+
+    keep + ceil((H + tau) / every): islands are at most H + tau inner steps apart, so an older one
+    that is not complete yet never will be. One where checkpoints are made at stops only.
+    """
+    outer, checkpoint = config.outer, config.checkpoint
+    if checkpoint.every_inner_steps == 0:
+        return 1
+    apart = outer.inner_steps_per_round + outer.overlap_steps
+    return checkpoint.keep + math.ceil(apart / checkpoint.every_inner_steps)
+
+
 def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
     """Compute what a run keeps on disk; `num_parameters` are the trained ones."""
     outer = config.outer
     up, down = PAYLOAD_BYTES[outer.uplink_codec], PAYLOAD_BYTES[outer.downlink_codec]
     residuals = _RESIDUALS_BYTES if outer.error_feedback else 0.0
-    num_checkpoints = config.checkpoint.keep + 2
+    num_checkpoints = config.checkpoint.keep + num_unsure_checkpoints(config) + 1
     record = _STATE_BYTES + len(config.islands) * up + down
     return DiskForecast(
         checkpoint_bytes=round(num_parameters * (_INNER_AND_ANCHOR_BYTES + residuals + up)),
@@ -86,8 +103,12 @@ def insist_on_room(
         is_new: Whether the run begins; else what is in its directories is counted as written.
 
     Raises:
-        ConfigError: Naming what is needed, what is free and what to change.
+        ConfigError: Naming what is needed, what is free and what to change; or the place in which
+            nothing can be written.
     """
+    _insist_on_writable(Path(config.coordinator.state_dir), "coordinator.state_dir")
+    if islands:
+        _insist_on_writable(config.checkpoint_dir, "checkpoint.dir")
     planned = forecast_disk(config, num_parameters)
     store = StateDir(Path(config.coordinator.state_dir)).store
     needs = [(store, "the syncer's store", planned.store_bytes)]
@@ -100,6 +121,18 @@ def insist_on_room(
         by_disk.setdefault(_existing(path).stat().st_dev, []).append((path, what, missing))
     for parts in by_disk.values():
         _insist(parts, num_parameters)
+
+
+def _insist_on_writable(path: Path, key: str) -> None:
+    place = _existing(path)
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{key} = {path}: nothing can be written in {place}: {error.strerror or error}; choose "
+            f"another place, in the run file or with --set {key}=DIRECTORY"
+        ) from error
 
 
 def _insist(parts: list[tuple[Path, str, int]], num_parameters: int) -> None:

@@ -11,7 +11,6 @@ Source: protocol.md section 9.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,9 @@ from diloco.inner.state import (
 )
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.checkpoint_writer import CheckpointWriter
-from diloco.launch.checkpoints import Checkpoint, abandon_later, remove_old, valid_steps
+from diloco.launch.checkpoints import Checkpoint, abandon_later, remove_old, written_steps
+from diloco.launch.disk import num_unsure_checkpoints
+from diloco.launch.progress import progress_bar
 from diloco.launch.warm_start import WarmStart
 from diloco.outer.fragments import plan_difference
 from diloco.sync.connection import Connection
@@ -61,7 +62,10 @@ class IslandCheckpoints:
         self._trainer = trainer
         self._batches = batches
         self._on_event = on_event
-        self._is_leader = group is None or dist.get_rank(group) == 0
+        self._group = group
+        self._island_rank = 0 if group is None else dist.get_rank(group)
+        self._num_ranks = 1 if group is None else dist.get_world_size(group)
+        self._is_leader = self._island_rank == 0
         self._writer = CheckpointWriter(
             config.checkpoint_dir, config.island_id, outer.plan, group=group
         )
@@ -109,11 +113,12 @@ class IslandCheckpoints:
                 state = outer.state_dict()
                 about["timeline"] = int(state["meta"][1])
                 num_bytes = self._writer.write(step, training=training, outer=state, about=about)
+                if self._is_leader:
+                    self._on_event(CheckpointWritten(step, num_bytes, time.monotonic() - began))
         except OSError as error:
             self._failed(step, error)
             return
         if self._is_leader:
-            self._on_event(CheckpointWritten(step, num_bytes, time.monotonic() - began))
             self._remove_old(step)
 
     def _failed(self, step: int, error: OSError) -> None:
@@ -134,17 +139,15 @@ class IslandCheckpoints:
         complete = self._connection.complete_checkpoints
         if complete is None:
             return  # with the next one
-        config, resumed = self._config, self._outer.resume_step
+        resumed = self._outer.resume_step
         # An island that crashes before anything new is published resumes once more.
         needed = complete if resumed is None else (*complete, resumed)
-        every = max(1, config.checkpoint.every_inner_steps)
-        ahead = config.outer.inner_steps_per_round + config.outer.overlap_steps
         try:
             left = remove_old(
                 *self._place,
                 newest=step,
                 needed=needed,
-                num_unsure=config.checkpoint.keep + math.ceil(ahead / every),
+                num_unsure=num_unsure_checkpoints(self._config),
             )
         except OSError as error:
             logger.warning("old checkpoints cannot be removed: %s", error)
@@ -152,7 +155,7 @@ class IslandCheckpoints:
             self._connection.report_checkpoints(left)
 
     def _resume(self, step: int) -> None:
-        checkpoint = Checkpoint.open(*self._place, step)
+        checkpoint = self._open(step)
         if checkpoint.plan != self._outer.plan:
             raise ConfigError(
                 f"the checkpoint of inner step {step} in {self._config.checkpoint_dir} is of "
@@ -165,15 +168,20 @@ class IslandCheckpoints:
         self._outer.load_state_dict(checkpoint.outer_state(self._outer.state_dict()))
         if self._is_leader:
             abandon_later(*self._place, step=step, timeline=self._outer.timeline)
-            self._connection.report_checkpoints(valid_steps(*self._place))
+        self._connection.report_checkpoints([step])
 
     def _return(self) -> None:
         """Take the inner optimizer from the newest checkpoint of this island and run."""
         self._batches.seek(self._outer.start_step)
-        steps = valid_steps(*self._place)
-        self._connection.report_checkpoints(steps)
+        steps = written_steps(*self._place)
+        # Later ones will be written anew.
+        self._connection.report_checkpoints(s for s in steps if s <= self._outer.start_step)
         for step in reversed(steps):
-            checkpoint = Checkpoint.open(*self._place, step)
+            try:
+                checkpoint = self._open(step)
+            except ConfigError as error:
+                logger.warning("checkpoint skipped, step=%d: %s", step, error)
+                continue
             if checkpoint.plan == self._outer.plan:
                 self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
                 logger.info("inner optimizer of inner step %d taken from its checkpoint", step)
@@ -183,6 +191,29 @@ class IslandCheckpoints:
             "checkpoint.every_inner_steps to keep it over a restart)",
             self._config.island_id, self._config.checkpoint_dir,
         )  # fmt: skip
+
+    def _open(self, step: int) -> Checkpoint:
+        """Open a checkpoint; the ranks share the reading that proves it whole.
+
+        Raises:
+            ConfigError: On all ranks, if one of them found it damaged.
+        """
+        problem = ""
+        try:
+            checkpoint = Checkpoint.open(
+                *self._place,
+                step,
+                share=(self._island_rank, self._num_ranks),
+                on_progress=progress_bar(f"verifying the checkpoint of step {step}", logger.info),
+            )
+        except ConfigError as error:
+            problem = str(error)
+        problems = [problem] * self._num_ranks
+        if self._group is not None:
+            dist.all_gather_object(problems, problem, group=self._group)
+        if any(problems):
+            raise ConfigError("; ".join(dict.fromkeys(filter(None, problems))))
+        return checkpoint
 
     def _load_moments(self, read: Read, step: int) -> None:
         load_moments_(self._trainer.model, self._trainer.optimizer, read, step=step)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from diloco.config.load import resolved_toml
+from diloco.config.classes import identity_difference, identity_json
+from diloco.config.load import load_config, resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.launch.ending import Interrupted, Request
@@ -267,22 +269,48 @@ def without_links(config: Config, num_islands: int) -> Config:
     return config.model_copy(update={"islands": kept, "transport": transport})
 
 
-def make_room(state_dir: Path, *, fresh: bool) -> Path | None:
-    """See to it that `state_dir` holds no earlier run.
+def insist_on_own_run(config: Config, command: str) -> None:
+    """Refuse to resume the run of another file, which `coordinator.state_dir` holds.
+
+    Args:
+        config: The run that is to be resumed.
+        command: What the user types to start it.
+
+    Raises:
+        ConfigError: Naming the run that is there, what differs, and the commands for both.
+    """
+    root = config.coordinator.state_dir
+    resolved = StateDir(Path(root)).resolved
+    if not resolved.exists():
+        return
+    there = load_config(resolved)
+    differing = identity_difference(identity_json(config), identity_json(there))
+    if not differing:
+        return
+    if config.run.name != there.run.name:
+        differing = [f"run.name: {config.run.name!r} here, {there.run.name!r} there"]
+    raise ConfigError(
+        f"--resume: coordinator.state_dir = {root} holds the run {there.run.name!r} (there), which "
+        f"this file (here) does not describe:\n  "
+        + "\n  ".join(differing)
+        + f"\nGo on with the run that is there: diloco local {shlex.quote(str(resolved))} --resume"
+        f"\nStart this one elsewhere: {command} --set coordinator.state_dir=runs/NAME"
+    )
+
+
+def insist_on_place(state_dir: Path, *, fresh: bool) -> None:
+    """Refuse a `state_dir` that holds an earlier run, unless it may be moved aside.
 
     Args:
         state_dir: Where the run will live.
-        fresh: Whether an earlier run may be moved aside, to the first free `NAME.N`; one that
-            has no version 0, because a first start failed, is in any case.
-
-    Returns:
-        Where an earlier run was moved to; None when there was none.
+        fresh: Whether an earlier run may be moved aside; one that has no version 0, because a
+            first start failed, may be in any case.
 
     Raises:
         ConfigError: If there is one and `fresh` is false, or if it is still under way.
     """
-    if not state_dir.is_dir() or not any(state_dir.iterdir()):
-        return None
+    if not _is_used(state_dir):
+        return
     state = StateDir(state_dir)
     if (pid := holder(state.coordinator_lock)) is not None:
         raise ConfigError(
@@ -296,10 +324,24 @@ def make_room(state_dir: Path, *, fresh: bool) -> Path | None:
             f"--resume, move it aside with --fresh, or give another coordinator.state_dir (--set "
             f"coordinator.state_dir=runs/NAME)"
         )
-    stop_syncer(state)  # one that outlived its run would go on writing to the old place
+
+
+def make_room(state_dir: Path) -> Path | None:
+    """Move an earlier run aside, to the first free `NAME.N`, after `insist_on_place`.
+
+    Returns:
+        Where it was moved to; None when there was none.
+    """
+    if not _is_used(state_dir):
+        return None
+    stop_syncer(StateDir(state_dir))  # one that outlived its run would go on writing there
     moved = next(path for path in _numbered(state_dir) if not path.exists())
     state_dir.rename(moved)
     return moved
+
+
+def _is_used(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
 
 
 def _numbered(path: Path) -> Iterator[Path]:

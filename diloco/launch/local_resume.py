@@ -6,20 +6,23 @@ started; the words are those of one machine. Imports no torch, changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from diloco.config.schema import Config
-from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
 from diloco.errors import ConfigError
-from diloco.launch.run_checkpoints import choose_checkpoint, insist_on_run, read_membership
+from diloco.launch.run_checkpoints import (
+    choose_checkpoint,
+    insist_on_run,
+    open_journal,
+    read_membership,
+)
 from diloco.launch.state_dir import StateDir, holder
 
 
 def find_resume_step(
-    config: Config, at: int | None, tell: Callable[[str], None], *, command: str
+    config: Config, at: int | None, tell: Callable[[str], None], *, start: str
 ) -> int:
     """Find the newest run checkpoint that is whole, or insist on the one of inner step `at`.
 
@@ -27,7 +30,7 @@ def find_resume_step(
         config: The run.
         at: Inner step of the checkpoint asked for; None takes the newest.
         tell: Hears what was found, skipped and taken.
-        command: What the user types to resume, to be shown with ``--at STEP`` behind it.
+        start: What the user types to start the run, shown with ``--resume --at STEP`` behind it.
 
     Raises:
         ConfigError: If there is no run, it is under way, it has finished, or it has no such
@@ -39,29 +42,23 @@ def find_resume_step(
             f"--resume: the run in {state.root} is under way (coordinator: process {pid}). Watch "
             f"it with diloco status; to stop it with a checkpoint: kill -TERM {pid}"
         )
-    insist_on_run(state)
-    with _journal(state) as journal:
+    insist_on_run(state, start=start)
+    with open_journal(state.journal) as journal:
         membership = read_membership(config, journal)
-    return choose_checkpoint(config, state, membership, at, tell, command=command)
+    return choose_checkpoint(config, state, membership, at, tell, start=start)
 
 
 def read_standing(config: Config) -> Membership | None:
-    """Read what the run's coordinator has noted, once it has ended; None if it noted nothing."""
+    """Read what the run's coordinator has noted, once it has ended; None if it noted nothing.
+
+    Raises:
+        ConfigError: If its journal is damaged.
+    """
     state = _state(config)
     if not state.journal.exists():
         return None
-    with _journal(state) as journal:
+    with open_journal(state.journal) as journal:
         return read_membership(config, journal)
-
-
-@contextmanager
-def _journal(state: StateDir) -> Iterator[Journal]:
-    journal = Journal(state.journal)
-    journal.open()
-    try:
-        yield journal
-    finally:
-        journal.close()
 
 
 def _state(config: Config) -> StateDir:

@@ -55,7 +55,7 @@ class Place:
             raise ConfigError(
                 f"--node-rank {node_rank}: must be from 0 to {nnodes - 1}, below --nnodes {nnodes}"
             )
-        if nnodes == 1:
+        if nnodes == 1 and not rdzv:
             return cls()
         try:
             _, port = split_address(rdzv)
@@ -66,7 +66,7 @@ class Place:
                 f"--rdzv {rdzv or '(not given)'}: with --nnodes {nnodes} give HOST:PORT of the "
                 f"first host (--node-rank 0), the same on every host"
             )
-        return cls(nnodes, node_rank, rdzv)
+        return cls() if nnodes == 1 else cls(nnodes, node_rank, rdzv)
 
     @property
     def host(self) -> str:

@@ -35,7 +35,7 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.data.open import open_data
-from diloco.errors import ConfigError, DilocoError
+from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
 from diloco.inner.model import Llama, LlamaShape, build_model, initialise_
 from diloco.inner.parallelize import IslandMesh, make_mesh, parallelize
 from diloco.inner.state import load_parameters_
@@ -45,7 +45,8 @@ from diloco.launch.island_checkpoints import IslandCheckpoints
 from diloco.launch.job import Job, meet
 from diloco.launch.record import RankRecord
 from diloco.launch.sinks import build_sinks
-from diloco.launch.warm_start import find_warm_start
+from diloco.launch.status import look
+from diloco.launch.warm_start import WarmStart, find_warm_start
 from diloco.sync.connection import Connection
 from diloco.sync.registration import IslandState
 from diloco.sync.session import DiLoCo
@@ -71,7 +72,7 @@ def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: 
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     _log_to(output_dir / f"{config.island_id}-{job.island_rank}.log")
-    rank = _Rank(config, job, output_dir)
+    rank = _Rank(config, job, coordinator_address, output_dir)
     try:
         with connect(config, coordinator_address) as connection:
             rank.run(connection)
@@ -91,9 +92,12 @@ def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: 
 class _Rank:
     """The parts of one rank, in the order in which they come to be."""
 
-    def __init__(self, config: Config, job: Job, output_dir: Path) -> None:
+    def __init__(
+        self, config: Config, job: Job, coordinator_address: str, output_dir: Path
+    ) -> None:
         self._config = config
         self._job = job
+        self._coordinator_address = coordinator_address
         self._output_dir = output_dir
         self._is_leader = job.island_rank == 0
         self.record = RankRecord(
@@ -126,7 +130,7 @@ class _Rank:
         data = open_data(config)
         # Too many held-out sequences are refused now, not after the training.
         data.evaluation(config.evaluation.num_sequences)
-        warm = find_warm_start(config)
+        warm, start_step = self._find_warm_start(connection)
         model = build_model(LlamaShape.from_config(config.model))
         parallelize(model, mesh, sequence_length=config.data.sequence_length)
         if warm is None:
@@ -134,15 +138,19 @@ class _Rank:
         else:
             load_parameters_(model, warm.read)
         connection.on_join = self._joined
-        self._outer = DiLoCo(
-            model,
-            config.outer,
-            transport=connection,
-            start_step=0 if warm is None else warm.start_step,
-            data_digest=data.digest,
-            overwrite_initial=warm is not None,
-            on_event=self.record.write,
-        )
+        try:
+            self._outer = DiLoCo(
+                model,
+                config.outer,
+                transport=connection,
+                start_step=start_step,
+                data_digest=data.digest,
+                overwrite_initial=bool(config.run.warm_start),
+                on_event=self.record.write,
+            )
+        except FingerprintMismatch:
+            self._insist_on_earlier_text(data)
+            raise
         connection.progress = lambda: self.record.progress
         self._config = connection.config
         batches = self._build_batches(mesh, data)
@@ -154,6 +162,49 @@ class _Rank:
         if self._is_leader:
             self._write_manifest(data)
         logger.info("training begins: %r plan=%s", self._outer, self._outer.plan.fingerprint())
+
+    def _find_warm_start(self, connection: Connection) -> tuple[WarmStart | None, int]:
+        """Open the warm start, and say at which inner step the run began or will.
+
+        A run that has published anything, or was resumed, has left it behind: whoever returns needs
+        no more than that inner step, and the source may be gone.
+        """
+        config = self._config
+        if not config.run.warm_start:
+            return None, 0
+        told: list[int | None] = [None]
+        if self._is_leader:
+            patience_s = config.transport.unreachable_s
+            status = connection.io.run(look(self._coordinator_address, patience_s=patience_s))
+            if status.timeline or any(fragment.version for fragment in status.fragments):
+                told = [status.start_step]
+        if dist.is_initialized():
+            dist.broadcast_object_list(told)
+        if told[0] is not None:
+            return None, told[0]
+        warm = find_warm_start(config)
+        assert warm is not None
+        return warm, warm.start_step
+
+    def _insist_on_earlier_text(self, data: Data) -> None:
+        """Say what has changed since this island's last start, if the text has.
+
+        Raises:
+            FingerprintMismatch: Naming the source and its part, before and now.
+        """
+        try:
+            before = json.loads(self._manifest.read_text())
+            content = before["text"] if before["run"] == self._config.run.name else data.content()
+        except (OSError, ValueError, KeyError):
+            return  # it never trained here: nothing to compare with
+        try:
+            data.insist_on_content(content)
+        except ConfigError as changed:
+            raise FingerprintMismatch(str(changed)) from changed
+
+    @property
+    def _manifest(self) -> Path:
+        return self._output_dir / f"manifest-{self._config.island_id}.json"
 
     def _joined(self, reply: JoinReply) -> None:
         self._reply = reply
@@ -197,12 +248,12 @@ class _Rank:
             "plan_fingerprint": self._outer.plan.fingerprint(),
             "corpus_sha256": data.digest,
             "corpus_documents": data.num_documents,
+            "text": data.content(),
             "threads": self._config.island.threads,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        path = self._output_dir / f"manifest-{self._config.island_id}.json"
-        path.write_text(json.dumps(manifest, indent=2) + "\n")
+        self._manifest.write_text(json.dumps(manifest, indent=2) + "\n")
 
     # -- training --------------------------------------------------------------------------------
 

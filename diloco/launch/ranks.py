@@ -23,7 +23,7 @@ from diloco.launch.logs import tail
 
 logger = logging.getLogger(__name__)
 
-_OWN_EXIT_CODES = frozenset({2, 10, 20, 30, 40, 50})
+_OWN_EXIT_CODES = frozenset({2, 10, 20, 30, 40, 41, 50})
 #: Exit codes of an island (diloco/errors.py) after which another start may well succeed.
 _WORTH_A_RESTART = frozenset({20, 40})
 _LOOK_S = 0.1

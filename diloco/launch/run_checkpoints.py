@@ -9,24 +9,51 @@ Source: protocol.md section 9.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from diloco.config.classes import identity_difference, identity_json
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
 from diloco.errors import ConfigError
-from diloco.launch.checkpoints import Checkpoint
+from diloco.launch.checkpoints import step_directory, verify
+from diloco.launch.progress import progress_bar
 from diloco.launch.state_dir import StateDir
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import pinned_steps, verify_pin
 from diloco.rounds.record import RecordInvalid
 
-RESUME = "diloco coordinator RUN.toml --resume"
+START = "diloco coordinator RUN.toml"
+RESUME = f"{START} --resume"
+
+
+@contextmanager
+def open_journal(path: Path) -> Iterator[Journal]:
+    """Open a run's journal, and close it in the end.
+
+    Raises:
+        ConfigError: If the file is not a journal.
+    """
+    journal = Journal(path)
+    try:
+        journal.open()
+    except sqlite3.DatabaseError as error:
+        raise _unreadable(path, error) from error
+    try:
+        yield journal
+    finally:
+        journal.close()
 
 
 def read_membership(config: Config, journal: Journal) -> Membership:
-    """Make a run's membership with all that its open journal remembers."""
+    """Make a run's membership with all that its open journal remembers.
+
+    Raises:
+        ConfigError: If the journal is damaged.
+    """
     membership = Membership(
         run=config.run.name,
         islands=tuple(sorted(config.islands)),
@@ -35,12 +62,24 @@ def read_membership(config: Config, journal: Journal) -> Membership:
         inner_steps=config.run.inner_steps,
         num_checkpoints=config.checkpoint.keep,
     )
-    membership.apply(journal.entries().items())
+    try:
+        membership.apply(journal.entries().items())
+    except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
+        path = StateDir(Path(config.coordinator.state_dir)).journal
+        raise _unreadable(path, error) from error
     return membership
 
 
-def insist_on_run(state: StateDir) -> None:
-    """Refuse to resume where no run was ever coordinated.
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"cannot read the journal {path}: {error}. Bring it back from a copy, or start anew in "
+        f"another directory, from a checkpoint of this run if there is one: {START} --set "
+        f"coordinator.state_dir=DIRECTORY --set run.warm_start=CHECKPOINT"
+    )
+
+
+def insist_on_run(state: StateDir, *, start: str = START) -> None:
+    """Refuse to resume where no run was ever coordinated; `start` is what to type to begin one.
 
     Raises:
         ConfigError: If there is no journal.
@@ -48,7 +87,7 @@ def insist_on_run(state: StateDir) -> None:
     if not state.journal.exists():
         raise ConfigError(
             f"--resume: there is no run in coordinator.state_dir = {state.root}. Start one with "
-            f"diloco coordinator RUN.toml, or give the directory that holds yours"
+            f"{start}, or give the directory that holds yours"
         )
 
 
@@ -59,7 +98,7 @@ def choose_checkpoint(
     at_step: int | None,
     tell: Callable[[str], None],
     *,
-    command: str = RESUME,
+    start: str = START,
 ) -> int:
     """Choose what to resume: the newest complete checkpoint that is whole, or the one asked for.
 
@@ -69,7 +108,8 @@ def choose_checkpoint(
         membership: With the journal's entries applied.
         at_step: Inner step of the checkpoint asked for; None takes the newest.
         tell: Hears what was found, skipped and taken.
-        command: What to type to resume; ``--at STEP`` is put behind it.
+        start: What to type to start the run; to resume it, ``--resume`` and ``--at STEP`` are put
+            behind it.
 
     Returns:
         The inner step of the checkpoint.
@@ -79,12 +119,12 @@ def choose_checkpoint(
             checkpoint, or none is whole.
     """
     complete = membership.checkpoints
-    _insist_on_complete(state, membership, at_step, command)
+    _insist_on_complete(state, membership, at_step, start)
     tell(_found_text(state, membership))
     plan = Plan.from_json(membership.plan_json)
     torn: dict[int, str] = {}
     for step in complete[::-1] if at_step is None else [at_step]:
-        problem = next(_problems(config, state, plan, step), "")
+        problem = next(_problems(config, state, plan, step, tell), "")
         if not problem:
             tell(
                 f"resuming from the checkpoint of inner step {step}, now timeline "
@@ -98,7 +138,7 @@ def choose_checkpoint(
     raise ConfigError(
         f"cannot resume the run {membership.run!r}: "
         + "; ".join(f"the checkpoint of inner step {s} is torn: {why}" for s, why in torn.items())
-        + (_go_back(others, command) or ". Start the run again in an empty coordinator.state_dir")
+        + (_go_back(others, start) or ". Start the run again in an empty coordinator.state_dir")
     )
 
 
@@ -108,40 +148,44 @@ def commands_of_islands(config: Config) -> str:
 
 
 def _insist_on_complete(
-    state: StateDir, membership: Membership, at_step: int | None, command: str
+    state: StateDir, membership: Membership, at_step: int | None, start: str
 ) -> None:
     complete, run = membership.checkpoints, f"the run {membership.run!r} in {state.root}"
     if membership.is_finished and at_step is None:
         raise ConfigError(
             f"{run} has finished, there is nothing to resume: take its parameters with diloco "
-            f"export {state.root}{_go_back(complete, command)}"
+            f"export {state.root}{_go_back(complete, start)}"
         )
     if not complete:
         raise ConfigError(
             f"{run} has no complete checkpoint to resume{_partial_text(state, membership)}. If it "
-            f"was neither stopped nor has failed, diloco coordinator RUN.toml goes on where it "
+            f"was neither stopped nor has failed, {start} goes on where it "
             f"was; otherwise start it again in an empty coordinator.state_dir "
             f"(checkpoint.every_inner_steps makes checkpoints)"
         )
     if at_step is not None and at_step not in complete:
         raise ConfigError(
             f"--at {at_step}: {run} has no complete checkpoint of that inner step"
-            f"{_go_back(complete, command)}"
+            f"{_go_back(complete, start)}"
         )
 
 
-def _problems(config: Config, state: StateDir, plan: Plan, step: int) -> Iterator[str]:
+def _problems(
+    config: Config, state: StateDir, plan: Plan, step: int, tell: Callable[[str], None]
+) -> Iterator[str]:
     """Say what is wrong with the parts of a checkpoint that are on this machine."""
+    what = f"verifying the checkpoint of inner step {step}"
     try:
-        verify_pin(state.store, plan, step)
+        verify_pin(state.store, plan, step, progress_bar(f"{what}, the syncer's part", tell))
     except RecordInvalid as error:
         yield str(error)
     for island in sorted(config.islands):
         if (config.checkpoint_dir / island).is_dir():
             try:
-                Checkpoint.open(config.checkpoint_dir, island, step)
+                show = progress_bar(f"{what}, island {island}", tell)
+                verify(step_directory(config.checkpoint_dir, island, step), on_progress=show)
             except ConfigError as error:
-                yield str(error)
+                yield f"island {island}: {error}"
 
 
 def _found_text(state: StateDir, membership: Membership) -> str:
@@ -158,6 +202,6 @@ def _partial_text(state: StateDir, membership: Membership) -> str:
     return f"; begun, but not complete on every island: {listed}" if steps else ""
 
 
-def _go_back(steps: Sequence[int], command: str) -> str:
-    commands = " or ".join(f"{command} --at {step}" for step in steps)
+def _go_back(steps: Sequence[int], start: str) -> str:
+    commands = " or ".join(f"{start} --resume --at {step}" for step in steps)
     return f"; to go back: {commands}" if commands else ""

@@ -8,6 +8,7 @@ sums over starts, of what stands (`diloco.launch.lives`).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.store import FragmentStore, VersionRecord, recompute
+from diloco.telemetry.meter import utilisation
 from transport.link import LinkProfile
 from transport.units import format_bandwidth, format_bytes, format_duration
+
+logger = logging.getLogger(__name__)
 
 #: An island is called slower than another when its undisturbed step takes this many times as long.
 _SLOWER = 1.1
@@ -58,6 +62,12 @@ class IslandSummary:
     num_starts: int
     num_returns: int
     lost_steps: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its quiet steps were not undisturbed (`diloco.telemetry.meter.utilisation`)."""
+        inner_s = self.goodput * self.wall_s
+        return self.num_steps * self.undisturbed_step_s > (1 + _WORTH_SAYING) * inner_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,23 +207,22 @@ def summarise(
 def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
     """Read the effective events of all ranks: what later starts made anew or gave up is left out.
 
-    A line that a killed writer tore is left out too.
+    A line that a killed writer tore is left out too, with a warning.
     """
-    events: dict[str, list[dict[str, Any]]] = {}
-    for island in islands:
-        read = [
-            event for path in sorted(directory.glob("events-*.jsonl")) for event in _whole(path)
-        ]
-        events[island] = effective([event for event in read if event["island"] == island])
-    return events
+    read = [event for path in sorted(directory.glob("events-*.jsonl")) for event in _whole(path)]
+    return {
+        name: effective([event for event in read if event["island"] == name]) for name in islands
+    }
 
 
 def _whole(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines."""
-    for line in path.read_text(errors="replace").split("\n"):
+    for number, line in enumerate(path.read_text(errors="replace").split("\n"), start=1):
         try:
             event = json.loads(line)
         except ValueError:
+            if line:
+                logger.warning("torn line skipped, path=%s line=%d", path, number)
             continue
         if isinstance(event, dict):
             yield event
@@ -233,6 +242,11 @@ def _island_lines(i: IslandSummary, islands: Sequence[IslandSummary]) -> list[st
         f"{i.overwritten_steps:.1f}; moved {format_bytes(i.bytes_up)} up, "
         f"{format_bytes(i.bytes_down)} down.",
     ]
+    if i.is_shared:
+        lines.append(
+            "    Utilisation is at most that: its steps beside exchanges were as fast as those "
+            "without, so something else ran on its cores."
+        )
     if i.num_returns:
         times = "once" if i.num_returns == 1 else f"{i.num_returns} times"
         lines.append(f"    Returned {times}: {i.lost_steps} inner steps were lost.")
@@ -250,7 +264,12 @@ def _island_summary(island: str, config: IslandConfig, life: IslandLife) -> Isla
         tokens=life.tokens,
         local_nats_per_byte=life.nats_per_byte["local"],
         published_nats_per_byte=life.nats_per_byte["published"],
-        utilisation=life.num_steps * life.undisturbed_step_s / life.wall_s,
+        utilisation=utilisation(
+            num_steps=life.num_steps,
+            undisturbed_step_s=life.undisturbed_step_s,
+            inner_s=life.inner_s,
+            wall_s=life.wall_s,
+        ),
         goodput=life.inner_s / life.wall_s,
         overwritten_steps=life.overwritten_steps,
         blocked_s=life.blocked_s,

@@ -30,8 +30,8 @@ from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, syncer_address
-from diloco.launch.disk import insist_on_room
-from diloco.launch.ending import first_of, stop_on_signals
+from diloco.launch.disk import insist_on_room, num_unsure_checkpoints
+from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.state_dir import (
     Endpoint,
     Held,
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run_syncer(state: StateDir) -> int:
-    stopping = stop_on_signals()
+    stopping = heed_signals().forced
     config = load_config(state.resolved)
     secret = load_secret(state.secret)
     epoch = _next_epoch(state.syncer_epoch)
@@ -258,6 +258,7 @@ def _build_syncer(
             islands=tuple(sorted(config.islands)),
             publication=build_publication_rules(config),
             round_deadline_s=outer.round_deadline_s,
+            num_unsure_pins=num_unsure_checkpoints(config),
         ),
         stores,
         syncer_epoch=epoch,

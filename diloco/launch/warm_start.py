@@ -82,7 +82,7 @@ def find_warm_start(config: Config) -> WarmStart | None:
     shape = LlamaShape.from_config(config.model)
     path = Path(named)
     if not path.exists():
-        if named.startswith(("/", ".", "~")) or named.count("/") != 1:
+        if not is_hub_model(named):
             raise ConfigError(
                 f"run.warm_start = {named!r}: there is no such directory. Give an export (diloco "
                 f"export), a Hugging Face model, a run's state_dir or one of its checkpoints, or a "
@@ -102,6 +102,12 @@ def find_warm_start(config: Config) -> WarmStart | None:
         )
     logger.info("warm start from %s, start_step=%d", found.source, found.start_step)
     return found
+
+
+def is_hub_model(named: str) -> bool:
+    """Whether `run.warm_start` is asked for at the hub: OWNER/MODEL, no path that is here."""
+    is_name = not named.startswith(("/", ".", "~")) and named.count("/") == 1
+    return is_name and not Path(named).exists()
 
 
 # -- models ----------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Pins: the records that run checkpoints hold on to, and a store taken back to one of them.
 
     pins/step-000000000120/fragment-0003/v000000000012.record    a hard link to the store's record
-    fragment-0003/abandoned-timeline-0000/                       what a resume left behind
-    pins/abandoned-timeline-0000/step-000000000180/
+    fragment-0003/abandoned-timeline-0000-after-000000000120/    what a resume left behind
+    pins/abandoned-timeline-0000-after-000000000120/step-000000000180/
 
-A pin is whole when it holds exactly one valid record of every fragment. Torch is not imported, so
-that a coordinator can choose what to resume. Whoever calls this holds the store.
+A pin is whole when it holds exactly one valid record of every fragment. What a resume abandons is
+kept until a checkpoint of the new timeline is complete, or until the next resume. Torch is not
+imported, so that a coordinator can choose what to resume. Whoever calls this holds the store.
 
 Source: protocol.md section 9.
 """
@@ -15,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from diloco.durable import sync_directory
@@ -30,6 +33,8 @@ from diloco.rounds.record import (
 )
 
 logger = logging.getLogger(__name__)
+
+_ABANDONED = re.compile(r"abandoned-timeline-\d+-after-(\d{12,})")
 
 
 def pin_directory(store_dir: Path, step: int) -> Path:
@@ -55,22 +60,48 @@ def valid_pins(store_dir: Path, plan: Plan) -> list[int]:
     return valid
 
 
-def verify_pin(store_dir: Path, plan: Plan, step: int) -> None:
-    """Read every byte that a pin holds on to.
+def verify_pin(
+    store_dir: Path,
+    plan: Plan,
+    step: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Read every byte that a pin holds on to; `on_progress` hears (bytes read, bytes to read).
 
     Raises:
         RecordInvalid: If the pin is not whole; says what is missing or damaged.
     """
-    for fragment in plan.fragments:
-        path = _pinned_record(store_dir, step, fragment)
+    paths = [_pinned_record(store_dir, step, fragment) for fragment in plan.fragments]
+    sizes = [path.stat().st_size for path in paths]
+    for number, (path, fragment) in enumerate(zip(paths, plan.fragments, strict=True), start=1):
         unpack(path, version_of(path), fragment)
+        on_progress(sum(sizes[:number]), sum(sizes))
 
 
-def forget_pins(store_dir: Path, *, before: int) -> None:
-    """Remove the pins of all steps before an inner step; what only they held on to is gone."""
-    for step in pinned_steps(store_dir):
-        if step < before:
+def forget_pins(store_dir: Path, *, complete: Collection[int], num_unsure: int) -> list[int]:
+    """Remove the pins that no resume can need, and what a resume abandoned once it is superseded.
+
+    Islands keep their parts by the same rule, so neither outgrows the other.
+
+    Args:
+        store_dir: The store.
+        complete: Inner steps of the run checkpoints that are complete: their pins stay.
+        num_unsure: Newest pins after the last complete one to keep beside them; at least 1.
+
+    Returns:
+        Inner steps of removed pins that were newer than every complete checkpoint, ascending: they
+        were pinned, and never became complete.
+    """
+    last = max(complete, default=-1)
+    pinned = pinned_steps(store_dir)
+    unsure = [step for step in pinned if step > last]
+    for step in pinned:
+        if step not in complete and step not in unsure[-num_unsure:]:
             shutil.rmtree(pin_directory(store_dir, step))
+    for aside in store_dir.glob("*/abandoned-*"):
+        if (match := _ABANDONED.fullmatch(aside.name)) and last > int(match[1]):
+            shutil.rmtree(aside)
+    return unsure[:-num_unsure]
 
 
 def restore(store_dir: Path, plan: Plan, *, step: int, abandoned_timeline: int) -> None:
@@ -84,7 +115,7 @@ def restore(store_dir: Path, plan: Plan, *, step: int, abandoned_timeline: int) 
         RecordInvalid: If the pin is not whole; nothing was changed.
     """
     verify_pin(store_dir, plan, step)
-    aside = f"abandoned-timeline-{abandoned_timeline:04d}"
+    aside = f"abandoned-timeline-{abandoned_timeline:04d}-after-{step:012d}"
     for fragment in plan.fragments:
         directory = fragment_directory(store_dir, fragment.fragment_id)
         _clear(directory, aside)

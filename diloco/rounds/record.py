@@ -123,6 +123,13 @@ def read_header(path: Path) -> dict[str, Any]:
     Raises:
         RecordInvalid: If the file is missing or its header is damaged.
     """
+    header, _ = _read_header(path)
+    del header["sections"]
+    return header
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Read, verify and parse the header; returns it and where the sections begin."""
     try:
         with path.open("rb") as file:
             prefix = file.read(_PREFIX.size)
@@ -130,9 +137,19 @@ def read_header(path: Path) -> dict[str, Any]:
             data = prefix + file.read(min(num_bytes, path.stat().st_size))
     except FileNotFoundError as error:
         raise RecordInvalid(f"{path} does not exist") from error
-    header, _ = _header_of(path, data)
-    del header["sections"]
-    return header
+    return _header_of(path, data)
+
+
+def insist_on_whole(path: Path) -> None:
+    """Insist on a sound header and the size that it announces; the sections are not read.
+
+    Raises:
+        RecordInvalid: If the file is missing, torn, or its header is damaged.
+    """
+    header, at = _read_header(path)
+    expected = at + sum(section["bytes"] for section in header["sections"])
+    if (size := path.stat().st_size) != expected:
+        raise RecordInvalid(f"{path} has {size} bytes, its header announces {expected}")
 
 
 def _header_of(path: Path, data: bytes) -> tuple[dict[str, Any], int]:

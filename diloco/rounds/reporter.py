@@ -51,7 +51,10 @@ class Rounds(Protocol):
         """Phase of a fragment's current round, in words."""
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
-        """Take note of the run checkpoints that are complete, ascending; must not block."""
+        """Take note of the run checkpoints that are complete, ascending; must not block.
+
+        Repeated with every report, and while the coordinator is away: what is kept is bounded.
+        """
 
 
 class Reporter:
@@ -81,6 +84,7 @@ class Reporter:
         self._records: deque[Mapping[str, Any]] = deque()
         self._indexed: dict[int, int] = {}
         self._published_at: dict[int, float] = {}
+        self._complete: Sequence[int] | None = None
         self._fatal: tuple[str, int] = ("", 0)
         self._news = asyncio.Event()
         self._told = asyncio.Event()
@@ -130,6 +134,8 @@ class Reporter:
                 await self._tell(rounds, address)
             except TransportError as error:
                 await self._lose(error)
+                if self._complete is not None:  # nothing becomes complete while nobody hears of it
+                    rounds.keep_checkpoints(self._complete)
                 await asyncio.sleep(_RETRY_WAIT_S)
                 continue
             if not self._news.is_set():
@@ -172,7 +178,8 @@ class Reporter:
             await self._report(rounds, json.dumps(header, sort_keys=True))
             self._records.popleft()
             self._indexed[header["fragment_id"]] = header["version"]
-        rounds.keep_checkpoints(await self._report(rounds, ""))
+        self._complete = await self._report(rounds, "")
+        rounds.keep_checkpoints(self._complete)
 
     async def _report(self, rounds: Rounds, record_json: str) -> Sequence[int]:
         """Report once; returns the inner steps of the run checkpoints that are complete."""

@@ -37,6 +37,7 @@ from diloco.rounds.record import (
     fragment_directory,
     header_path,
     headers_in,
+    insist_on_whole,
     pack,
     read_header,
     record_path,
@@ -215,10 +216,11 @@ class FragmentStore:
     def pin(self, step: int, version: int) -> None:
         """Keep a version for the run checkpoint of an inner step; durable when this returns.
 
-        The record is verified and linked, not copied. Repeating it changes nothing.
+        The record is linked, not copied, and not read: it was whole when it was written or
+        recovered, and whoever resumes verifies it. Repeating it changes nothing.
 
         Raises:
-            PinRefused: If another version is pinned for this step, or there is no valid record.
+            PinRefused: If another version is pinned for this step, or there is no such record.
         """
         directory = fragment_directory(
             pin_directory(self.store_dir, step), self._fragment.fragment_id
@@ -231,7 +233,7 @@ class FragmentStore:
         own, pinned = record_path(self._directory, version), record_path(directory, version)
         if not pinned.exists():
             try:
-                unpack(own, version, self._fragment)
+                insist_on_whole(own)
             except RecordInvalid as error:
                 raise PinRefused(f"version {version} is not here to be kept: {error}") from error
             directory.mkdir(parents=True, exist_ok=True)

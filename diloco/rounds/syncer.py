@@ -49,12 +49,16 @@ class IncarnationStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SyncerRules:
-    """What a syncer obeys for all its fragments."""
+    """What a syncer obeys for all its fragments.
+
+    `num_unsure_pins`: newest pins that are kept though their checkpoints are not complete.
+    """
 
     timeline: int
     islands: tuple[str, ...]
     publication: PublicationRules
     round_deadline_s: float
+    num_unsure_pins: int
 
 
 class Syncer:
@@ -91,7 +95,9 @@ class Syncer:
             for fragment, store in zip(plan.fragments, stores, strict=True)
         }
         self._incarnations: dict[str, int] = {}
-        self._pins_before = 0
+        self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
+        self._heard: tuple[tuple[int, ...], dict[str, int]] = (), {}
+        self._has_warned = False
         self._granting = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -148,11 +154,30 @@ class Syncer:
             await service.start(self._incarnations)
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
-        """Take note of the run checkpoints that are complete: pins before the first of them go."""
-        if steps and min(steps) > self._pins_before:
-            before = self._pins_before = min(steps)
-            store_dir = next(iter(self._stores.values())).store_dir
-            self._spawn(self._worker.run(lambda: forget_pins(store_dir, before=before)))
+        """Take note of the run checkpoints that are complete: pins that are not needed go."""
+        heard = tuple(steps), dict(self._last_pin)
+        if heard != self._heard:  # most reports bring nothing new
+            self._heard = heard
+            self._spawn(self._forget_pins(tuple(steps)))
+
+    async def _forget_pins(self, complete: tuple[int, ...]) -> None:
+        store_dir = next(iter(self._stores.values())).store_dir
+        dropped = await self._worker.run(
+            lambda: forget_pins(
+                store_dir, complete=complete, num_unsure=self._rules.num_unsure_pins
+            )
+        )
+        if not dropped or self._has_warned:
+            return
+        self._has_warned = True
+        absent = [i for i in self._rules.islands if self._last_pin.get(i, -1) < dropped[-1]]
+        why = (
+            f"islands that did not ask for them: {', '.join(absent)}"
+            if absent
+            else "every island asked for them, and one does not report that it has its part: look "
+            "for checkpoint_failed in the islands' events"
+        )
+        logger.warning("checkpoints never complete, pins removed, steps=%s: %s", dropped, why)
 
     async def stop(self) -> None:
         """Cancel what is under way; what is not durable is as if it had never happened."""
@@ -279,6 +304,7 @@ class Syncer:
         except PinRefused as error:
             logger.warning("pin refused, island=%s: %s", request.grant.island, error)
             return self._ack(str(error))
+        self._last_pin[request.grant.island] = request.checkpoint_step
         return self._ack("")
 
     # -- grants ----------------------------------------------------------------------------------

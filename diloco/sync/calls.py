@@ -190,5 +190,7 @@ class SyncerCalls:
                 else f"failed at {method}"
             )
             raise CoordinatorUnavailable(
-                f"the syncer at {transport.peer} {what}: {error}"
+                f"the syncer at {transport.peer} {what}: {error}. If the coordinator is down, "
+                f"start it again, its syncer comes with it: diloco coordinator RUN.toml; then this "
+                f"island: diloco island RUN.toml --island {self._grant.island}"
             ) from error

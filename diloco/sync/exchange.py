@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.registry import get_codec
-from diloco.errors import CodecError, DilocoError, IslandFailed, error_of_exit_code
+from diloco.errors import CodecError, DilocoError, Fenced, IslandFailed, error_of_exit_code
 from diloco.outer.fragments import Plan
 from diloco.rounds.messages import outcome_of
 from diloco.rounds.state import Outcome
@@ -104,6 +104,7 @@ class Exchange:
         self._views = {p: FragmentView() for p in self._carried}
         self._codec = get_codec(rules.uplink_codec)
         self._epoch = 0
+        self._pinned_step = -1
         self._tasks = Tasks(self._show)
         self._entry = Entry(
             plan, grant, self._calls, self._carried, self._tasks, lambda: self._epoch
@@ -127,6 +128,11 @@ class Exchange:
     def staged(self, fragment_id: int) -> Mapping[int, Tensor]:
         """Return the verified lanes of `view().staged_version`."""
         return self._carried[fragment_id].staged
+
+    @property
+    def pinned_step(self) -> int:
+        """Inner step of the last `pin`, once the syncer has done it; -1 before."""
+        return self._pinned_step
 
     @property
     def bytes_up(self) -> int:
@@ -203,20 +209,17 @@ class Exchange:
                 self._plan.fragments[p], self._codec, error_feedback=self.rules.error_feedback
             )
 
-    async def pin(self, inner_step: int, versions: Sequence[int]) -> None:
-        """Have the syncer keep these versions, durably, for the run checkpoint of a step."""
-        try:
-            ack = await self._calls.pin(inner_step, versions)
-        except DilocoError as error:
-            self.fail(error)
-            return
-        if not ack.is_accepted:
-            self.fail(
-                IslandFailed(
-                    f"versions {list(versions)} cannot be kept for the checkpoint of inner step "
-                    f"{inner_step}: {ack.message}"
-                )
-            )
+    def pin(self, inner_step: int, versions: Sequence[int]) -> None:
+        """Have the syncer keep these versions, durably, for the run checkpoint of a step.
+
+        Done when `pinned_step` is that step.
+        """
+        self._pinned_step = -1
+        self._tasks.spawn(self._pin(inner_step, versions))
+
+    async def wait_until_pinned(self, inner_step: int, at_most_s: float) -> None:
+        """Wait until `pin` is done (or failed)."""
+        await self._tasks.wait_until(lambda: self._pinned_step == inner_step, at_most_s)
 
     def fail(self, error: DilocoError) -> None:
         """Stop being able to go on; the first error stays."""
@@ -237,9 +240,10 @@ class Exchange:
     def _take(self, reply: wire.PollReply) -> None:
         if reply.is_fenced:
             self.fail(
-                IslandFailed(
+                Fenced(
                     f"the syncer refuses island {self._grant.island!r}, incarnation "
-                    f"{self._grant.incarnation}: {reply.message}"
+                    f"{self._grant.incarnation}: {reply.message}. See whether diloco island runs "
+                    f"twice for it; after a resume of the run, start it again"
                 )
             )
             return
@@ -329,7 +333,7 @@ class Exchange:
             case wire.SUBMIT_STATUS_NOT_OPEN:
                 pass
             case wire.SUBMIT_STATUS_FENCED:
-                self.fail(IslandFailed(f"contribution {sent.key} refused: {reply.message}"))
+                self.fail(Fenced(f"contribution {sent.key} refused: {reply.message}"))
             case wire.SUBMIT_STATUS_INVALID:
                 self.fail(
                     CodecError(
@@ -349,6 +353,19 @@ class Exchange:
             if carried.outcome is None:
                 await self._calls.decline(sent.key, carried.decline_reason)
             await wait_for(news, _DECLINE_AGAIN_S)
+
+    async def _pin(self, inner_step: int, versions: Sequence[int]) -> None:
+        ack = await self._calls.pin(inner_step, versions)
+        if not ack.is_accepted:
+            raise IslandFailed(
+                f"versions {list(versions)} cannot be kept for the checkpoint of inner step "
+                f"{inner_step}: {ack.message}. This island took another way than the others: start "
+                f"it again, so that it returns to what is published: diloco island RUN.toml "
+                f"--island {self._grant.island}. If that does not help, stop the coordinator and "
+                f"resume the newest checkpoint: diloco coordinator RUN.toml --resume"
+            )
+        self._pinned_step = inner_step
+        self._tasks.notify()
 
     # -- entering the run ------------------------------------------------------------------------
 

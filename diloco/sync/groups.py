@@ -61,21 +61,24 @@ class Groups:
             find: Called on the leader alone; gives a value that can be pickled.
 
         Raises:
-            DilocoError: What `find` raised; on the other ranks IslandFailed with its exit code.
+            Exception: What `find` raised; on the other ranks IslandFailed, with the exit code of
+                a DilocoError.
         """
         word: list[Any] = [None]
-        failure: DilocoError | None = None
+        failure: Exception | None = None
         if self.is_leader:
             try:
-                word = [(find(), 0, "")]
+                word = [(find(), None, "")]
             except DilocoError as error:
                 failure, word = error, [(None, error.exit_code, str(error))]
+            except Exception as error:  # raised below, when the others know
+                failure, word = error, [(None, DilocoError.exit_code, repr(error))]
         if self.start is not None:
             dist.broadcast_object_list(word, group_src=0, group=self.start)
         if failure is not None:
             raise failure
         value, exit_code, reason = word[0]
-        if exit_code:
+        if exit_code is not None:
             told = IslandFailed(f"the leader of this island {what}: {reason}")
             told.exit_code = exit_code
             raise told

@@ -141,9 +141,15 @@ class StateKeeper:
 
     def pinning(self, inner_step: int, versions: Sequence[int]) -> Waits[None]:
         """Have the syncer keep the island's versions; durable when it ends, on every rank."""
-        if self._agreement.is_leader:
-            yield self._exchange.pin(inner_step, versions)
-        self._smallest([])
+        exchange, is_leader = self._exchange, self._agreement.is_leader
+        if is_leader:
+            self._runner.post(exchange.pin, inner_step, versions)
+        # The leader may try for long: the others wait for its next look, not for the syncer.
+        pinned_step = -1
+        while pinned_step != inner_step:
+            if is_leader:
+                yield exchange.wait_until_pinned(inner_step, LOOK_S)
+            (pinned_step,) = self._smallest([exchange.pinned_step if is_leader else inner_step])
 
     def capturing(self, state: OuterState) -> Waits[dict[str, Tensor]]:
         """Return the state of this rank's lanes, after what was posted to the exchange."""

@@ -22,6 +22,7 @@ from diloco.errors import (
     DilocoError,
     FingerprintMismatch,
     PlanMismatch,
+    RunStopped,
     error_of_exit_code,
 )
 from diloco.sync.stop_line import StopLine
@@ -29,6 +30,7 @@ from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
     JOIN_STATUS_PLAN_MISMATCH,
+    JOIN_STATUS_RUN_STOPPED,
     Grant,
     JoinReply,
     JoinRequest,
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 _REFUSALS: dict[int, type[DilocoError]] = {
     JOIN_STATUS_FINGERPRINT_MISMATCH: FingerprintMismatch,
     JOIN_STATUS_PLAN_MISMATCH: PlanMismatch,
+    JOIN_STATUS_RUN_STOPPED: RunStopped,
 }
 _REPORT_S = 1.0
 _ASK_AGAIN_S = 0.2
@@ -135,6 +138,7 @@ class Registration:
         Raises:
             FingerprintMismatch: If the identity configuration is not the run's.
             PlanMismatch: If the plan is not the run's.
+            RunStopped: If the run has stopped, and the island has its checkpoint.
             ConfigError: If the coordinator does not know this run or this island, or speaks
                 another version.
             CoordinatorUnavailable: If it gave no answer, or no syncer appeared, in time.
@@ -278,12 +282,10 @@ class Registration:
                 is_heard = True
                 self._is_held = self._is_held or reply.hold
                 self.complete_checkpoints = tuple(reply.checkpoint_steps)
-                if reply.has_stop_step:
-                    stop_line.decide(reply.stop_step)
+                stop_step = reply.stop_step if reply.has_stop_step else None
+                stop_line.hear(stop_step, is_complete=stop_step in reply.checkpoint_steps)
                 if reply.stop:
-                    reason = _stop_error(reply, self._island.island_id)
-                    stop_line.fail(reason)
-                    on_stop(reason)
+                    on_stop(_stop_error(reply, self._island.island_id))
                     return
             await asyncio.sleep(_REPORT_S)
 

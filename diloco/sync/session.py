@@ -18,29 +18,29 @@
             evaluate(model)
 
 Every rank of an island makes the same calls. Everything here belongs to the training thread; what
-needs the network runs in the connection's IO thread.
+needs the network runs in the connection's IO thread. At a graceful stop `checkpointing` ends when
+every island has its checkpoint; should one return meanwhile that can stop only later, the loop goes
+on to there.
 
 Source: design.md sections 3 and 6; protocol.md sections 4 to 9.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.config.classes import identity_difference, identity_json
 from diloco.config.schema import OuterConfig
 from diloco.errors import ConfigError
 from diloco.sync.agreement import Agreement
+from diloco.sync.arguments import insist_on_kinds, insist_on_same, insist_on_tokens
 from diloco.sync.captured import StateLayout
 from diloco.sync.connection import Connection
 from diloco.sync.groups import make_groups
@@ -49,18 +49,15 @@ from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.registration import IslandState, Progress
 from diloco.sync.shards import LaneShards
 from diloco.sync.stop_line import StopLine
+from diloco.sync.stopping import Stopping
 from diloco.sync.trained import Trained, TrainedParameters
 from diloco.telemetry.events import Event
 from protos.control_pb2 import JoinReply
 
 logger = logging.getLogger(__name__)
 
-#: The leader's word to its ranks while the stop step is not decided; else that step, 0: none.
-_HELD = -1
 #: Modulus at which tokens are compared between ranks: squares must fit 64 bits.
 _COMPARED_TOKENS = 1 << 20
-#: Seconds after which a held leader looks whether the island has failed.
-_LOOK_S = 1.0
 
 
 class DiLoCo:
@@ -122,16 +119,15 @@ class DiLoCo:
             ConfigError: If `outer` is not the connection's, or the connection is not open.
             DilocoError: As the join and the first published version may fail.
         """
-        _insist_on_kinds(outer, transport)
+        insist_on_kinds(outer, transport)
         transport.insist_on_new()
-        _insist_on_same(outer, transport.config.outer)
+        insist_on_same(outer, transport.config.outer)
         self._connection = transport
         self._trained = TrainedParameters(trained)
         self._on_event = on_event
         self._events: deque[Event] = deque()
         self._tokens = 0
         self._state = IslandState.WAITING
-        self._stop_step: int | None = None
         self.island_bytes = (0, 0)
         settings = transport.config.transport
         # The leader may wait that long for the coordinator, and again for a syncer.
@@ -189,13 +185,21 @@ class DiLoCo:
             config.outer.uplink_codec,
             config.outer.error_feedback,
         )
+        agreement = Agreement(self._groups.agreement)
+        self._stopping = Stopping(
+            self._stop_line,
+            self._exchange,
+            agreement,
+            unreachable_s=config.transport.unreachable_s,
+            clock=time.monotonic,
+        )
         self._loop = OuterLoop(
             plan,
             self._schedule,
             shards,
             self._exchange,
             connection.io,
-            Agreement(self._groups.agreement),
+            agreement,
             timeline=reply.grant.timeline,
             local_mix=config.outer.local_mix,
             clock=time.monotonic,
@@ -222,8 +226,11 @@ class DiLoCo:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether everybody stops after the step just made, for a resume: leave the loop."""
-        return self._stop_step == self.inner_step < self.inner_steps
+        """Whether everybody stops after the step just made, for a resume: leave the loop.
+
+        After its checkpoint: the stop may move to a later step until every island has that.
+        """
+        return self._stopping.step == self.inner_step < self.inner_steps
 
     @property
     def num_in_flight(self) -> int:
@@ -278,7 +285,7 @@ class DiLoCo:
             DilocoError: If the island cannot go on.
         """
         self._insist_on_training()
-        _insist_on_tokens(num_tokens)
+        insist_on_tokens(num_tokens)
         due = self._schedule.due(self.inner_step + 1)
         if due:
             self._trained.settle(self.inner_step)
@@ -287,7 +294,8 @@ class DiLoCo:
         self._connection.io.drive(self._loop.stepping(num_tokens))
         self._tokens += num_tokens
         if due:  # no collective in a step that has none anyway
-            self._tell_ranks()
+            word = self._sum(self._stopping.word(self.inner_step))
+            self._connection.io.drive(self._stopping.passing(self.inner_step, word))
         return self._heard()
 
     def finish(self) -> list[Event]:
@@ -341,7 +349,7 @@ class DiLoCo:
 
     @property
     def checkpoint_due(self) -> bool:
-        """Whether a run checkpoint belongs after the step just made; equal on all islands."""
+        """Whether a run checkpoint belongs after the step just made."""
         step, every = self.inner_step, self._checkpoint_every
         if self.is_stopping:
             return True
@@ -358,10 +366,11 @@ class DiLoCo:
         The syncer keeps the present versions before; after it, if the block raised on no rank, the
         coordinator hears that the island has the checkpoint. Save the model, the inner optimizer,
         the data position and `state_dict()`, in any form and place but `checkpoint.dir`/ISLAND,
-        which is the built-in loop's. Collective at both ends.
+        which is the built-in loop's. Collective at both ends. A graceful stop waits here until
+        every island has the checkpoint, so that none leaves before.
 
         Raises:
-            DilocoError: If the syncer cannot keep the present versions.
+            DilocoError: If the syncer cannot keep the present versions, or the stop has failed.
         """
         self._insist_on_training(is_stepping=False)
         self._connection.io.drive(self._loop.pinning())
@@ -377,6 +386,8 @@ class DiLoCo:
             logger.error(
                 "no checkpoint after inner step %d: another rank could not save", self.inner_step
             )
+        if is_whole and self.is_stopping:
+            self._connection.io.drive(self._stopping.completing(self.inner_step))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part of the island's outer state, by lane; collective.
@@ -385,6 +396,8 @@ class DiLoCo:
         through `torch.distributed.checkpoint` as it is. The tensors are in use: they may be read
         and saved, not written to. While a checkpoint waits to be loaded, tensors of the same names
         and shapes, to load into.
+
+        A rank that raises instead of calling this must end, or the others wait for it for minutes.
         """
         if not self._is_ready:
             expected = self._layout.expected().items()
@@ -411,10 +424,12 @@ class DiLoCo:
                 f"RUN.toml --resume`; an island that starts again takes what is published, and "
                 f"needs its inner optimizer only"
             )
-        if "meta" in state and (step := int(state["meta"][-1])) != self.resume_step:
+        step = int(state["meta"][-1]) if "meta" in state else self.resume_step
+        if not self._groups.all_say(step == self.resume_step):
+            other = "another rank's is not" if step == self.resume_step else f"of inner step {step}"
             raise ConfigError(
-                f"the run is resumed at inner step {self.resume_step}, this outer state is of "
-                f"inner step {step}: load the checkpoint of outer.resume_step"
+                f"the run is resumed at inner step {self.resume_step}, this outer state is "
+                f"{other}: load the checkpoint of outer.resume_step on all ranks"
             )
         self._trained.settle(self.inner_step)
         self._connection.io.drive(self._loop.resuming(state))
@@ -452,38 +467,12 @@ class DiLoCo:
                 f"{self.inner_steps} (the coordinator's); loop over range(outer.start_step, "
                 f"outer.inner_steps), then call outer.finish()"
             )
-
-        if is_stepping and self._stop_step is not None and self.inner_step >= self._stop_step:
+        if is_stepping and self.is_stopping:
             raise ConfigError(
                 f"inner step {self.inner_step + 1}: the run was asked to stop after inner step "
-                f"{self._stop_step}, and the other islands stop there: leave the loop when "
+                f"{self.inner_step}, and the other islands stop there: leave the loop when "
                 f"outer.is_stopping, after the checkpoint, then call outer.finish()"
             )
-
-    def _tell_ranks(self) -> None:
-        """Share what the leader knows of a graceful stop, and hold where it promised to."""
-        word = 0
-        if self._groups.is_leader:
-            is_held = self._stop_line.passing(self.inner_step)
-            stop_step = self._stop_line.stop_step
-            word = _HELD if is_held else 0 if stop_step is None else stop_step
-        word = self._sum(word)
-        self._stop_step = (self._hold() if word == _HELD else word) or None
-
-    def _hold(self) -> int:
-        """Wait until the coordinator says after which inner step everybody stops; collective."""
-        logger.info("holding after inner step %d: the run is asked to stop", self.inner_step)
-        return self._groups.leader_says(
-            "failed while the island held", lambda: self._connection.io.run(self._decided())
-        )
-
-    async def _decided(self) -> int:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    return await self._stop_line.decided()
-            if self._exchange.failure is not None:
-                raise self._exchange.failure
 
     def _sum(self, word: int = 0) -> int:
         """Sum the bytes that all ranks have moved, and the leader's word; collective.
@@ -505,15 +494,15 @@ class DiLoCo:
     def _progress(self) -> Progress:
         """What a report says; asked in the IO thread."""
         trained_s = time.monotonic() - self._began_s if self._tokens else 1.0
-        bytes_up, bytes_down = self.island_bytes
+        moved = self.island_bytes if self._tokens else (self.bytes_up, self.bytes_down)
         return Progress(
             state=self._state,
             inner_step=self.inner_step,
             tokens_per_s=self._tokens / trained_s,
             tokens=self._tokens,
             fragments_in_flight=self.num_in_flight,
-            bytes_up=bytes_up,
-            bytes_down=bytes_down,
+            bytes_up=moved[0],
+            bytes_down=moved[1],
             blocked_s=self.blocked_s,
         )
 
@@ -524,38 +513,3 @@ class DiLoCo:
 
     def _heard(self) -> list[Event]:
         return [self._events.popleft() for _ in range(len(self._events))]
-
-
-def _insist_on_kinds(outer: Any, transport: Any) -> None:
-    """Refuse mistaken arguments; `Any` because a caller may pass anything."""
-    if not isinstance(transport, Connection):
-        raise ConfigError(
-            f"diloco.DiLoCo(transport={transport!r}): give the connection itself, `with "
-            f"diloco.connect(config) as connection:`"
-        )
-    if not isinstance(outer, OuterConfig):
-        raise ConfigError(
-            f"diloco.DiLoCo's second argument is a {type(outer).__name__}: give config.outer of "
-            f"the configuration that went to diloco.connect"
-        )
-
-
-def _insist_on_same(given: OuterConfig, connected: OuterConfig) -> None:
-    differing = identity_difference(identity_json(given), identity_json(connected))
-    if differing:
-        raise ConfigError(
-            "DiLoCo was given another [outer] (here) than diloco.connect (there): "
-            + "; ".join(differing)
-            + ". Change the run file, and pass config.outer of the same configuration to both"
-        )
-
-
-def _insist_on_tokens(num_tokens: Any) -> None:
-    """Refuse what cannot be a weight; `Any` because a caller may pass a tensor or None."""
-    if isinstance(num_tokens, int) and not isinstance(num_tokens, bool) and num_tokens > 0:
-        return
-    raise ValueError(
-        f"outer.step(num_tokens={num_tokens!r}): with outer.weighting = 'tokens' an island's "
-        f"contribution weighs what it was trained on; pass the tokens of the whole island in this "
-        f"inner step, an int of at least 1 (of a tensor: int(count))"
-    )

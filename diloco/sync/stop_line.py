@@ -2,9 +2,10 @@
 
 An operator asks to stop; the island promises an inner step that it will not pass unasked, and holds
 there; when every island has promised, the coordinator names the step after which all of them stop.
+It names a later one if an island that starts again meanwhile can stop only later.
 
-The leader has one. Its IO thread calls `promise`, `decide` and `fail`; its training thread `begin`
-and `passing`, and then waits for `decided`, which runs in the IO thread's loop.
+The leader has one. Its IO thread calls `promise` and `hear`, its training thread the rest, but for
+`wait_for_word`, which runs in the IO thread's loop.
 
 Source: protocol.md section 9 (graceful stop).
 """
@@ -14,12 +15,15 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from diloco.errors import DilocoError
 from diloco.outer.schedule import Schedule
+from diloco.sync.tasks import wait_for
 
 
 class StopLine:
-    """One island's promise, and the run's stop step."""
+    """One island's promise, and the run's stop step.
+
+    `num_words` counts what was heard of the coordinator: while it grows, the coordinator lives.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         """Assign only."""
@@ -29,8 +33,9 @@ class StopLine:
         self._first_stop_step = 0
         self._promised: int | None = None
         self._stop_step: int | None = None
-        self._failure: DilocoError | None = None
-        self._ended = asyncio.Event()
+        self._is_complete = False
+        self._word = asyncio.Event()
+        self.num_words = 0
 
     # -- the IO thread ---------------------------------------------------------------------------
 
@@ -46,31 +51,24 @@ class StopLine:
                 self._promised = self._next_due(max(self._passed, self._first_stop_step - 1))
             return self._promised
 
-    def decide(self, stop_step: int) -> None:
-        """Hear after which inner step everybody stops; the first word stays."""
-        with self._lock:
-            if self._stop_step is None:
-                self._stop_step = stop_step
-        self._ended.set()
+    def hear(self, stop_step: int | None, *, is_complete: bool) -> None:
+        """Hear what the coordinator says.
 
-    def fail(self, error: DilocoError) -> None:
-        """Hear that the run is over: whoever holds must not wait any longer."""
-        with self._lock:
-            self._failure = self._failure or error
-        self._ended.set()
-
-    async def decided(self) -> int:
-        """Wait for the stop step.
-
-        Raises:
-            DilocoError: That of `fail`, if there is no stop step.
+        Args:
+            stop_step: After which inner step everybody stops; None: not decided yet, or not again:
+                until then what it was stays.
+            is_complete: Whether every island has its checkpoint: all may leave.
         """
-        await self._ended.wait()
         with self._lock:
-            if self._stop_step is not None:
-                return self._stop_step
-            assert self._failure is not None
-            raise self._failure
+            self.num_words += 1
+            self._stop_step = self._stop_step if stop_step is None else stop_step
+            self._is_complete = is_complete
+        self._word.set()
+
+    async def wait_for_word(self, at_most_s: float) -> None:
+        """Wait until the coordinator says something, or for time to pass."""
+        self._word.clear()
+        await wait_for(self._word, at_most_s)
 
     # -- the training thread ---------------------------------------------------------------------
 
@@ -85,7 +83,7 @@ class StopLine:
             self._passed, self._first_stop_step = inner_step, first_stop_step
 
     def passing(self, inner_step: int) -> bool:
-        """Say that training has come to a due step; True: hold here until `decided`."""
+        """Say that training has come to a due step; True: hold here until there is a stop step."""
         with self._lock:
             assert self._passed is not None, "begin was not called"
             self._passed = inner_step
@@ -97,6 +95,17 @@ class StopLine:
         """Inner step after which everybody stops; None while nobody has said."""
         with self._lock:
             return self._stop_step
+
+    def after_checkpoint(self, inner_step: int) -> int | None:
+        """Stop step for an island with its checkpoint of that step.
+
+        Returns:
+            `inner_step` once every island has it, a later one to go on to, None to wait.
+        """
+        with self._lock:
+            assert self._stop_step is not None
+            is_known = self._is_complete or self._stop_step > inner_step
+            return self._stop_step if is_known else None
 
     def _next_due(self, after: int) -> int:
         fragments = range(self._schedule.num_fragments)

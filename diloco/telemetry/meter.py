@@ -13,6 +13,25 @@ from collections import deque
 _RATE_STEPS = 20
 
 
+def utilisation(
+    *, num_steps: int, undisturbed_step_s: float, inner_s: float, wall_s: float
+) -> float:
+    """Compute min(inner steps x undisturbed step time, time in inner steps) / wall time.
+
+    No step is faster beside an exchange than without one. Where the steps say otherwise, something
+    else shared the cores with the quiet ones, what an undisturbed step takes is not known, and the
+    time that was spent in inner steps stands for it: utilisation is goodput then, a bound from
+    above, and never more than 1.
+
+    Args:
+        num_steps: Inner steps.
+        undisturbed_step_s: Seconds that one takes while nothing is outstanding.
+        inner_s: Seconds that all of them took.
+        wall_s: Seconds from the first to the end; 0 gives 0.
+    """
+    return min(num_steps * undisturbed_step_s, inner_s) / wall_s if wall_s > 0 else 0.0
+
+
 class StepMeter:
     """Durations of inner steps (without `outer.step()`), and what follows from them."""
 
@@ -44,7 +63,8 @@ class StepMeter:
     def undisturbed_step_s(self) -> float:
         """Median duration of the steps during which nothing was outstanding; 0 before the first.
 
-        The steps before the first send are among them, so there is always one.
+        The steps before the first send are among them, so there is always one. Undisturbed by
+        exchanges, that is: what else runs on the same cores disturbs these steps, too.
         """
         quiet_s = self._quiet_s
         if not quiet_s:
@@ -59,8 +79,13 @@ class StepMeter:
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
     def utilisation(self, wall_s: float) -> float:
-        """Compute inner steps x undisturbed step time / wall time; 0 before any wall time."""
-        return self.num_steps * self.undisturbed_step_s / wall_s if wall_s > 0 else 0.0
+        """Compute `utilisation` of all steps so far."""
+        return utilisation(
+            num_steps=self.num_steps,
+            undisturbed_step_s=self.undisturbed_step_s,
+            inner_s=self.inner_s,
+            wall_s=wall_s,
+        )
 
     def goodput(self, wall_s: float) -> float:
         """Compute the share of wall time spent in inner steps; 0 before any wall time."""

@@ -107,7 +107,8 @@ class Metrics:
     def _of_sent(self, event: FragmentSent) -> dict[str, float]:
         if event.declined:
             return {"events/declined": self._count("declined")}
-        return {f"pseudo_gradient_lanes_norm/fragment-{event.fragment_id}": event.lanes_norm}
+        # Of the lanes that the leader carries: without another rank's lanes it is not the island's.
+        return {f"leader_lanes_pseudo_gradient_norm/fragment-{event.fragment_id}": event.lanes_norm}
 
     def _of_merged(self, event: FragmentMerged) -> dict[str, float]:
         self._blocked_s += event.blocked_s

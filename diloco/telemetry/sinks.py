@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import math
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -111,9 +112,14 @@ class JsonlSink:
         self._file: TextIO | None = None
 
     def open(self) -> None:
-        """Open the file for appending; its directory is made when it is missing."""
+        """Open the file for appending; its directory is made when it is missing.
+
+        A line that a killed writer tore is ended, so that the next event has a line of its own.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
+        if not _ends_a_line(self.path):
+            self._file.write("\n")
 
     def add_context(self, context: Mapping[str, Any]) -> None:
         """Repeat `context`, too, in every line from now on."""
@@ -208,6 +214,15 @@ class BackgroundSink:
             action()
         except Exception as error:  # whatever another package raises: no training ends for it
             self.losses.count(error)
+
+
+def _ends_a_line(path: Path) -> bool:
+    """Whether a file is empty or its last line is whole; true of what has no end, a device."""
+    with path.open("rb") as file:
+        if not path.is_file() or not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _json_value(value: Any) -> Any:

@@ -70,6 +70,8 @@ class WandbSink:
                 name=wanted.name,
                 id=wanted.run_id,
                 resume="allow",
+                # A run that this process has open for itself is neither continued nor ended.
+                reinit="create_new",
                 dir=str(wanted.directory),
                 config=dict(wanted.config),
                 # Our output stays ours: nothing is printed, and nothing of it is captured.
@@ -96,10 +98,12 @@ class WandbSink:
         self._run.log({**axes, **row.scalars})
 
     def close(self) -> None:
-        """Upload or write what is left; ends all that this process has of wandb.
+        """Upload or write what is left of this run.
 
         `finish` returns while wandb's own process still writes: offline, a file was found without
-        its rows after it. A rank ends at once after this, so the process is waited for.
+        its rows after it. A rank ends at once after this, so that process is waited for, unless
+        another run of this process is open: whoever opened that one waits for both.
         """
         self._run.finish()
-        self._wandb.teardown()
+        if self._wandb.run is None:
+            self._wandb.teardown()

@@ -17,10 +17,18 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from diloco.cli import control
+from diloco.cli import control, island
 from diloco.cli.control import as_plain
-from diloco.cli.tables import fragments_table, islands_table, run_line, status_view
+from diloco.cli.tables import (
+    fragments_table,
+    island_text,
+    islands_table,
+    run_line,
+    run_text,
+    status_view,
+)
 from diloco.errors import ConfigError, CoordinatorUnavailable
+from diloco.launch.status import look
 from protos.control_pb2 import (
     FragmentStatus,
     Grant,
@@ -199,6 +207,52 @@ def test_status_prints_one_line_of_json(coordinator: str) -> None:
 
     assert json.loads(result.output) == as_plain(REPLY)
     assert result.output.count("\n") == 1
+
+
+def test_one_line_says_where_every_island_stands() -> None:
+    reply = StatusReply()
+    reply.CopyFrom(REPLY)
+    founding = ReportRequest(state="waiting", bytes_up=3 << 20, bytes_down=5 << 10)
+    reply.islands[0].last_report.CopyFrom(founding)
+
+    assert run_text(reply) == (
+        "running: east training, step 120/325 loss 2.346 15,360 tokens/s; west waiting, 3 MiB up, "
+        "5 KiB down; north not joined; versions 5, 0"
+    )
+    assert island_text(REPLY, "west") == "joined"
+    assert island_text(REPLY, "south") == "not joined"
+
+
+@pytest.mark.parametrize("is_reachable", [True, False], ids=["reachable", "away"])
+def test_an_island_says_where_it_stands_while_it_lives(
+    coordinator: str, is_reachable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = coordinator if is_reachable else "127.0.0.1:1"
+    looks = threading.Semaphore(0)
+
+    async def counted(address: str) -> StatusReply:
+        looks.release()
+        return await look(address)
+
+    def run_island(*_: object) -> int:
+        # At the second look the first has been shown.
+        assert looks.acquire(timeout=20) and looks.acquire(timeout=20)
+        return 0
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("diloco.launch.status.look", counted)
+    monkeypatch.setattr("diloco.launch.island.run_island", run_island)
+    monkeypatch.setattr(island, "_LINE_EVERY_S", 0.05)
+    typed = typer.Typer()
+    island.register(typed)
+    run_file = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
+    arguments = ["island", str(run_file), "--island", "east", "--coordinator", address]
+
+    result = CliRunner().invoke(typed, arguments)
+
+    words = "island east training, step 120/325 loss" if is_reachable else "does not answer; if"
+    assert result.exit_code == 0, result.output
+    assert words in result.stderr, result.output
 
 
 def test_coordinator_that_cannot_be_reached_is_named_with_the_next_command() -> None:

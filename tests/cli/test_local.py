@@ -10,15 +10,24 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from diloco.cli import local as local_command
 from diloco.cli.main import app
-from diloco.config.load import load_config
+from diloco.config.load import load_config, resolved_toml
 from diloco.errors import ConfigError
 from diloco.launch.build import build_publication_rules
-from diloco.launch.local import insist_on_no_events, make_room, without_links
+from diloco.launch.ending import Interrupted, Request
+from diloco.launch.local import (
+    insist_on_no_events,
+    insist_on_own_run,
+    insist_on_place,
+    make_room,
+    without_links,
+)
 from diloco.launch.local_resume import find_resume_step
 from diloco.launch.state_dir import StateDir, hold, holder
 from diloco.launch.traffic import data_parallel_traffic
@@ -87,22 +96,25 @@ def test_an_earlier_run_is_moved_to_the_first_free_name(tmp_path: Path) -> None:
     state.mkdir()
     (state / "secret").touch()
 
-    assert make_room(state, fresh=True) == tmp_path / "state.2"
-    assert make_room(state, fresh=False) is None
+    insist_on_place(state, fresh=True)
+    assert make_room(state) == tmp_path / "state.2"
+    insist_on_place(state, fresh=False)
+    assert make_room(state) is None
 
 
 def test_a_start_that_never_trained_makes_room_by_itself(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     state.create()
     state.resolved.write_text("")
-    assert make_room(state.root, fresh=False) == tmp_path / "state.1"
+    insist_on_place(state.root, fresh=False)
+    assert make_room(state.root) == tmp_path / "state.1"
 
     record = state.store / "fragment-0000" / "v000000000000.record"
     record.parent.mkdir(parents=True)
     record.write_bytes(b"")
     state.resolved.write_text("")
     with pytest.raises(ConfigError, match="already holds a run"):
-        make_room(state.root, fresh=False)
+        insist_on_place(state.root, fresh=False)
 
 
 def test_a_run_under_way_is_not_moved_aside(tmp_path: Path) -> None:
@@ -113,7 +125,7 @@ def test_a_run_under_way_is_not_moved_aside(tmp_path: Path) -> None:
         hold(state.coordinator_lock),
         pytest.raises(ConfigError, match=f"under way in .* process {os.getpid()}"),
     ):
-        make_room(state.root, fresh=True)
+        insist_on_place(state.root, fresh=True)
 
     assert state.root.exists()
 
@@ -132,6 +144,8 @@ def test_events_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
         ("outer.num_fragments=500", "outer.num_fragments"),
         ("transport.link=nope", "transport.link"),
         ("coordinator.state_dir=/proc/nope", "coordinator.state_dir"),
+        ("run.warm_start=./nope", "run.warm_start"),
+        ("evaluation.num_sequences=1000000000", "evaluation.num_sequences"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_touched(
@@ -149,7 +163,7 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(
 
 
 def test_a_stopped_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=400)
+    run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=200)
     config = load_config(run_file)
 
     stopped = started(run_file)
@@ -159,18 +173,18 @@ def test_a_stopped_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
         said = stopped.communicate(timeout=90)[1]
     finally:
         stopped.kill()
-    elsewhere = local(str(run_file), "--resume", "--at", "399")
+    elsewhere = local(str(run_file), "--resume", "--at", "199")
     resumed = local(str(run_file), "--resume")
     finished = local(str(run_file), "--resume")
 
     assert stopped.returncode == 128 + signal.SIGINT, said
-    found = re.search(r"stopped after inner step (\d+) of 400, every island with a check", said)
+    found = re.search(r"stopped after inner step (\d+) of 200, every island with a check", said)
     assert found is not None, said
     step = int(found[1])
     assert f"Go on: diloco local {run_file} --resume" in said
     assert _processes_with(str(tmp_path)) == []
     assert elsewhere.returncode == 2
-    assert "--at 399" in elsewhere.stderr
+    assert "--at 199" in elsewhere.stderr
     assert f"diloco local {run_file} --resume --at {step}" in elsewhere.stderr
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"complete checkpoints of inner steps {step}" in resumed.stdout
@@ -178,7 +192,7 @@ def test_a_stopped_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
     assert "diloco coordinator" not in resumed.stdout
     summary = json.loads((tmp_path / "state" / "summary.json").read_text())
     assert summary["are_digests_equal"] and summary["are_versions_recomputed"]
-    assert [i["tokens"] for i in summary["islands"]] == [400 * 128] * 2
+    assert [i["tokens"] for i in summary["islands"]] == [200 * 128] * 2
     assert finished.returncode == 2
     assert "has finished, there is nothing to resume" in finished.stderr
 
@@ -210,7 +224,55 @@ def test_a_run_under_way_is_not_resumed(tmp_path: Path) -> None:
         hold(state.coordinator_lock),
         pytest.raises(ConfigError, match=rf"under way .* kill -TERM {os.getpid()}"),
     ):
-        find_resume_step(config, None, lambda _: None, command="diloco local --resume")
+        find_resume_step(config, None, lambda _: None, start="diloco local")
+
+
+def test_a_resume_of_another_run_says_which_is_there_and_how_to_go_on(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, {"east": "", "west": ""})
+    state = StateDir(tmp_path / "state")
+    state.create()
+    state.journal.touch()
+    there = load_config(run_file, ["run.name=earlier", "run.seed=8"])
+    state.resolved.write_text(resolved_toml(there))
+
+    with pytest.raises(ConfigError) as refused:
+        insist_on_own_run(load_config(run_file), f"diloco local {run_file}")
+    with pytest.raises(ConfigError, match=r"run.seed: 7 here, 8 there"):
+        insist_on_own_run(load_config(run_file, ["run.name=earlier"]), "diloco local RUN.toml")
+    insist_on_own_run(there, "diloco local RUN.toml")
+
+    said = str(refused.value)
+    assert "holds the run 'earlier' (there)" in said
+    assert "run.name: 'test' here, 'earlier' there" in said
+    assert f"diloco local {state.resolved} --resume" in said
+    assert f"diloco local {run_file} --set coordinator.state_dir=runs/NAME" in said
+    result = CliRunner().invoke(app, ["local", str(run_file), "--resume"])
+    assert "holds the run 'earlier'" in str(result.exception)
+
+
+@pytest.mark.parametrize("is_forced", [False, True], ids=["one-signal", "two-signals"])
+def test_a_signal_at_the_very_end_does_not_claim_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_forced: bool
+) -> None:
+    run_file = write_run(tmp_path, {"east": "", "west": ""})
+    finished = SimpleNamespace(is_finished=True, is_stopped=False, checkpoints=(4,))
+
+    def run(_: object, __: object, request: Request, ___: object) -> tuple[int, bool]:
+        request.note(signal.SIGINT)
+        if is_forced:
+            raise Interrupted(signal.SIGINT)
+        return 0, False
+
+    monkeypatch.setattr("diloco.launch.local_resume.read_standing", lambda _: finished)
+    monkeypatch.setattr(local_command, "_prepare", lambda *_, **__: None)
+    monkeypatch.setattr(local_command, "_run", run)
+    monkeypatch.setattr(local_command, "_tell_end", lambda *_, **__: None)
+
+    result = CliRunner().invoke(app, ["local", str(run_file)])
+
+    assert result.exit_code == (128 + signal.SIGINT if is_forced else 0)
+    assert "The run finished before the step at which it would have stopped." in result.output
+    assert "--resume" not in result.output
 
 
 def test_a_signal_before_the_islands_have_joined_ends_every_process(tmp_path: Path) -> None:

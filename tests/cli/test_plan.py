@@ -140,6 +140,26 @@ def test_impossible_run_is_refused_with_its_field(
         plan(run_file, "--set", override)
 
 
+def test_text_that_is_not_there_is_an_error_below_the_plan(run_file: Path) -> None:
+    app = typer.Typer()
+    island.register(app)
+    arguments = ["plan", str(run_file), "--set", 'data.sources.web.files="gone.jsonl"']
+    arguments += ["--set", "data.source=streams"]
+
+    refused = CliRunner().invoke(app, arguments)
+
+    assert isinstance(refused.exception, ConfigError)
+    assert 'data.sources.web.files: "gone.jsonl" matches no file' in str(refused.exception)
+    assert "Fingerprints: " in refused.stdout
+
+
+def test_plan_names_text_and_what_it_did_not_look_at(run_file: Path) -> None:
+    text = plan(run_file, "--set", "run.warm_start=owner/model")
+
+    assert 'run.warm_start = "owner/model": on the hub, not looked at until the run starts' in text
+    assert "\ntext: digest " in text
+
+
 @pytest.mark.parametrize(
     "shipped", sorted(Path(__file__).parents[2].glob("configs/runs/*.toml")), ids=lambda p: p.stem
 )

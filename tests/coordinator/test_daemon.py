@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -24,6 +25,7 @@ from transport.loopback import LoopbackNetwork, run_virtual
 SECRET = bytes(32)
 PLAN = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=2).to_json()
 IDENTITY = json.dumps({"run.seed": 7})
+UNREACHABLE_S = 60.0
 
 
 class Desk:
@@ -47,6 +49,7 @@ class Desk:
             secret=SECRET,
             policy_json=json.dumps({"run.inner_steps": 100}),
             unix_clock=lambda: 0.0,
+            unreachable_s=UNREACHABLE_S,
         )
         self.server = self.network.server("coordinator", self.coordinator.handlers)
         await self.server.start()
@@ -146,6 +149,9 @@ def test_islands_are_held_then_told_where_to_stop_and_the_run_ends_as_stopped(pl
         assert (await desk.report(west, has_hold=True, hold_step=6)).stop_step == 12
         reply = await desk.report(east, inner_step=12)
         assert (reply.hold, reply.has_stop_step, reply.stop_step) == (True, True, 12)
+        await desk.report(east, inner_step=12, checkpoint_steps=[12])
+        reply = await desk.report(west, inner_step=12, checkpoint_steps=[12])
+        assert list(reply.checkpoint_steps) == [12], "all may leave"
 
         await desk.leave(east, is_stopped=True)
         assert not desk.coordinator.ended.is_set()
@@ -176,6 +182,104 @@ def test_a_stop_may_be_asked_for_again_while_it_goes_on(play: Play) -> None:
 
         assert desk.coordinator.request_stop()
         assert desk.membership.promises == {"east": 12}
+
+    play(story)
+
+
+async def stopping_at_12(desk: Desk) -> list[control.Grant]:
+    grants = await joined(desk)
+    desk.coordinator.request_stop()
+    for grant in grants:
+        await desk.report(grant, has_hold=True, hold_step=12)
+    return grants
+
+
+def test_the_stop_moves_for_an_island_that_returns_beyond_it(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        east, _ = await stopping_at_12(desk)
+        await desk.report(east, inner_step=12, checkpoint_steps=[12])
+        west = (await desk.join("west", "b")).grant
+        await desk.restart()
+
+        asked = await desk.report(east, inner_step=12, checkpoint_steps=[12])
+        assert (asked.hold, asked.has_stop_step) == (True, False)
+        assert (await desk.report(west, has_hold=True, hold_step=18)).stop_step == 18
+        assert (await desk.report(east, inner_step=12)).stop_step == 18
+
+    play(story)
+
+
+def test_an_island_that_starts_after_the_stop_is_told_that_it_has_left(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        grants = await stopping_at_12(desk)
+        for grant in grants:
+            await desk.report(grant, inner_step=12, checkpoint_steps=[12])
+        await desk.leave(grants[0], is_stopped=True)
+
+        refused = await desk.join("west", "b")
+
+        assert refused.status == control.JOIN_STATUS_RUN_STOPPED
+        assert desk.coordinator.ended.is_set()
+        assert desk.state() == "stopped"
+
+    play(story)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_stop_that_an_island_stays_away_from_fails_and_is_taken_back(
+    play: Play, is_restarted: bool
+) -> None:
+    async def story(desk: Desk) -> None:
+        east, _ = await stopping_at_12(desk)
+        if is_restarted:
+            await desk.restart()
+        watching = asyncio.create_task(desk.coordinator.watch())
+        while not desk.coordinator.ended.is_set():
+            await asyncio.sleep(1.0)
+            told = await desk.report(east, inner_step=12, checkpoint_steps=[12])
+        watching.cancel()
+
+        assert UNREACHABLE_S <= asyncio.get_running_loop().time() <= UNREACHABLE_S + 3.0
+        assert (told.stop, told.exit_code) == (True, 50)
+        assert "island 'west' owes the checkpoint of inner step 12" in told.reason
+        assert "has not reported for 60 s" in told.reason
+        assert "start the coordinator again" in told.reason
+        await desk.restart()
+        assert desk.state() == "running"
+        told = await desk.report(east, inner_step=12)
+        assert not (told.stop or told.hold)
+
+    play(story)
+
+
+def test_a_complete_stop_does_not_wait_for_a_last_word_for_ever(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        grants = await stopping_at_12(desk)
+        for grant in grants:
+            await desk.report(grant, inner_step=12, checkpoint_steps=[12])
+        await desk.leave(grants[0], is_stopped=True)
+        watching = asyncio.create_task(desk.coordinator.watch())
+        await desk.coordinator.ended.wait()
+        watching.cancel()
+
+        assert desk.state() == "stopped"
+        await desk.restart()
+        assert desk.state() == "stopped"
+
+    play(story)
+
+
+def test_islands_that_report_are_waited_for(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        grants = await stopping_at_12(desk)
+        watching = asyncio.create_task(desk.coordinator.watch())
+        for _ in range(20):
+            await asyncio.sleep(UNREACHABLE_S / 2)
+            for grant in grants:
+                await desk.report(grant, inner_step=6)
+        watching.cancel()
+
+        assert desk.state() == "stopping"
 
     play(story)
 
@@ -221,8 +325,9 @@ def test_a_new_start_is_welcome_and_hears_how_far_the_one_before_had_come(play: 
         assert not waiting.stop
         assert third.last_inner_step == 41, "the second start had not begun to train"
         fenced = await desk.report(east, inner_step=42)
-        assert (fenced.stop, fenced.exit_code) == (True, 40)
-        assert "newer start" in fenced.reason
+        assert (fenced.stop, fenced.exit_code) == (True, 41)
+        assert "newer start of island 'east' has joined" in fenced.reason
+        assert "see whether two were started" in fenced.reason
 
     play(story)
 
@@ -274,7 +379,7 @@ def test_whoever_belongs_to_an_earlier_timeline_is_told_so_and_changes_nothing(p
         reply = await desk.report(east, inner_step=50, checkpoint_steps=[50])
         await desk.leave(east)
 
-        assert (reply.stop, reply.exit_code) == (True, 40)
+        assert (reply.stop, reply.exit_code) == (True, 41)
         assert "resumed from inner step 20 (timeline 1)" in reply.reason
         assert "start island 'east' again" in reply.reason
         assert desk.membership.members["east"].exit_code is None

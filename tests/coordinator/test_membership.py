@@ -28,12 +28,16 @@ def machine() -> Membership:
 
 def join(membership: Membership, island: str = "east", start_id: str = "a", **changes) -> Joined:
     """Join as the coordinator does it: decide, write, apply."""
+    joined = decided(membership, island, start_id, **changes)
+    membership.apply(joined.entries)
+    return joined
+
+
+def decided(membership: Membership, island: str, start_id: str, **changes) -> Joined:
     request = {"run": "demo", "identity_json": IDENTITY, "plan_json": PLAN, **changes}
     request.setdefault("corpus_sha256", "5a")
     request.setdefault("start_step", 0)
-    joined = membership.join(island=island, start_id=start_id, **request)
-    membership.apply(joined.entries)
-    return joined
+    return membership.join(island=island, start_id=start_id, **request)
 
 
 def test_slots_follow_the_order_of_the_configuration() -> None:
@@ -256,10 +260,10 @@ def do(membership: Membership, entries: Entries, log: dict[str, str] | None = No
         ([("east", 24)], None),
         ([("east", 24), ("west", 36)], 36),
         ([("east", 36), ("west", 24)], 36),
-        ([("east", 24), ("east", 12), ("west", 18)], 18),
+        ([("east", 24), ("east", 12), ("west", 18)], 24),
         ([("east", 24), ("west", 36), ("east", 48)], 36),
     ],
-    ids=["none", "one", "both", "other-order", "a-new-start-promises-anew", "decided-is-decided"],
+    ids=["none", "one", "both", "other-order", "one-promise-a-start", "decided-is-decided"],
 )
 def test_all_stop_after_the_largest_promise(
     promises: list[tuple[str, int]], stop_step: int | None
@@ -305,13 +309,18 @@ def test_a_repeated_promise_writes_nothing() -> None:
     assert membership.promise("east", 12) == ()
 
 
-@pytest.mark.parametrize("num_applied", range(6))
+@pytest.mark.parametrize("num_applied", range(10))
 def test_a_stop_goes_on_where_it_was_after_a_restart_anywhere(num_applied: int) -> None:
     membership, log = complete()
     story = [
         lambda m: m.request_stop(),
         lambda m: m.promise("west", 36),
         lambda m: m.promise("east", 24),
+        lambda m: decided(m, "west", "b").entries,
+        lambda m: m.promise("west", 48),
+        # Reports come every second, and what is kept is in all of them.
+        lambda m: (*m.keeps("west", [48], inner_step=48), *m.keeps("east", [36], inner_step=36)),
+        lambda m: (*m.keeps("west", [48], inner_step=48), *m.keeps("east", [48], inner_step=48)),
         lambda m: m.left("west", 0, is_stopped=True),
         lambda m: m.left("east", 0, is_stopped=True),
     ]
@@ -324,22 +333,104 @@ def test_a_stop_goes_on_where_it_was_after_a_restart_anywhere(num_applied: int) 
     after = machine()
     after.apply(log.items())
     assert after.is_stopped and not after.is_finished
-    assert after.stop_step == 36
+    assert after.stop_step == 48
+    assert after.checkpoints == (48,)
 
 
-def test_who_stopped_has_its_checkpoint_whatever_report_was_lost() -> None:
+def deciding(east: int, west: int) -> Membership:
+    """A run that was asked to stop, with both promises."""
     membership, _ = complete()
     do(membership, membership.request_stop())
+    do(membership, membership.promise("east", east))
+    do(membership, membership.promise("west", west))
+    return membership
+
+
+@pytest.mark.parametrize(
+    ("promise", "stop_step"),
+    [(30, 36), (36, 36), (48, 48), (100, 100)],
+    ids=["before-it", "at-it", "beyond-it", "no-send-is-left"],
+)
+def test_a_new_start_promises_anew_and_may_move_the_stop_on_but_never_back(
+    promise: int, stop_step: int
+) -> None:
+    membership = deciding(24, 36)
+    join(membership, "west", "b")
+
+    assert membership.is_stopping
+    assert membership.stop_step is None
+    assert membership.promise("east", 24) == (), "it was told 36, and may have passed 24"
+    do(membership, membership.promise("west", promise))
+
+    assert membership.stop_step == stop_step
+
+
+def test_a_new_start_before_all_have_promised_promises_anew() -> None:
+    membership, _ = complete()
+    do(membership, membership.request_stop())
+    do(membership, membership.promise("east", 24))
+    join(membership, "east", "b")
+
+    do(membership, membership.promise("west", 12))
+    assert membership.stop_step is None
+    do(membership, membership.promise("east", 18))
+
+    assert membership.stop_step == 18
+
+
+def test_what_an_earlier_start_has_kept_makes_no_stop_complete() -> None:
+    membership = deciding(36, 36)
+    do(membership, membership.keeps("west", [36], inner_step=36))
+    join(membership, "west", "b")
+    do(membership, membership.promise("west", 36))
+    do(membership, membership.keeps("east", [36], inner_step=36))
+
+    assert membership.stop_step == 36
+    assert not membership.is_stop_complete, "the new start may be writing it"
+    do(membership, membership.keeps("west", [36], inner_step=36))
+    assert membership.is_stop_complete
+
+
+def test_who_starts_after_a_complete_stop_has_left_in_it() -> None:
+    membership = deciding(36, 36)
     for island in ("east", "west"):
-        do(membership, membership.promise(island, 36))
-    do(membership, membership.keeps("east", [12, 24], inner_step=30))
-    do(membership, membership.keeps("west", [24], inner_step=30))
-
+        do(membership, membership.keeps(island, [36], inner_step=36))
     do(membership, membership.left("east", 0, is_stopped=True))
-    assert membership.checkpoints == (24,)
-    do(membership, membership.left("west", 0, is_stopped=True))
+    assert not membership.is_stopped
 
-    assert membership.checkpoints == (24, 36)
+    refused = join(membership, "west", "b")
+
+    assert (refused.verdict, refused.incarnation) == (JoinVerdict.RUN_STOPPED, 0)
+    assert "stopped after inner step 36" in refused.message
+    assert "diloco coordinator RUN.toml --resume" in refused.message
+    assert membership.is_stopped
+
+
+def test_a_stop_knows_what_silent_islands_owe_it() -> None:
+    membership, _ = complete()
+    assert membership.stop_lacks(["east", "west"]) == {}
+    do(membership, membership.request_stop())
+    do(membership, membership.promise("east", 24))
+    asked = membership.stop_lacks(["east", "west"])
+    do(membership, membership.promise("west", 24))
+    told = membership.stop_lacks(["west"])
+
+    assert asked == {"west": "word of the inner step after which it can stop"}
+    assert told == {"west": "the checkpoint of inner step 24"}
+    do(membership, membership.left("west", 0, is_stopped=False))
+    assert membership.stop_lacks(["west"]) == {}, "it has finished"
+
+
+def test_a_stop_without_islands_is_taken_back_or_done() -> None:
+    membership = deciding(24, 24)
+    do(membership, membership.stop_without(["west"]))
+    assert not membership.is_stopping
+
+    membership = deciding(24, 24)
+    for island in ("east", "west"):
+        do(membership, membership.keeps(island, [24], inner_step=24))
+    do(membership, membership.left("east", 0, is_stopped=True))
+    do(membership, membership.stop_without(["west"]))
     assert membership.is_stopped
 
 
@@ -483,19 +574,3 @@ def test_plan_text_and_start_are_those_of_the_run_in_every_timeline() -> None:
 
     assert refused.verdict is JoinVerdict.PLAN_MISMATCH
     assert "tensors[0].shape[1]: 5 here, 6 there" in refused.message
-
-
-def test_a_stop_is_complete_also_when_the_coordinator_died_between_two_leaves() -> None:
-    before, log = machine(), dict[str, str]()
-    for island in ("east", "west"):
-        log.update(join(before, island).entries)
-    do(before, before.request_stop(), log)
-    for island in ("east", "west"):
-        do(before, before.promise(island, 20), log)
-    do(before, before.left("east", 0, is_stopped=True), log)
-
-    after = machine()
-    after.apply(log.items())
-    after.apply(after.left("west", 0, is_stopped=True))
-
-    assert (after.is_stopped, after.checkpoints) == (True, (20,))

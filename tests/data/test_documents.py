@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -212,6 +214,28 @@ def test_what_cannot_be_read_is_refused_by_document_and_file(
     message = str(caught.value)
     assert "data.sources.web" in message
     assert all(part in message for part in answer), message
+
+
+def test_what_cannot_be_decoded_comes_with_a_command_that_shows_it(tmp_path, monkeypatch):
+    for name, content in (
+        ("a.jsonl", b'{"text": "b"\n'),
+        ("b c.jsonl.gz", gzip.compress(b'{"text": "b"\n')),
+        ("d.json", b'[{"text": 1'),
+        ("e.txt", b"caf\xe9"),
+        ("f.parquet", b"text"),
+    ):
+        (tmp_path / name).write_bytes(content)
+
+        with pytest.raises(ConfigError, match="mend the file or take it out of data") as caught:
+            read_all(open_files(monkeypatch, tmp_path, {"files": name}).read())
+
+        command = str(caught.value).split(": ")[-1]
+        python = f"{sys.executable} "
+        shown = subprocess.run(
+            command.replace("python ", python), shell=True, cwd=tmp_path, capture_output=True
+        )
+        assert shown.returncode != 0, command
+        assert shown.stderr, command
 
 
 def test_torn_table_is_refused_with_its_name(tmp_path, monkeypatch):

@@ -346,7 +346,7 @@ def test_changed_file_is_named_on_resume(table, lines, tmp_path):
 
     message = refusal(open_streams(sources), state)
 
-    assert "data.sources.table is not what the checkpoint was trained on: part 2" in message
+    assert "data.sources.table is not what the run was trained on: part 2" in message
     assert "1.parquet (" in message
     assert "other content" in message
     assert "put it back" in message
@@ -378,9 +378,7 @@ def test_change_that_the_digest_does_not_see_is_found_at_the_cursor(tmp_path):
     changed = open_streams({"web": {"files": str(path)}})
 
     assert changed.digest == data.digest
-    assert "not what the checkpoint was trained on, although names and sizes" in refusal(
-        changed, state
-    )
+    assert "not what the run was trained on, although names and sizes" in refusal(changed, state)
 
 
 @pytest.mark.parametrize(
@@ -465,3 +463,22 @@ def test_cursor_of_the_standard_library_is_refused(table):
     message = refusal(open_streams({"web": {"files": table}}), {"inner_step": 1, "digest": "x"})
 
     assert 'trained on data.source = "stdlib"' in message
+
+
+def test_a_file_in_two_sources_is_refused_with_both_names(table, lines, tmp_path):
+    one, other = str(tmp_path / "1.parquet"), {"files": lines}
+
+    with pytest.raises(ConfigError) as caught:
+        open_streams({"all": {"files": table}, "lines": other, "one": {"files": one}})
+
+    assert f"{one} is in data.sources.all and in data.sources.one" in str(caught.value)
+
+
+def test_a_file_may_be_in_two_sources_with_another_field_each(tmp_path):
+    records = [{"title": f"title {n}", "body": f"body {n}"} for n in range(20)]
+    path = tmp_path / "both.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    data = open_streams({name: {"files": str(path), "field": name} for name in ("title", "body")})
+
+    assert data.parts["title"] == data.parts["body"]

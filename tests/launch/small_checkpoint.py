@@ -35,6 +35,10 @@ class Trained:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def holds(self, weight: Tensor) -> bool:
+        """Whether the first parameter has these values."""
+        return torch.equal(next(self.model.parameters()), weight)
+
     def plan(self) -> Plan:
         return make_plan(tensor_specs(canonical_parameters(self.model)), num_fragments=2)
 

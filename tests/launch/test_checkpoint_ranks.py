@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from diloco.errors import ConfigError
 from diloco.inner.state import (
     load_moments_,
     load_parameters_,
@@ -21,7 +23,8 @@ from diloco.inner.state import (
 )
 from diloco.launch import checkpoint_writer
 from diloco.launch.checkpoint_writer import CheckpointWriter
-from diloco.launch.checkpoints import Checkpoint, valid_steps
+from diloco.launch.checkpoints import Checkpoint, rank_file, valid_steps
+from diloco.launch.island_checkpoints import IslandCheckpoints
 from tests.distributed import run_ranks
 from tests.launch.small_checkpoint import ISLAND, Trained, make_optimizer
 
@@ -107,3 +110,41 @@ def test_two_ranks_write_what_one_reads_and_share_a_full_disk() -> None:
         for section, tensors in training_tensors(alone.model, alone.optimizer).items():
             for name, values in tensors.items():
                 assert values.flatten().tolist() == seen["whole"][f"{section} {name}"]
+
+
+def open_at_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
+    """Open a whole checkpoint, then again when a file that only one rank reads is damaged."""
+    trained = sharded(seed=1, num_steps=1)
+    write(trained, directory, 2, island_rank)
+    read: list[Path] = []
+    real = Path.open
+
+    def note(path: Path, *arguments: Any, **options: Any) -> Any:
+        read.append(path)
+        return real(path, *arguments, **options)
+
+    site = SimpleNamespace(config=SimpleNamespace(checkpoint_dir=directory, island_id=ISLAND))
+    unused: Any = SimpleNamespace(plan=trained.plan())
+    checkpoints = IslandCheckpoints(site, unused, unused, unused, on_event=lambda event: None)  # type: ignore[arg-type]
+    with mock.patch.object(Path, "open", note):
+        checkpoints._open(2)
+    seen: dict[str, Any] = {"read": [path.name for path in read if path.suffix == ".safetensors"]}
+    dist.barrier()
+    if island_rank == 0:
+        (path,) = directory.rglob(rank_file(1, 2))
+        path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    dist.barrier()
+    try:
+        checkpoints._open(2)
+    except ConfigError as error:
+        seen["problem"] = str(error)
+    return seen
+
+
+def test_each_file_is_verified_by_one_rank_and_both_hear_of_damage() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        first, second = run_ranks(open_at_two_ranks, 2, Path(temporary))
+
+    assert sorted(first["read"] + second["read"]) == [rank_file(0, 2), rank_file(1, 2)]
+    assert f"{rank_file(1, 2)} is damaged" in first["problem"]
+    assert first["problem"] == second["problem"]

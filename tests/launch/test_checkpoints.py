@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -26,10 +27,12 @@ from diloco.launch.checkpoints import (
     remove_old,
     step_directory,
     valid_steps,
+    verify,
 )
 from tests.launch.small_checkpoint import ISLAND, Trained, make_optimizer
 
 RANK_FILE = rank_file(0, 1)
+PARTS = "parts-0001"
 SEED = 5
 
 
@@ -40,7 +43,8 @@ def test_what_was_written_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path, ISLAND, 120)
 
     path = tmp_path / ISLAND / "step-000000000120"
-    assert sorted(file.name for file in path.iterdir()) == [MANIFEST, PLAN, RANK_FILE]
+    assert sorted(file.name for file in path.iterdir()) == [MANIFEST, PARTS]
+    assert sorted(file.name for file in (path / PARTS).iterdir()) == [PLAN, RANK_FILE]
     manifest = checkpoint.manifest
     assert manifest["step"] == 120
     assert manifest["optimizer_step"] == 2
@@ -91,12 +95,12 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path:
 
 
 def halve(path: Path) -> None:
-    with (path / RANK_FILE).open("r+b") as file:
-        file.truncate((path / RANK_FILE).stat().st_size // 2)
+    with (path / PARTS / RANK_FILE).open("r+b") as file:
+        file.truncate((path / PARTS / RANK_FILE).stat().st_size // 2)
 
 
 def flip(path: Path) -> None:
-    with (path / RANK_FILE).open("r+b") as file:
+    with (path / PARTS / RANK_FILE).open("r+b") as file:
         file.seek(-100, os.SEEK_END)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
@@ -113,12 +117,15 @@ def edit(path: Path, **changes: object) -> None:
     [
         (halve, f"{RANK_FILE} has .* bytes, not"),
         (flip, f"{RANK_FILE} is damaged: its digest is not that of the manifest"),
-        (lambda path: (path / RANK_FILE).unlink(), f"{RANK_FILE} cannot be read: No such file"),
-        (lambda path: (path / PLAN).write_text("{}"), f"{PLAN} has 2 bytes, not"),
+        (
+            lambda path: (path / PARTS / RANK_FILE).unlink(),
+            f"{RANK_FILE} cannot be read: No such file",
+        ),
+        (lambda path: (path / PARTS / PLAN).write_text("{}"), f"{PLAN} has 2 bytes, not"),
         (lambda path: (path / MANIFEST).unlink(), f"has no {MANIFEST}: it was not completed"),
         (lambda path: (path / MANIFEST).write_text('{"for'), f"{MANIFEST} is damaged"),
         (lambda path: edit(path, files=3), f"{MANIFEST} is damaged"),
-        (lambda path: edit(path, format=2), "is of another version of diloco"),
+        (lambda path: edit(path, format=1), "is of another version of diloco"),
     ],
 )
 def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(
@@ -159,15 +166,72 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_next_write_mends_it(
     with pytest.raises(OSError, match=rf"rank 0: .*{RANK_FILE}: No space left on device"):
         trained.write(tmp_path, 10)
     assert valid_steps(tmp_path, ISLAND) == [5]
-    # Over one that is whole: it must not be believed any more, half old and half new.
+    # Over one that is whole: that one stays, and the room that was taken is given back.
     with pytest.raises(OSError, match="No space left"):
         trained.write(tmp_path, 5)
-    assert valid_steps(tmp_path, ISLAND) == []
+    assert valid_steps(tmp_path, ISLAND) == [5]
+    assert [path.name for path in tmp_path.rglob("parts-*")] == [PARTS]
 
     monkeypatch.undo()
     trained.write(tmp_path, 15)
-    remove_old(tmp_path, ISLAND, newest=15, needed=(), num_unsure=2)
+    remove_old(tmp_path, ISLAND, newest=15, needed=(), num_unsure=1)
     assert os.listdir(tmp_path / ISLAND) == ["step-000000000015"]
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, num_changes: int) -> None:
+    """Let the process die before its n-th change of the disk; what is open is dropped."""
+    done = []
+
+    def dying(change: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            if len(done) == num_changes:
+                raise Killed
+            done.append(change)
+            return change(*arguments, **options)
+
+        return call
+
+    for place, name in [(os, "replace"), (os, "fsync"), (Path, "mkdir"), (Path, "unlink")]:
+        monkeypatch.setattr(place, name, dying(getattr(place, name)))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+
+
+@pytest.mark.parametrize("step", [5, 7], ids=["over-a-whole-one", "beside-it"])
+def test_a_writer_killed_at_any_change_of_the_disk_leaves_the_old_checkpoint_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    old, new = Trained(seed=1), Trained(seed=2)
+
+    def is_new(directory: Path, step: int) -> bool:
+        read = Checkpoint.open(directory, ISLAND, step).read("model", "0.weight")
+        (was_new,) = (trained is new for trained in (old, new) if trained.holds(read))
+        return was_new
+
+    seen: list[bool] = []  # after how many changes the new one is there
+    is_finished = False
+    while not is_finished:
+        directory = tmp_path / str(len(seen))
+        old.write(directory, 5)
+        with monkeypatch.context() as patch:
+            killed_at(patch, len(seen))
+            try:
+                new.write(directory, step)
+                is_finished = True
+            except Killed:
+                pass
+
+        steps = valid_steps(directory, ISLAND)
+        assert steps[0] == 5, "the old one was lost"
+        seen.append(steps[-1] == step and is_new(directory, step))
+
+        new.write(directory, step)  # of the next start: goes on, and leaves nothing behind
+        assert is_new(directory, step)
+        assert len(list(directory.rglob("parts-*"))) == len(valid_steps(directory, ISLAND))
+    assert seen == sorted(seen) and seen.index(True) > 8
 
 
 def test_killed_writers_leave_whole_checkpoints_or_none(tmp_path: Path) -> None:
@@ -179,8 +243,7 @@ def test_killed_writers_leave_whole_checkpoints_or_none(tmp_path: Path) -> None:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         began = time.monotonic()
-        first = step_directory(tmp_path, ISLAND, 1) / RANK_FILE
-        while not any((tmp_path / ISLAND).glob("*/rank-*")) and not first.exists():
+        while not any((tmp_path / ISLAND).glob("*/*/rank-*")):
             assert time.monotonic() - began < 40
             time.sleep(0.01)
         time.sleep(draws.uniform(0.0, 0.1))
@@ -234,8 +297,51 @@ def test_what_a_resume_abandons_is_moved_aside(tmp_path: Path) -> None:
     abandon_later(tmp_path, ISLAND, step=10, timeline=1)
 
     assert valid_steps(tmp_path, ISLAND) == [10]
-    aside = tmp_path / ISLAND / "abandoned-before-timeline-0001"
+    (aside,) = (tmp_path / ISLAND).glob("abandoned-*")
+    assert aside.name == "abandoned-before-timeline-0001-after-000000000010"
     assert sorted(os.listdir(aside)) == ["step-000000000020", "step-000000000030"]
+
+    trained.write(tmp_path, 15)
+    abandon_later(tmp_path, ISLAND, step=10, timeline=2)
+
+    (aside,) = (tmp_path / ISLAND).glob("abandoned-*")
+    assert aside.name == "abandoned-before-timeline-0002-after-000000000010"
+    assert os.listdir(aside) == ["step-000000000015"], "what the resume before abandoned is gone"
+
+
+@pytest.mark.parametrize(("needed", "num_left"), [((), 1), ((10,), 1), ((10, 15), 0)])
+def test_what_was_abandoned_goes_when_a_later_checkpoint_is_complete(
+    tmp_path: Path, needed: tuple[int, ...], num_left: int
+) -> None:
+    trained = Trained()
+    for step in (10, 20):
+        trained.write(tmp_path, step)
+    abandon_later(tmp_path, ISLAND, step=10, timeline=1)
+    trained.write(tmp_path, 15)
+
+    remove_old(tmp_path, ISLAND, newest=15, needed=needed, num_unsure=2)
+
+    assert len(list((tmp_path / ISLAND).glob("abandoned-*"))) == num_left
+    assert valid_steps(tmp_path, ISLAND) == [10, 15]
+
+
+# -- who verifies --------------------------------------------------------------------------------
+
+
+def test_ranks_that_share_the_verification_read_every_file_once(tmp_path: Path) -> None:
+    path = step_directory(tmp_path, ISLAND, 5)
+    Trained().write(tmp_path, 5)
+    total = sum(file.stat().st_size for file in (path / PARTS).iterdir())
+    read: list[tuple[int, int]] = []
+
+    for rank in range(3):
+        verify(path, share=(rank, 3), on_progress=lambda *seen: read.append(seen))
+
+    assert sum(done for done, _ in read) == sum(of for _, of in read) == total
+    flip(path)
+    verify(path, share=(0, 2))  # the plan; the other rank finds it
+    with pytest.raises(ConfigError, match="is damaged"):
+        verify(path, share=(1, 2))
 
 
 def test_a_timeline_keeps_its_own_checkpoints_when_it_is_resumed_once_more(tmp_path: Path) -> None:

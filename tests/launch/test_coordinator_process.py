@@ -549,6 +549,30 @@ def test_a_second_signal_does_not_wait_for_the_islands(site: Site) -> None:
     assert report(again, east).hold
 
 
+def test_a_stop_that_an_island_stays_away_from_is_taken_back(site: Site) -> None:
+    process, coordinator = site.coordinate_until_up("transport.unreachable=2s")
+    _, east, _ = founded(site, coordinator)
+    process.send_signal(signal.SIGTERM)
+
+    told = list[control.ReportReply]()
+
+    def is_over() -> bool:
+        told[:] = [report(coordinator, east, inner_step=6, has_hold=True, hold_step=6)]
+        return told[0].stop
+
+    eventually(is_over, "the end of the stop")
+    leave(coordinator, east, told[0].exit_code)
+    output, _ = process.communicate(timeout=30)
+
+    assert (process.returncode, told[0].exit_code) == (50, 50)
+    assert "island 'west' owes word of the inner step after which it can stop" in output
+    assert "it goes on where it was: diloco coordinator RUN.toml; then every island" in output
+    assert "diloco island RUN.toml --island west" in output
+    _, again = site.coordinate_until_up()
+    assert status(again).state == "running"
+    assert site.join(again, "east", "east-2").grant.incarnation == 2
+
+
 def test_what_cannot_be_resumed_is_refused_and_touches_nothing(site: Site) -> None:
     nothing = site.coordinate(resume=True)
     assert "there is no run in" in nothing.communicate(timeout=30)[0]

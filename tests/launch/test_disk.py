@@ -12,7 +12,12 @@ from diloco.compression.registry import get_codec
 from diloco.config.load import load_config
 from diloco.config.schema import CodecName, Config
 from diloco.errors import ConfigError
-from diloco.launch.disk import PAYLOAD_BYTES, forecast_disk, insist_on_room
+from diloco.launch.disk import (
+    PAYLOAD_BYTES,
+    forecast_disk,
+    insist_on_room,
+    num_unsure_checkpoints,
+)
 from diloco.launch.state_dir import StateDir
 from tests.run_files import write_run
 
@@ -52,6 +57,37 @@ def test_error_feedback_doubles_the_residual(config: Config) -> None:
     disk = forecast_disk(config.model_copy(update={"outer": outer}), MILLION)
 
     assert disk.checkpoint_bytes == 24_515_625
+
+
+@pytest.mark.parametrize(
+    ("every", "num_unsure"), [(0, 1), (1, 2 + 10), (3, 2 + 4), (5, 2 + 2), (100, 2 + 1)]
+)
+def test_checkpoints_that_may_become_complete_are_counted_as_islands_and_syncer_keep_them(
+    config: Config, every: int, num_unsure: int
+) -> None:
+    outer = config.outer.model_copy(update={"inner_steps_per_round": 8, "overlap_steps": 2})
+    checkpoint = config.checkpoint.model_copy(update={"every_inner_steps": every})
+    config = config.model_copy(update={"outer": outer, "checkpoint": checkpoint})
+
+    assert num_unsure_checkpoints(config) == num_unsure
+    disk = forecast_disk(config, MILLION)
+    assert disk.num_checkpoints == 2 + num_unsure + 1
+    assert disk.num_records == 4 + 1 + disk.num_checkpoints
+
+
+@pytest.mark.parametrize("key", ["coordinator.state_dir", "checkpoint.dir"])
+@pytest.mark.parametrize("place", ["/proc/x", "FILE/x"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, key: str, place: str) -> None:
+    (tmp_path / "in-the-way").touch()
+    path = place.replace("FILE", str(tmp_path / "in-the-way"))
+    config = load_config(write_run(tmp_path, {"east": ""}), [f"{key}={path}"])
+
+    with pytest.raises(ConfigError) as refusal:
+        insist_on_room(config, MILLION, islands=config.islands, is_new=True)
+
+    text = str(refusal.value)
+    assert text.startswith(f"{key} = {path}: nothing can be written in {Path(path).parent}: ")
+    assert text.endswith(f"--set {key}=DIRECTORY")
 
 
 @pytest.mark.parametrize("codec", get_args(CodecName))

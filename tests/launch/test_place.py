@@ -18,6 +18,7 @@ RDZV = "10.0.0.1:29400"
         (2, 2, RDZV, r"--node-rank 2: must be from 0 to 1"),
         (2, -1, RDZV, r"--node-rank -1: must be from 0 to 1"),
         (1, 1, "", r"--node-rank 1: must be from 0 to 0"),
+        (1, 0, "abc", r"--rdzv abc: .* HOST:PORT"),
         (None, 0, RDZV, r"--node-rank 0 and --rdzv 10.0.0.1:29400 .*: give --nnodes too"),
         (None, 1, "", r"--node-rank 1 and --rdzv \(not given\) .*: give --nnodes too"),
         (2, 0, "", r"--rdzv \(not given\): with --nnodes 2 give HOST:PORT"),

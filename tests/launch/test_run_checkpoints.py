@@ -13,9 +13,11 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Member, Membership
 from diloco.errors import ConfigError
 from diloco.inner.model import LlamaShape
+from diloco.launch.local_resume import find_resume_step, read_standing
 from diloco.launch.run_checkpoints import choose_checkpoint, insist_on_run
 from diloco.launch.state_dir import StateDir, Timeline, read_timeline
 from diloco.launch.syncer import take_to_timeline
@@ -56,11 +58,11 @@ class Stored:
     def keep(self, island: str, step: int) -> Path:
         """Write an island's part of a checkpoint."""
         path = self.config.checkpoint_dir / island / f"step-{step:012d}"
-        path.mkdir(parents=True)
+        (path / "parts-0001").mkdir(parents=True, exist_ok=True)
         plan = self.plan.to_json().encode()
-        (path / "plan.json").write_bytes(plan)
+        (path / "parts-0001" / "plan.json").write_bytes(plan)
         digest = {"bytes": len(plan), "blake3": blake3.blake3(plan).hexdigest()}
-        manifest = {"format": 1, "files": {"plan.json": digest}}
+        manifest = {"format": 2, "parts": "parts-0001", "files": {"plan.json": digest}}
         (path / "manifest.json").write_text(json.dumps(manifest))
         return path
 
@@ -143,7 +145,7 @@ def test_parts_of_islands_on_this_machine_are_looked_at_too(stored: Stored) -> N
     assert path.exists()
 
     assert stored.choose([10, 20, 30]) == 20
-    (stored.config.checkpoint_dir / "east" / "step-000000000020" / "plan.json").write_text("{}")
+    (stored.keep("east", 20) / "parts-0001" / "plan.json").write_text("{}")
     assert stored.choose([10, 20, 30]) == 10
 
     assert "checkpoint of inner step 20 is torn, skipped: island east" in "\n".join(stored.told)
@@ -167,8 +169,70 @@ def test_a_finished_run_is_resumed_only_where_asked(stored: Stored, at_step: int
 
 
 def test_where_no_run_was_there_is_nothing_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no run in"):
+    with pytest.raises(ConfigError, match=r"there is no run in .* diloco coordinator RUN.toml, or"):
         insist_on_run(StateDir(tmp_path / "state"))
+
+    config = load_config(tiny_run(tmp_path))
+    with pytest.raises(ConfigError, match=r"Start one with diloco local my.toml, or give"):
+        find_resume_step(config, None, print, start="diloco local my.toml")
+
+
+def test_the_command_that_was_typed_is_the_one_to_type_next(stored: Stored) -> None:
+    for complete, at_step, words in [
+        ([], None, "nor has failed, diloco local my.toml goes on where it was"),
+        ([10], 20, "to go back: diloco local my.toml --resume --at 10"),
+    ]:
+        membership = stored.membership(complete)
+        with pytest.raises(ConfigError, match=words):
+            choose_checkpoint(
+                stored.config,
+                stored.state,
+                membership,
+                at_step,
+                print,
+                start="diloco local my.toml",
+            )
+
+
+@pytest.mark.parametrize("damage", ["no-database", "rotten-page", "rotten-entry"])
+def test_a_damaged_journal_is_named_with_the_next_command(stored: Stored, damage: str) -> None:
+    path = stored.state.journal
+    journal = Journal(path)
+    journal.open()
+    text = "{" if damage == "rotten-entry" else json.dumps([10] * 20_000)
+    journal.write([("checkpoint", text)])
+    journal.close()
+    if damage == "no-database":
+        path.write_bytes(b"not a database, much longer than a header of SQLite is" * 100)
+    elif damage == "rotten-page":
+        data = path.read_bytes()
+        path.write_bytes(data[:8192] + bytes(b ^ 0xFF for b in data[8192:]))
+
+    for find in (
+        lambda: find_resume_step(stored.config, None, print, start="diloco local my.toml"),
+        lambda: read_standing(stored.config),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            find()
+        assert f"cannot read the journal {path}" in str(caught.value)
+        assert "diloco coordinator RUN.toml --set coordinator.state_dir=" in str(caught.value)
+
+
+def test_verification_that_takes_long_says_how_far_it_is(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.launch.progress.INTERVAL_S", 0.0)
+    stored.keep("east", 30)
+    stored.keep("west", 30)
+
+    stored.choose([30])
+
+    part = "verifying the checkpoint of inner step 30, "
+    lines = [line for line in stored.told if line.startswith(part)]
+    assert [line.removeprefix(part).split(" [")[0] for line in lines] == [
+        "the syncer's part", "the syncer's part", "island east", "island west",
+    ]  # fmt: skip
+    assert "[####################] 100%" in lines[-1]
 
 
 # -- taking the store back ---------------------------------------------------------------------

@@ -277,7 +277,9 @@ def test_waiting_for_the_slowest_island_is_said(
     assert "waited for east" not in text
 
 
-def test_events_are_read_by_island_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+def test_events_are_read_by_island_and_a_torn_line_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     events = {name: island_events(name, 0, [ENDED]) for name in ("east", "west")}
     for name, lines in events.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -288,3 +290,17 @@ def test_events_are_read_by_island_and_a_torn_line_is_left_out(tmp_path: Path) -
     found = read_events(tmp_path, ["east"])
 
     assert found == {"east": [json.loads(json.dumps(line)) for line in events["east"]]}
+    warnings = [line for line in caplog.messages if line.startswith("torn line skipped")]
+    assert len(warnings) == 4
+    assert f"path={tmp_path / 'events-east-0.jsonl'} line=1" in warnings[0]
+
+
+def test_steps_that_were_no_slower_beside_exchanges_bound_utilisation(run: Run) -> None:
+    run.events["west"] = run.of("west", 0, undisturbed_step_s=3.0)
+
+    east, west = run.summary().islands
+
+    # 8 steps of 3 s would be more than the wall time of 16 s; 8 s were spent in them.
+    assert (east.utilisation, west.utilisation, west.goodput) == (0.5, 0.5, 0.5)
+    assert (east.is_shared, west.is_shared) == (False, True)
+    assert "Utilisation is at most that" in run.summary().as_text()

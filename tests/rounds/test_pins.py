@@ -173,14 +173,54 @@ def test_every_name_on_the_way_to_a_pin_is_durable(
     ]  # fmt: skip
 
 
-def test_only_pins_before_the_oldest_complete_checkpoint_go(store: Store) -> None:
+def test_pinning_reads_no_more_than_the_header(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.commit(0)
-    for step in (8, 16, 24, 32):
+
+    def refuse(path: Path) -> bytes:
+        raise AssertionError(f"{path} is read in the thread that merges")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        store.pin(8, 0, 0)
+
+    assert valid_pins(store.directory, PLAN) == [8]
+
+
+@pytest.mark.parametrize(
+    ("complete", "kept", "never_complete"),
+    [
+        ([], [32, 40], [8, 16, 24]),
+        ([16], [16, 32, 40], [24]),
+        ([8, 24], [8, 24, 32, 40], []),
+        ([40], [40], []),
+        ([48], [], []),
+    ],
+)
+def test_only_what_is_complete_or_may_become_so_stays_pinned(
+    store: Store, complete: list[int], kept: list[int], never_complete: list[int]
+) -> None:
+    store.commit(0)
+    for step in (8, 16, 24, 32, 40):
         store.pin(step, 0, 0)
 
-    forget_pins(store.directory, before=24)
+    dropped = forget_pins(store.directory, complete=complete, num_unsure=2)
 
-    assert pinned_steps(store.directory) == [24, 32]
+    assert pinned_steps(store.directory) == kept
+    assert dropped == never_complete
+
+
+def test_what_was_abandoned_goes_when_a_later_checkpoint_is_complete(tmp_path: Path) -> None:
+    store = grown(tmp_path / "store")
+    restore(store.directory, PLAN, step=16, abandoned_timeline=0)
+    store.commit(6, timeline=1)
+    store.pin(20, 6, 6)
+
+    for complete, num_asides in [((), 3), ((8, 16), 3), ((16, 20), 0)]:
+        forget_pins(store.directory, complete=complete, num_unsure=5)
+        assert len(list(store.directory.rglob("abandoned-*"))) == num_asides
+    assert valid_pins(store.directory, PLAN) == [16, 20]
 
 
 # -- which pins are whole --------------------------------------------------------------------------
@@ -266,11 +306,12 @@ def test_a_pinned_version_becomes_the_newest_again(
     restore(store.directory, PLAN, step=step, abandoned_timeline=0)
 
     assert store.newest() == newest
-    aside = fragment_directory(store.directory, 0) / "abandoned-timeline-0000"
+    name = f"abandoned-timeline-0000-after-{step:012d}"
+    aside = fragment_directory(store.directory, 0) / name
     assert versions_in(aside) == [v for v in (4, 5, 6) if v > newest[0][0]]
     assert (aside / "attempt.json").exists()
     assert valid_pins(store.directory, PLAN) == [s for s in (8, 16, 24) if s <= step]
-    moved = store.directory / "pins" / "abandoned-timeline-0000"
+    moved = store.directory / "pins" / name
     assert sorted(path.name for path in moved.glob("*")) == [f"step-{s:012d}" for s in later_pins]
 
 
@@ -283,7 +324,7 @@ def test_what_an_earlier_resume_moved_aside_goes_with_the_next(tmp_path: Path) -
     restore(store.directory, PLAN, step=16, abandoned_timeline=1)
 
     asides = sorted(path.name for path in store.directory.rglob("abandoned-*"))
-    assert asides == ["abandoned-timeline-0001"] * 3
+    assert asides == ["abandoned-timeline-0001-after-000000000016"] * 3
     assert store.newest() == [(5, 0, 50.0), (4, 0, 41.0)]
 
 
@@ -362,7 +403,8 @@ def test_a_restore_that_is_killed_anywhere_is_done_again_to_the_same_end(
         assert store.newest() == [(2, 0, 20.0), (1, 0, 11.0)]
         assert valid_pins(store.directory, PLAN) == [8]
         for p in (0, 1):
-            aside = fragment_directory(store.directory, p) / "abandoned-timeline-0000"
+            directory = fragment_directory(store.directory, p)
+            (aside,) = directory.glob("abandoned-timeline-0000-after-000000000008")
             assert versions_in(aside) == [4, 5, 6]
         assert not earlier.exists()
         num_calls += 1

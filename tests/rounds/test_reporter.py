@@ -284,3 +284,21 @@ def test_complete_checkpoints_are_handed_on() -> None:
         running.cancel()
 
     assert play(story).rounds.kept == [[], [30, 60]]
+
+
+def test_what_was_last_heard_of_checkpoints_holds_while_the_coordinator_is_away() -> None:
+    async def story(scene: Scene) -> None:
+        running = scene.run()
+        await asyncio.sleep(5)
+        assert scene.rounds.kept == [], "nothing was heard: nothing may be removed"
+        scene.coordinator.checkpoint_steps = [30]
+        server = await scene.coordinator.up()
+        await asyncio.sleep(1)
+        await server.stop(0)
+        del scene.rounds.kept[:]
+        await asyncio.sleep(60)
+        running.cancel()
+
+    kept = play(story).rounds.kept
+    assert len(kept) > 10
+    assert all(steps == [30] for steps in kept)

@@ -115,7 +115,7 @@ def test_a_fenced_start_pins_nothing(setting: Setting) -> None:
     run_virtual(scenario())
 
 
-def test_pins_before_the_oldest_complete_checkpoint_are_removed(setting: Setting) -> None:
+def test_pins_of_complete_checkpoints_stay_and_older_ones_go(setting: Setting) -> None:
     async def scenario() -> None:
         run, (a, _) = await founded(setting)
         for step in (4, 8, 12):
@@ -127,6 +127,30 @@ def test_pins_before_the_oldest_complete_checkpoint_are_removed(setting: Setting
             assert pinned_steps(setting.directory) == left
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("does_b_ask", "words"),
+    [(False, "islands that did not ask for them: b"), (True, "one does not report")],
+)
+def test_pins_are_bounded_though_no_checkpoint_becomes_complete(
+    setting: Setting, caplog: pytest.LogCaptureFixture, does_b_ask: bool, words: str
+) -> None:
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        run.syncer.keep_checkpoints([4])
+        for step in range(4, 60, 4):
+            for island in (a, b) if does_b_ask else (a,):
+                assert (await pin(island, step, {0: 0})).is_accepted
+            run.syncer.keep_checkpoints([4])
+            await asyncio.sleep(0.1)
+            assert len(pinned_steps(setting.directory)) <= 1 + setting.num_unsure_pins
+
+        assert pinned_steps(setting.directory) == [4, 44, 48, 52, 56]
+
+    run_virtual(scenario())
+    (warning,) = [line for line in caplog.messages if "never complete" in line]
+    assert words in warning
 
 
 # -- what a returning island must know -------------------------------------------------------------

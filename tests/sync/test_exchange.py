@@ -20,6 +20,7 @@ from diloco.errors import (
     CodecError,
     CoordinatorUnavailable,
     DilocoError,
+    Fenced,
     IslandFailed,
     QuorumLost,
 )
@@ -633,6 +634,7 @@ def test_a_syncer_that_is_away_for_unreachable_s_ends_the_island(
         assert all(isinstance(end, CoordinatorUnavailable) for end in ends)
         assert all(end.exit_code == 30 for end in ends)
         assert "gave no answer to fragment.poll for 600 s" in str(ends[0])
+        assert str(ends[0]).endswith("diloco island RUN.toml --island a")
         assert 595.0 < waited_s <= 601.0
 
 
@@ -685,7 +687,7 @@ def test_a_newer_start_ends_the_older_at_once(setting: Setting) -> None:
         training = asyncio.create_task(a.train(5))
         await asyncio.sleep(4.5)
         await RawIsland(run, "a", 2).poll()
-        with pytest.raises(IslandFailed, match="a newer start of island 'a' has joined"):
+        with pytest.raises(Fenced, match=r"a newer start of island .a. has joined.*runs twice"):
             await training
         assert asyncio.get_running_loop().time() < 7.0
 

@@ -15,6 +15,10 @@ def refuse() -> str:
     raise PlanMismatch("the plan differs")
 
 
+def break_down() -> str:
+    raise ValueError("a defect")
+
+
 def share(island_rank: int) -> dict[str, Any]:
     groups = make_groups(None, patience_s=1.0)
     seen: dict[str, Any] = {
@@ -27,6 +31,10 @@ def share(island_rank: int) -> dict[str, Any]:
         groups.leader_says("could not join", refuse)
     except Exception as error:
         seen["refused"] = (type(error).__name__, error.exit_code, str(error))  # type: ignore[attr-defined]
+    try:
+        groups.leader_says("could not join", break_down)
+    except Exception as error:
+        seen["broken"] = (type(error).__name__, str(error))
     pair = dist.new_group([0, 1])
     seen["again"] = make_groups(pair, patience_s=1.0).sum([1])
     alone = dist.new_group([1])
@@ -52,6 +60,9 @@ def test_ranks_share_what_the_leader_finds_and_how_it_fails() -> None:
     assert first["refused"] == ("PlanMismatch", 10, "the plan differs")
     told = "the leader of this island could not join: the plan differs"
     assert second["refused"] == ("IslandFailed", 10, told)
+    assert first["broken"] == ("ValueError", "a defect")
+    told = "the leader of this island could not join: ValueError('a defect')"
+    assert second["broken"] == ("IslandFailed", told), "at once, not when a collective times out"
     assert second["alone"]
 
 

@@ -150,6 +150,7 @@ def serving(
                 ("island",),
                 PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 0)),
                 60.0,
+                1,
             ),
             [FragmentStore(Path(directory), fragment, 4) for fragment in plan.fragments],
             syncer_epoch=1,

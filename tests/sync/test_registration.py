@@ -10,10 +10,12 @@ from diloco.errors import (
     ConfigError,
     CoordinatorUnavailable,
     DilocoError,
+    Fenced,
     FingerprintMismatch,
     IslandFailed,
     PlanMismatch,
     QuorumLost,
+    RunStopped,
 )
 from diloco.outer.schedule import Schedule
 from diloco.sync.registration import Island, IslandState, Progress, Registration
@@ -132,8 +134,9 @@ def test_join_says_who_asks_and_asks_again_until_a_syncer_is_there() -> None:
         (control.JOIN_STATUS_UNKNOWN_ISLAND, ConfigError),
         (control.JOIN_STATUS_WRONG_RUN, ConfigError),
         (control.JOIN_STATUS_VERSION_MISMATCH, ConfigError),
+        (control.JOIN_STATUS_RUN_STOPPED, RunStopped),
     ],
-    ids=["fingerprint", "plan", "island", "run", "version"],
+    ids=["fingerprint", "plan", "island", "run", "version", "stopped"],
 )
 def test_refusal_is_an_error_with_the_coordinators_words(
     status: control.JoinStatus, expected: type[DilocoError]
@@ -162,7 +165,13 @@ def test_join_ends_when_nobody_came_in_time(up: bool, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("exit_code", "expected"),
-    [(50, QuorumLost), (40, IslandFailed), (30, CoordinatorUnavailable), (7, DilocoError)],
+    [
+        (50, QuorumLost),
+        (40, IslandFailed),
+        (41, Fenced),
+        (30, CoordinatorUnavailable),
+        (7, DilocoError),
+    ],
 )
 def test_stop_in_a_report_becomes_the_error_of_its_exit_code(
     exit_code: int, expected: type[DilocoError]
@@ -233,6 +242,10 @@ def test_an_island_that_is_asked_to_stop_promises_and_hears_where() -> None:
             hold,
             hold,
             control.ReportReply(hold=True, has_stop_step=True, stop_step=12),
+            control.ReportReply(hold=True, has_stop_step=True, stop_step=16),
+            control.ReportReply(
+                hold=True, has_stop_step=True, stop_step=16, checkpoint_steps=[8, 16]
+            ),
         ]
     )
     line = stop_line()
@@ -245,30 +258,20 @@ def test_an_island_that_is_asked_to_stop_promises_and_hears_where() -> None:
         assert not line.passing(4)
         await asyncio.sleep(1.0)
         assert line.passing(8)
-        assert await line.decided() == 12
+        await asyncio.sleep(0.8)
+        assert line.stop_step == 12
         assert not line.passing(12)
+        assert line.after_checkpoint(12) is None
+        await asyncio.sleep(1.0)
+        assert line.after_checkpoint(12) == 16
+        assert line.after_checkpoint(16) is None
+        await asyncio.sleep(1.0)
+        assert line.after_checkpoint(16) == 16
 
     run(coordinator, story, up=True)
     promised = [(r.has_hold, r.hold_step) for r in coordinator.of(control.ReportRequest)]
     # Asked at the second report, before training had begun.
-    assert promised[:5] == [(False, 0)] * 3 + [(True, 8)] * 2
-
-
-def test_an_island_that_holds_hears_that_the_run_is_over() -> None:
-    stop = control.ReportReply(stop=True, reason="west is missing", exit_code=50)
-    coordinator = FakeCoordinator(reports=[control.ReportReply(hold=True), stop])
-    line = stop_line()
-    line.begin(0)
-    stops: list[DilocoError] = []
-
-    async def story(registration: Registration) -> None:
-        await registration.join()
-        registration.start_reporting(Progress, stops.append, line)
-        with pytest.raises(QuorumLost, match="west is missing"):
-            await line.decided()
-
-    run(coordinator, story, up=True)
-    assert len(stops) == 1
+    assert promised == [(False, 0)] * 3 + [(True, 8)] * 4
 
 
 def test_reports_name_the_checkpoints_that_are_kept() -> None:

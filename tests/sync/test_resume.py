@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from diloco.errors import ConfigError, FingerprintMismatch, IslandFailed
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.rounds.pins import pinned_steps
+from diloco.sync.agreement import Agreement
+from diloco.sync.outer_state import LOOK_S
 from tests.virtual_run import Checkpoint, Setting, VirtualIsland, VirtualRun
 from transport.loopback import run_virtual
 
@@ -371,6 +375,12 @@ def test_broken_sends_in_a_row_are_counted_over_a_resume(setting: Setting) -> No
 # -- pins ----------------------------------------------------------------------------------------
 
 
+_REFUSED = (
+    r"checkpoint of inner step 3: .*holds version 1.*diloco island RUN.toml --island b\..*"
+    r"diloco coordinator RUN.toml --resume$"
+)
+
+
 def test_a_pin_of_another_version_for_the_same_step_ends_the_island(setting: Setting) -> None:
     async def scenario() -> None:
         run = VirtualRun(setting)
@@ -381,7 +391,7 @@ def test_a_pin_of_another_version_for_the_same_step_ends_the_island(setting: Set
         await a.checkpoint()
         await a.checkpoint()
         b.session.inner_step, b.session._ledgers[0].version = 3, 0
-        with pytest.raises(IslandFailed, match=r"checkpoint of inner step 3: .*holds version 1"):
+        with pytest.raises(IslandFailed, match=_REFUSED):
             await b.checkpoint()
 
     run_virtual(scenario())
@@ -456,3 +466,34 @@ def test_a_checkpoint_newer_than_what_the_syncer_restored_is_refused(setting: Se
         entering.cancel()
 
     run_virtual(scenario())
+
+
+def test_ranks_look_at_each_other_while_their_leader_waits_for_the_pin(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+    smallest = Agreement.smallest
+
+    def noting(self: Agreement, values: Sequence[int]) -> list[int]:
+        looks.append(asyncio.get_running_loop().time())
+        return smallest(self, values)
+
+    async def scenario() -> tuple[float, float]:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        a, b = run.island("a"), run.island("b")
+        await asyncio.gather(a.start(), b.start())
+        await run.kill_syncer()
+        monkeypatch.setattr(Agreement, "smallest", noting)
+        began = asyncio.get_running_loop().time()
+        asyncio.get_running_loop().call_later(
+            400.0, lambda: asyncio.ensure_future(run.start_syncer())
+        )
+        await a.runner.drive(a.session.pinning())
+        return began, asyncio.get_running_loop().time()
+
+    began, ended = run_virtual(scenario())
+
+    assert ended - began > 400.0
+    assert max(later - look for look, later in pairwise([began, *looks, ended])) <= LOOK_S
+    assert pinned_steps(setting.directory) == [0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import diloco
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, RunStopped
 from tests.served_run import ServedRun
 
 INNER_STEPS = 15
@@ -73,8 +75,8 @@ def _copy(state: Any) -> Any:
 
 
 @contextmanager
-def joined(served: ServedRun, loop: Loop) -> Iterator[diloco.DiLoCo]:
-    config = served.island("east")
+def joined(served: ServedRun, loop: Loop, island: str = "east") -> Iterator[diloco.DiLoCo]:
+    config = served.island(island)
     with diloco.connect(config, served.address) as connection:
         yield diloco.DiLoCo(loop.model, config.outer, transport=connection)
 
@@ -127,6 +129,56 @@ def test_a_graceful_stop_is_a_checkpoint_and_no_flush(tmp_path: Path) -> None:
     assert (leave.exit_code, leave.is_stopped) == (0, True)
     assert leave.reason == f"stopped after inner step {stop_step}"
     assert served.reports["east"].checkpoint_steps == [stop_step]
+
+
+class Killed(BaseException):
+    """Stands for a crash of the loop between its last send and its checkpoint."""
+
+
+def test_a_stop_waits_for_an_island_that_dies_at_it_and_goes_on_with_it(tmp_path: Path) -> None:
+    islands = {"east": "", "west": ""}
+    loops = {"east": Loop(), "west": Loop(), "west again": Loop()}
+    save, died_at = loops["west"].save, list[int]()
+
+    def die(outer: diloco.DiLoCo) -> None:
+        save(outer)
+        until(lambda: served.reports["east"].checkpoint_steps == [outer.inner_step])
+        died_at.append(outer.inner_step)
+        raise Killed
+
+    loops["west"].save = die  # type: ignore[method-assign]
+
+    def run(name: str) -> None:
+        with joined(served, loops[name], name.split()[0]) as outer:
+            loops[name].train(outer)
+            assert outer.is_stopping
+
+    def run_west() -> None:
+        with pytest.raises(Killed):
+            run("west")
+        run("west again")
+
+    with ServedRun(tmp_path, islands, inner_steps=100_000, **ROUNDS) as served:
+        served.hold()
+        with ThreadPoolExecutor() as threads:
+            for future in [threads.submit(run, "east"), threads.submit(run_west)]:
+                future.result(timeout=50)
+
+        membership = served.membership
+        assert membership.is_stopped and membership.is_stop_complete
+        (step,), stop_step = died_at, membership.stop_step
+        assert loops["east"].due == [step, stop_step], "its first stop was not the last"
+        assert loops["west again"].due == [stop_step]
+        assert stop_step is not None and step < stop_step
+        with pytest.raises(RunStopped, match=f"stopped after inner step {stop_step}"):
+            run("west again")
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

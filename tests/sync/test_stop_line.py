@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.errors import QuorumLost
 from diloco.outer.schedule import Schedule
 from diloco.sync.io_thread import IoThread
 from diloco.sync.stop_line import StopLine
@@ -74,36 +73,40 @@ def test_after_the_decision_nobody_holds() -> None:
     line = make()
     line.begin(0)
     line.promise()
-    line.decide(6)
-    line.decide(8)
+    line.hear(6, is_complete=False)
 
     assert line.stop_step == 6
     assert [line.passing(step) for step in (2, 4, 6)] == [False] * 3
 
 
-def test_who_holds_hears_the_decision_from_the_io_thread() -> None:
+def test_who_has_its_checkpoint_waits_for_the_others_or_goes_on_to_a_later_step() -> None:
+    line = make()
+    line.begin(0)
+    line.promise()
+    said = []
+    for stop_step, is_complete in [(6, False), (None, False), (8, False), (8, True)]:
+        line.hear(stop_step, is_complete=is_complete)
+        said.append([line.after_checkpoint(step) for step in (6, 8)])
+
+    assert said == [[None, None], [None, None], [8, None], [8, 8]]
+    assert line.num_words == 4
+
+
+def test_who_waits_hears_a_word_from_the_io_thread() -> None:
     io, line = IoThread(), make()
     io.start()
     line.begin(0)
     assert io.run(asyncio.sleep(0, line.promise())) == 2
     assert line.passing(2)
-    io.post(line.decide, 4)
+    io.post(lambda: asyncio.get_running_loop().call_later(0.01, lambda: hear(line, 4)))
 
-    assert io.run(line.decided()) == 4
+    io.run(line.wait_for_word(60.0))
+    assert line.stop_step == 4
     io.stop()
 
 
-def test_who_holds_does_not_wait_for_a_run_that_is_over() -> None:
-    io, line = IoThread(), make()
-    io.start()
-    line.begin(0)
-    line.promise()
-    assert line.passing(2)
-    io.post(line.fail, QuorumLost("west is missing"))
-
-    with pytest.raises(QuorumLost, match="west is missing"):
-        io.run(line.decided())
-    io.stop()
+def hear(line: StopLine, stop_step: int) -> None:
+    line.hear(stop_step, is_complete=False)
 
 
 @settings(max_examples=40, deadline=None)
@@ -130,7 +133,7 @@ def test_no_island_passes_its_promise_whoever_is_faster(delays: list[int]) -> No
             pass
         promises[island] = lines[island].promise() or 0
         everybody.wait()
-        lines[island].decide(max(promises))
+        hear(lines[island], max(promises))
 
     promises = [0] * len(lines)
     everybody = threading.Barrier(len(lines))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.telemetry.meter import StepMeter
+from diloco.telemetry.meter import StepMeter, utilisation
 
 
 def test_nothing_measured_is_zero() -> None:
@@ -39,6 +39,17 @@ def test_utilisation_and_goodput_of_a_run_with_waits() -> None:
     assert meter.utilisation(10.0) == 2 * 2.0 / 10.0
     assert meter.goodput(10.0) == (2.0 + 3.0) / 10.0
     assert meter.tokens == 20
+
+
+def test_utilisation_is_never_more_than_goodput() -> None:
+    meter = StepMeter()
+
+    # The quiet step shared its core with something else.
+    meter.add(3.0, 10, wall_s=3.0, is_quiet=True)
+    meter.add(2.0, 10, wall_s=5.0, is_quiet=False)
+
+    assert meter.utilisation(5.0) == meter.goodput(5.0) == 1.0
+    assert utilisation(num_steps=4, undisturbed_step_s=2.0, inner_s=6.0, wall_s=8.0) == 0.75
 
 
 def test_token_rate_is_that_of_the_last_twenty_steps() -> None:

@@ -71,7 +71,7 @@ def test_throughput_counts_what_the_island_was_blocked_since_its_last_step() -> 
 @pytest.mark.parametrize(
     ("event", "scalars"),
     [
-        (sent(), {"pseudo_gradient_lanes_norm/fragment-1": 0.75}),
+        (sent(), {"leader_lanes_pseudo_gradient_norm/fragment-1": 0.75}),
         (sent(declined="not finite"), {"events/declined": 1}),
         (
             merged(),

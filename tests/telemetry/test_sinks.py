@@ -54,6 +54,21 @@ def test_second_start_appends(tmp_path: Path) -> None:
     assert [line["version"] for line in lines(tmp_path / "events.jsonl")] == [1, 2]
 
 
+@pytest.mark.parametrize("torn", ['{"kind": "inner_s', "", '{"kind": "whole"}\n'])
+def test_event_after_a_torn_line_has_a_line_of_its_own(tmp_path: Path, torn: str) -> None:
+    sink = make_sink(tmp_path / "events.jsonl")
+    sink.path.write_text('{"kind": "first"}\n' + torn)
+
+    sink.open()
+    sink.write(DigestMismatch(0, 7, 0))
+    sink.close()
+
+    first, *torn_lines, last = sink.path.read_text().splitlines()
+    assert json.loads(first)["kind"] == "first"
+    assert torn_lines == torn.splitlines()
+    assert json.loads(last)["version"] == 7
+
+
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     sink = make_sink(tmp_path / "events.jsonl")
 

@@ -85,3 +85,21 @@ def test_online_without_a_login_names_both_ways_out(
         WandbSink(wandb_run(tmp_path, mode="online")).open()
 
     assert 'telemetry.wandb.mode = "offline"' in str(refused.value)
+
+
+def test_another_run_of_the_process_goes_on(tmp_path: Path) -> None:
+    import wandb
+
+    settings = wandb.Settings(silent=True, console="off")
+    own = wandb.init(mode="offline", project="own", id="own", dir=str(tmp_path), settings=settings)
+
+    train(tmp_path, first=1, incarnation=1)
+    own.log({"loss": 1.5})
+    is_active = wandb.run is own
+    own.finish()
+    wandb.teardown()
+
+    assert is_active
+    told = {file.run["id"]: file for file in map(read_wandb, offline_files(tmp_path))}
+    assert [row["loss"] for row in told["own"].rows if "loss" in row] == [1.5]
+    assert [row["inner_step"] for row in told["eu-west-1f"].rows] == [1, 2, 3, 3]

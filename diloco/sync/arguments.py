@@ -1,0 +1,61 @@
+"""What a caller passed to `DiLoCo`: refused by name where it cannot be meant.
+
+Source: conventions.md section 2 (errors).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco.config.classes import identity_difference, identity_json
+from diloco.config.schema import OuterConfig
+from diloco.errors import ConfigError
+from diloco.sync.connection import Connection
+
+
+def insist_on_kinds(outer: Any, transport: Any) -> None:
+    """Refuse mistaken arguments; `Any` because a caller may pass anything.
+
+    Raises:
+        ConfigError: Naming what was passed.
+    """
+    if not isinstance(transport, Connection):
+        raise ConfigError(
+            f"diloco.DiLoCo(transport={transport!r}): give the connection itself, `with "
+            f"diloco.connect(config) as connection:`"
+        )
+    if not isinstance(outer, OuterConfig):
+        raise ConfigError(
+            f"diloco.DiLoCo's second argument is a {type(outer).__name__}: give config.outer of "
+            f"the configuration that went to diloco.connect"
+        )
+
+
+def insist_on_same(given: OuterConfig, connected: OuterConfig) -> None:
+    """Refuse another configuration than the connection's.
+
+    Raises:
+        ConfigError: Naming the differences.
+    """
+    differing = identity_difference(identity_json(given), identity_json(connected))
+    if differing:
+        raise ConfigError(
+            "DiLoCo was given another [outer] (here) than diloco.connect (there): "
+            + "; ".join(differing)
+            + ". Change the run file, and pass config.outer of the same configuration to both"
+        )
+
+
+def insist_on_tokens(num_tokens: Any) -> None:
+    """Refuse what cannot be a weight; `Any` because a caller may pass a tensor or None.
+
+    Raises:
+        ValueError: If it is not a positive integer.
+    """
+    if isinstance(num_tokens, int) and not isinstance(num_tokens, bool) and num_tokens > 0:
+        return
+    raise ValueError(
+        f"outer.step(num_tokens={num_tokens!r}): with outer.weighting = 'tokens' an island's "
+        f"contribution weighs what it was trained on; pass the tokens of the whole island in this "
+        f"inner step, an int of at least 1 (of a tensor: int(count))"
+    )

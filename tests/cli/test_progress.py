@@ -1,0 +1,69 @@
+"""What moves while something takes its time: on a terminal, and in a log."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from diloco.cli import progress
+from diloco.cli.progress import counting, waiting
+
+
+def console(*, is_terminal: bool) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=is_terminal, width=200), file
+
+
+def wait_until(check: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not check():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "log"])
+def test_waiting_says_again_and_again_what_it_waits_for(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_LOOK_S", 0.01)
+    shown, file = console(is_terminal=is_terminal)
+    looks: list[int] = []
+
+    def tell() -> str:
+        looks.append(len(looks))
+        return f"look {len(looks)}"
+
+    with waiting(shown, tell, every_s=0.01):
+        wait_until(lambda: "look 3" in file.getvalue())
+
+    assert len(looks) >= 3
+    assert ("look 1 (0 s)\n" in file.getvalue()) != is_terminal
+
+
+def test_what_is_over_at_once_leaves_nothing_in_a_log() -> None:
+    shown, file = console(is_terminal=False)
+
+    with waiting(shown, "thinking"), counting(shown) as show:
+        show("reading", 1, 2)
+
+    assert file.getvalue() == ""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "log"])
+def test_counting_shows_how_much_is_done(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
+    shown, file = console(is_terminal=is_terminal)
+
+    with counting(shown) as show:
+        for what in ("reading", "writing"):
+            show(what, 500, 2000)
+            wait_until(lambda what=what: what in file.getvalue())  # type: ignore[misc]
+
+    expected = "25%" if is_terminal else "reading: 500 of 2,000\nwriting: 500 of 2,000\n"
+    assert expected in file.getvalue()
