@@ -265,11 +265,13 @@ class FetchReply(_message.Message):
     def __init__(self, syncer_epoch: _Optional[int] = ..., status: _Optional[_Union[FetchStatus, str]] = ..., codec: _Optional[str] = ..., digest: _Optional[bytes] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("syncer_epoch", "is_accepted", "message")
+    __slots__ = ("syncer_epoch", "is_accepted", "message", "is_fenced")
     SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     IS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    IS_FENCED_FIELD_NUMBER: _ClassVar[int]
     syncer_epoch: int
     is_accepted: bool
     message: str
-    def __init__(self, syncer_epoch: _Optional[int] = ..., is_accepted: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+    is_fenced: bool
+    def __init__(self, syncer_epoch: _Optional[int] = ..., is_accepted: _Optional[bool] = ..., message: _Optional[str] = ..., is_fenced: _Optional[bool] = ...) -> None: ...

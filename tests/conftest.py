@@ -4,9 +4,13 @@ Spawned processes inherit ``sys.path``; with it ``from tests.distributed import 
 from every test file, whichever way pytest was started.
 """
 
+import signal
 import sys
 from pathlib import Path
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
+
+# Started by nohup, tests and the processes that they send SIGHUP to would ignore it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)

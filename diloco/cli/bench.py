@@ -60,7 +60,8 @@ def parity(
 
     Read "over data parallel": within 1 to 7 % (wider for a larger H) the islands' training is as
     good; "int4 over float32" says what 4-bit exchange costs. Differences under 0.5 % of rows that
-    differ in more than the codec are noise with one seed.
+    differ in more than the codec are noise with one seed, and m4-h10 is that near to its bar: judge
+    it with --seeds 3.
     """
     from diloco.bench.parity import SETTING, chosen_rows, num_steps, run_parity
     from diloco.bench.report import usable_cpus

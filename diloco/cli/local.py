@@ -111,7 +111,6 @@ def _prepare(
     from diloco.launch.disk import insist_on_room
     from diloco.launch.local import (
         insist_on_no_events,
-        insist_on_own_run,
         insist_on_place,
         make_room,
     )
@@ -124,7 +123,6 @@ def _prepare(
     state_dir = Path(config.coordinator.state_dir)
     step = None
     if resume:
-        insist_on_own_run(config, command)
 
         def tell(text: str) -> None:
             console.print(text, highlight=False, soft_wrap=True)
@@ -132,6 +130,7 @@ def _prepare(
         step = find_resume_step(config, at, tell, start=command)
     else:
         insist_on_place(state_dir, fresh=fresh)
+        insist_on_no_events(config)
     with waiting(console, "opening text and warm start"):
         from diloco.launch.forecast import forecast  # torch takes seconds to load
         from diloco.launch.inputs import open_inputs
@@ -141,7 +140,6 @@ def _prepare(
         open_inputs(config, resume_step=step, may_download=True)
     if not resume:
         moved = make_room(state_dir)
-        insist_on_no_events(config.telemetry_dir)
         if moved is not None:
             console.print(f"the earlier run is now in {moved}", highlight=False)
     return step
@@ -163,7 +161,8 @@ def _run(
     from diloco.launch.local import LocalRun
 
     with LocalRun(config, request, resume_step) as run:
-        with waiting(console, "waiting for the coordinator"):
+        reading = "" if resume_step is None else ", which reads the whole checkpoint"
+        with waiting(console, f"waiting for the coordinator{reading}"):
             run.start()
         console.print(
             f"run {config.run.name}: coordinator at {run.address}; logs and events in "

@@ -117,7 +117,11 @@ class Coordinator:
 
     def fail(self, reason: str, exit_code: int) -> None:
         """End the run for now: every island is told at its next report, a restart tries anew."""
-        self._membership.apply(self._failed(reason, exit_code))
+        remedy = (
+            "nothing published is lost, the run goes on where it was: diloco coordinator RUN.toml; "
+            "then every island that has ended"
+        )
+        self._membership.apply(self._failed(f"{reason}; {remedy}", exit_code))
         self.ended.set()
 
     def request_stop(self) -> bool:
@@ -149,9 +153,7 @@ class Coordinator:
         awaited = "; ".join(f"island {island!r} owes {what}" for island, what in lacks.items())
         self.fail(
             f"the graceful stop cannot end: {awaited}, and has not reported for "
-            f"{self._unreachable_s:g} s (transport.unreachable). The stop is taken back, nothing "
-            f"published is lost: start the coordinator again with the same command, then every "
-            f"island",
+            f"{self._unreachable_s:g} s (transport.unreachable). The stop is taken back",
             QuorumLost.exit_code,
         )
 
@@ -308,6 +310,7 @@ class Coordinator:
             inner_steps=json.loads(self._policy_json)["run.inner_steps"],
             checkpoint_steps=membership.checkpoints,
             start_step=membership.start_step,
+            has_published=self._journal.has_rounds(membership.timeline),
         )
         for island, member in membership.members.items():
             seen = self._islands.get(island)

@@ -70,9 +70,9 @@ class Journal:
         )
 
     def has_rounds(self, timeline: int) -> bool:
-        """Whether a record of this timeline is indexed."""
+        """Whether a round of this timeline is indexed; version 0 is not the work of any."""
         rows = self._require().execute(
-            "SELECT 1 FROM rounds WHERE timeline = ? LIMIT 1", (timeline,)
+            "SELECT 1 FROM rounds WHERE timeline = ? AND version > 0 LIMIT 1", (timeline,)
         )
         return rows.fetchone() is not None
 

@@ -278,10 +278,18 @@ class Membership:
         return (("stop", "{}"),)
 
     def promise(self, island: str, hold_step: int) -> Entries:
-        """Take note, once a start, that an island will not pass an inner step unasked."""
+        """Take note, once a start, that an island will not pass an inner step unasked.
+
+        The last promise names the stop step. No start has passed it, or has written its checkpoint:
+        what is complete from there on is of earlier starts, whose last steps were lost. It does not
+        count, or the stop would be complete before it began, or go on from another step.
+        """
         if self.promises is None or island in self.promises:
             return ()
-        return (("stop", json.dumps({**self.promises, island: hold_step})),)
+        promises = {**self.promises, island: hold_step}
+        stop_step = self._named_by(promises)
+        kept = [c for c in self.checkpoints if stop_step is None or c < stop_step]
+        return (("stop", json.dumps(promises)), ("checkpoint", json.dumps(kept)))
 
     def _reopened(self, island: str) -> Entries:
         """Let a new start of an island promise anew, for it may stand beyond the stop step.
@@ -322,14 +330,13 @@ class Membership:
 
     @property
     def stop_step(self) -> int | None:
-        """Inner step after which all stop; None until all that are at work have promised.
+        """Inner step after which all stop; None until all that are at work have promised."""
+        return None if self.promises is None else self._named_by(self.promises)
 
-        Who has finished has promised the last inner step.
-        """
-        if self.promises is None:
-            return None
+    def _named_by(self, promises: Mapping[str, int]) -> int | None:
+        """Return the stop step; who has finished has promised the last inner step."""
         finished = {name: self.inner_steps for name, m in self.members.items() if m.exit_code == 0}
-        promises = {**finished, **self.promises}
+        promises = {**finished, **promises}
         return max(promises.values()) if promises.keys() == self.members.keys() else None
 
     @property
@@ -342,6 +349,7 @@ class Membership:
     def keeps(self, island: str, steps: Iterable[int], *, inner_step: int) -> Entries:
         """Take note of the checkpoints that an island keeps; entries when one became complete.
 
+        A start names what it wrote, and of earlier starts what is not later than where it began.
         What is later than both its inner step and the resumed one was written in an abandoned
         timeline, and does not count.
         """

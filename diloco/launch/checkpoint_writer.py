@@ -26,8 +26,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from diloco.compression.base import to_bytes
-from diloco.durable import make_directory_durably, write_durably, write_json
-from diloco.errors import ConfigError
+from diloco.durable import make_directory_durably, read_json, write_durably, write_json
 from diloco.launch.checkpoints import (
     FORMAT,
     MANIFEST,
@@ -35,7 +34,6 @@ from diloco.launch.checkpoints import (
     PLAN,
     lane_key,
     rank_file,
-    read_manifest,
     step_directory,
 )
 from diloco.outer.fragments import Plan
@@ -107,7 +105,7 @@ class CheckpointWriter:
                 parts = _next_parts(path)
             except OSError as error:
                 failure = f"{path}: {error.strerror or error}"
-        parts = self._insist(failure, parts)[0]
+        parts = insist_on_all_ranks(self._group, failure, parts)[0]
         pieces, header = self._pieces(training, outer)
         name = rank_file(self._island_rank, self._num_ranks)
         try:
@@ -118,11 +116,11 @@ class CheckpointWriter:
                 pass
         files: dict[str, dict[str, Any]] = {}
         try:
-            for part in self._insist(failure, mine):
+            for part in insist_on_all_ranks(self._group, failure, mine):
                 files |= part
             if self._island_rank == 0:
                 failure = self._complete(path, parts, files, self._manifest(step, about))
-            self._insist(failure)
+            insist_on_all_ranks(self._group, failure)
         finally:
             if self._island_rank == 0:  # what was replaced, or has failed; else the next write does
                 with contextlib.suppress(OSError):
@@ -187,16 +185,38 @@ class CheckpointWriter:
             **about,
         }
 
-    def _insist(self, failure: str, mine: Any = None) -> list[Any]:
-        """Gather what every rank has done, or raise on all of them what one met."""
-        words: list[Any] = [(failure, mine)]
-        if self._group is not None:
-            words = [None] * self._num_ranks
-            dist.all_gather_object(words, (failure, mine), group=self._group)
-        failures = [f"rank {rank}: {word[0]}" for rank, word in enumerate(words) if word[0]]
-        if failures:
-            raise OSError("; ".join(failures))
-        return [word[1] for word in words]
+
+def insist_on_all_ranks(
+    group: dist.ProcessGroup | None,
+    failure: str,
+    mine: Any = None,
+    *,
+    error: type[Exception] = OSError,
+) -> list[Any]:
+    """Gather what every rank has done, or raise on all of them what one met; collective.
+
+    Args:
+        group: CPU (gloo) group of the island's ranks; None for one rank.
+        failure: What this rank met; empty if all is well.
+        mine: What this rank brings, to be pickled.
+        error: What is raised.
+
+    Returns:
+        What each rank brought.
+
+    Raises:
+        error: On all ranks; of ranks that met the same, the first is named.
+    """
+    words: list[Any] = [(failure, mine)]
+    if group is not None:
+        words = [None] * dist.get_world_size(group)
+        dist.all_gather_object(words, (failure, mine), group=group)
+    met: dict[str, int] = {}
+    for rank, (text, _) in enumerate(words):
+        met.setdefault(text, rank)
+    if failures := [f"rank {rank}: {text}" for text, rank in met.items() if text]:
+        raise error("; ".join(failures))
+    return [word[1] for word in words]
 
 
 def _next_parts(path: Path) -> str:
@@ -209,10 +229,14 @@ def _next_parts(path: Path) -> str:
 
 
 def _clear(path: Path) -> None:
-    """Remove what no manifest names: files of a writer that was killed, and what was replaced."""
+    """Remove what no manifest names: files of a writer that was killed, and what was replaced.
+
+    Raises:
+        OSError: If it cannot be read what the manifest names: then nothing was removed.
+    """
     named = ""
-    with contextlib.suppress(ConfigError):
-        named = read_manifest(path)["parts"]
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # there is none, or it is damaged
+        named = (read_json(path / MANIFEST) or {})["parts"]
     for parts in path.glob("parts-*"):
         if parts.name != named:
             shutil.rmtree(parts)

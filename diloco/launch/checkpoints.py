@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from diloco.durable import sync_directory
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, PlanMismatch
 from diloco.outer.fragments import Plan
 
 if TYPE_CHECKING:
@@ -91,10 +91,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ConfigError(f"{path / MANIFEST} is of another version of diloco")
-        return {**manifest, "files": dict(manifest["files"]), "parts": str(manifest["parts"])}
+        files = {
+            str(name): {"bytes": int(expected["bytes"]), "blake3": str(expected["blake3"])}
+            for name, expected in dict(manifest["files"]).items()
+        }
+        return {**manifest, "files": files, "parts": str(manifest["parts"])}
     except FileNotFoundError:
         raise ConfigError(f"{path} has no {MANIFEST}: it was not completed") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path / MANIFEST} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path / MANIFEST} is damaged: {error!r}") from error
 
 
@@ -184,28 +190,23 @@ class Checkpoint:
             directory: Of this site's checkpoints.
             island: Whose.
             step: Completed inner steps.
-            share: As for `verify`.
+            share: As for `verify`; callers that share must hear of each other's failures before
+                they go on.
             on_progress: As for `verify`.
 
         Raises:
-            ConfigError: If it is not there or not whole; names the whole ones.
+            ConfigError: If it is not there or, as far as was looked at, not whole.
         """
         path = step_directory(directory, island, step)
         try:
             manifest = verify(path, share=share, on_progress=on_progress)
+            parts = path / manifest["parts"]
+            plan = _read_plan(parts / PLAN)
         except ConfigError as error:
-            whole = [other for other in valid_steps(directory, island) if other != step]
             raise ConfigError(
-                f"island {island} cannot load its checkpoint of inner step {step}: {error}. "
-                f"Whole ones of this island in {directory}: {whole or 'none'}"
-                + (
-                    f"; to go on from one: diloco coordinator RUN.toml --resume --at {whole[-1]}"
-                    if whole
-                    else "; bring the directory back, or set checkpoint.dir"
-                )
+                f"island {island} cannot load its checkpoint of inner step {step}: {error}"
             ) from error
-        parts = path / manifest["parts"]
-        return cls(parts, step, manifest, Plan.from_json((parts / PLAN).read_text()))
+        return cls(parts, step, manifest, plan)
 
     def read(self, section: str, name: str) -> Tensor:
         """Return a parameter, moment or published value by canonical name.
@@ -327,6 +328,14 @@ def abandon_later(directory: Path, island: str, *, step: int, timeline: int) -> 
         logger.info("abandoned, island=%s step=%d: moved to %s", island, later, aside)
     if (directory / island).is_dir():
         sync_directory(directory / island)
+
+
+def _read_plan(path: Path) -> Plan:
+    """Read a plan that may be in the share of another caller, and damaged."""
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, PlanMismatch) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def _steps(directory: Path, island: str) -> list[int]:

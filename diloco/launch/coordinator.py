@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco.config.classes import fingerprint, identity_difference, identity_json, policy_json
+from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml
 from diloco.config.schema import Config
 from diloco.coordinator.daemon import Coordinator
@@ -34,6 +34,7 @@ from diloco.launch.run_checkpoints import (
     choose_checkpoint,
     commands_of_islands,
     insist_on_run,
+    insist_on_same_run,
     open_journal,
     read_membership,
 )
@@ -98,7 +99,9 @@ async def run_coordinator(
     state.create()
     try:
         with hold(state.coordinator_lock):
-            _insist_on_same_identity(config, state)
+            insist_on_same_run(
+                config, state, "Give this run another coordinator.state_dir, or undo the change"
+            )
             with open_journal(state.journal) as journal:
                 membership = read_membership(config, journal)
                 if resume:
@@ -121,20 +124,6 @@ async def run_coordinator(
                 else "give this run another coordinator.state_dir"
             )
         ) from error
-
-
-def _insist_on_same_identity(config: Config, state: StateDir) -> None:
-    if not state.resolved.exists():
-        return
-    before = load_config(state.resolved)
-    differing = identity_difference(identity_json(config), identity_json(before))
-    if differing:
-        raise ConfigError(
-            f"coordinator.state_dir = {config.coordinator.state_dir} holds the run "
-            f"{before.run.name!r}, which this file (here) does not describe:\n  "
-            + "\n  ".join(differing)
-            + "\nGive this run another coordinator.state_dir, or undo the change"
-        )
 
 
 def _claim(config: Config, state: StateDir, membership: Membership) -> None:
@@ -279,11 +268,8 @@ def _tell_end(
         tell(f"the run {membership.run!r} failed: {membership.fatal_reason}")
         if read_membership(config, journal).fatal_reason:
             tell(_next_text(config, membership))
-        else:  # of this coordinator, which leaves nothing of it behind
-            tell(
-                f"it goes on where it was: diloco coordinator RUN.toml; then every island that "
-                f"has ended: {commands_of_islands(config)}"
-            )
+        else:  # of this coordinator alone; it has said itself that the run goes on
+            tell(f"the islands: {commands_of_islands(config)}")
         return membership.fatal_exit_code
     if membership.is_finished:
         tell(f"the run {membership.run!r} has finished")

@@ -7,9 +7,12 @@
                              momentum and what they were made from; the newest, those that
                              `retained_versions` keeps, and those that checkpoints pin
 
+A pin is a hard link, and a fragment gets one version in H inner steps: n checkpoints, one every k
+inner steps, pin at most min(n, ceil(n k / H) + 1) versions of it; those of stops, n.
+
 Upper bounds, without file headers. Not counted, since it is there only until the resumed run has a
-complete checkpoint of its own: what a resume abandons. No torch is imported, so that a coordinator
-can ask.
+complete checkpoint of its own: what a resume abandons; nor that checkpoints which failed on one
+island draw the complete ones apart. No torch is imported, so that a coordinator can ask.
 
 Source: protocol.md sections 4 (commit point) and 9.
 """
@@ -87,8 +90,17 @@ def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
         checkpoint_bytes=round(num_parameters * (_INNER_AND_ANCHOR_BYTES + residuals + up)),
         num_checkpoints=num_checkpoints,
         record_bytes=round(num_parameters * record),
-        num_records=outer.retained_versions + 1 + num_checkpoints,
+        num_records=outer.retained_versions + 1 + _num_pinned_versions(config, num_checkpoints),
     )
+
+
+def _num_pinned_versions(config: Config, num_checkpoints: int) -> int:
+    """Versions of one fragment that the pins of so many checkpoints name, at most."""
+    every = config.checkpoint.every_inner_steps
+    if every == 0:
+        return num_checkpoints
+    rounds = math.ceil(num_checkpoints * every / config.outer.inner_steps_per_round)
+    return min(num_checkpoints, rounds + 1)
 
 
 def insist_on_room(

@@ -28,7 +28,7 @@ from diloco.inner.state import (
     training_tensors,
 )
 from diloco.inner.trainer import InnerTrainer
-from diloco.launch.checkpoint_writer import CheckpointWriter
+from diloco.launch.checkpoint_writer import CheckpointWriter, insist_on_all_ranks
 from diloco.launch.checkpoints import Checkpoint, abandon_later, remove_old, written_steps
 from diloco.launch.disk import num_unsure_checkpoints
 from diloco.launch.progress import progress_bar
@@ -155,7 +155,10 @@ class IslandCheckpoints:
             self._connection.report_checkpoints(left)
 
     def _resume(self, step: int) -> None:
-        checkpoint = self._open(step)
+        try:
+            checkpoint = self._open(step)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. {self._others_text(step)}") from error
         if checkpoint.plan != self._outer.plan:
             raise ConfigError(
                 f"the checkpoint of inner step {step} in {self._config.checkpoint_dir} is of "
@@ -198,7 +201,7 @@ class IslandCheckpoints:
         Raises:
             ConfigError: On all ranks, if one of them found it damaged.
         """
-        problem = ""
+        problem, checkpoint = "", None
         try:
             checkpoint = Checkpoint.open(
                 *self._place,
@@ -208,12 +211,19 @@ class IslandCheckpoints:
             )
         except ConfigError as error:
             problem = str(error)
-        problems = [problem] * self._num_ranks
-        if self._group is not None:
-            dist.all_gather_object(problems, problem, group=self._group)
-        if any(problems):
-            raise ConfigError("; ".join(dict.fromkeys(filter(None, problems))))
+        insist_on_all_ranks(self._group, problem, error=ConfigError)
+        assert checkpoint is not None
         return checkpoint
+
+    def _others_text(self, step: int) -> str:
+        """Say from what else the run could be resumed, without reading any of it."""
+        others = [other for other in written_steps(*self._place) if other != step]
+        listed = f"Others of this island in {self._config.checkpoint_dir}: {others or 'none'}"
+        if not others:
+            return f"{listed}; bring the directory back, or set checkpoint.dir"
+        return (
+            f"{listed}; to go on from one: diloco coordinator RUN.toml --resume --at {others[-1]}"
+        )
 
     def _load_moments(self, read: Read, step: int) -> None:
         load_moments_(self._trainer.model, self._trainer.optimizer, read, step=step)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shlex
+import math
 import signal
 import subprocess
 import sys
@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from diloco.config.classes import identity_difference, identity_json
-from diloco.config.load import load_config, resolved_toml
+from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.launch.ending import Interrupted, Request
@@ -109,7 +108,8 @@ class LocalRun:
 
         Raises:
             ConfigError: If a directory cannot be made.
-            CoordinatorUnavailable: If no address appears in time; names the log.
+            CoordinatorUnavailable: If the coordinator ends, or a new run's binds no address in
+                time; names the log. A resumed run's reads every byte of its checkpoint before.
             Interrupted: If a signal came meanwhile: there is nothing yet to stop kindly.
         """
         self.state.create()
@@ -118,7 +118,7 @@ class LocalRun:
         # What is resumed is durable before the coordinator binds its address: once is enough.
         resume = [] if self.resume_step is None else ["--resume", "--at", str(self.resume_step)]
         self._start_coordinator(*resume)
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + (_START_S if self.resume_step is None else math.inf)
         while not self._is_bound:
             assert self.coordinator is not None
             code = self.coordinator.poll()
@@ -269,35 +269,6 @@ def without_links(config: Config, num_islands: int) -> Config:
     return config.model_copy(update={"islands": kept, "transport": transport})
 
 
-def insist_on_own_run(config: Config, command: str) -> None:
-    """Refuse to resume the run of another file, which `coordinator.state_dir` holds.
-
-    Args:
-        config: The run that is to be resumed.
-        command: What the user types to start it.
-
-    Raises:
-        ConfigError: Naming the run that is there, what differs, and the commands for both.
-    """
-    root = config.coordinator.state_dir
-    resolved = StateDir(Path(root)).resolved
-    if not resolved.exists():
-        return
-    there = load_config(resolved)
-    differing = identity_difference(identity_json(config), identity_json(there))
-    if not differing:
-        return
-    if config.run.name != there.run.name:
-        differing = [f"run.name: {config.run.name!r} here, {there.run.name!r} there"]
-    raise ConfigError(
-        f"--resume: coordinator.state_dir = {root} holds the run {there.run.name!r} (there), which "
-        f"this file (here) does not describe:\n  "
-        + "\n  ".join(differing)
-        + f"\nGo on with the run that is there: diloco local {shlex.quote(str(resolved))} --resume"
-        f"\nStart this one elsewhere: {command} --set coordinator.state_dir=runs/NAME"
-    )
-
-
 def insist_on_place(state_dir: Path, *, fresh: bool) -> None:
     """Refuse a `state_dir` that holds an earlier run, unless it may be moved aside.
 
@@ -372,13 +343,17 @@ def _force(coordinator: subprocess.Popen[bytes]) -> None:
     _end([coordinator])
 
 
-def insist_on_no_events(directory: Path) -> None:
+def insist_on_no_events(config: Config) -> None:
     """Refuse a telemetry directory in which another run's events would be mixed with this one's.
+
+    Those below `coordinator.state_dir` are not: `make_room` moves them aside with it.
 
     Raises:
         ConfigError: If there are events.
     """
-    if any(directory.glob("events-*.jsonl")):
+    directory = config.telemetry_dir
+    is_moved = directory.resolve().is_relative_to(Path(config.coordinator.state_dir).resolve())
+    if not is_moved and any(directory.glob("events-*.jsonl")):
         raise ConfigError(
             f"telemetry.dir = {directory} already holds the events of a run; give another one"
         )

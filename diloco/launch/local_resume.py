@@ -6,6 +6,7 @@ started; the words are those of one machine. Imports no torch, changes nothing.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from diloco.errors import ConfigError
 from diloco.launch.run_checkpoints import (
     choose_checkpoint,
     insist_on_run,
+    insist_on_same_run,
     open_journal,
     read_membership,
 )
@@ -33,8 +35,8 @@ def find_resume_step(
         start: What the user types to start the run, shown with ``--resume --at STEP`` behind it.
 
     Raises:
-        ConfigError: If there is no run, it is under way, it has finished, or it has no such
-            checkpoint; says what to type instead.
+        ConfigError: If there is no run, it is under way, it is of another file, it has finished,
+            or it has no such checkpoint; says what to type instead.
     """
     state = _state(config)
     if (pid := holder(state.coordinator_lock)) is not None:
@@ -43,6 +45,12 @@ def find_resume_step(
             f"it with diloco status; to stop it with a checkpoint: kill -TERM {pid}"
         )
     insist_on_run(state, start=start)
+    insist_on_same_run(
+        config,
+        state,
+        f"Go on with the run that is there: diloco local {shlex.quote(str(state.resolved))} "
+        f"--resume\nStart this one elsewhere: {start} --set coordinator.state_dir=runs/NAME",
+    )
     with open_journal(state.journal) as journal:
         membership = read_membership(config, journal)
     return choose_checkpoint(config, state, membership, at, tell, start=start)

@@ -48,6 +48,7 @@ from diloco.launch.sinks import build_sinks
 from diloco.launch.status import look
 from diloco.launch.warm_start import WarmStart, find_warm_start
 from diloco.sync.connection import Connection
+from diloco.sync.groups import make_groups
 from diloco.sync.registration import IslandState
 from diloco.sync.session import DiLoCo
 from protos.control_pb2 import JoinReply
@@ -77,7 +78,8 @@ def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: 
         with connect(config, coordinator_address) as connection:
             rank.run(connection)
     except DilocoError as error:
-        logger.error("island stops, exit_code=%d: %s", error.exit_code, error)
+        level = logging.ERROR if error.exit_code else logging.INFO
+        logger.log(level, "island stops, exit_code=%d: %s", error.exit_code, error)
         return error.exit_code
     except Exception:
         logger.exception("rank failed, island=%s rank=%d", config.island_id, job.island_rank)
@@ -172,16 +174,17 @@ class _Rank:
         config = self._config
         if not config.run.warm_start:
             return None, 0
-        told: list[int | None] = [None]
-        if self._is_leader:
-            patience_s = config.transport.unreachable_s
+        patience_s = config.transport.unreachable_s
+
+        def start_step() -> int | None:
             status = connection.io.run(look(self._coordinator_address, patience_s=patience_s))
-            if status.timeline or any(fragment.version for fragment in status.fragments):
-                told = [status.start_step]
-        if dist.is_initialized():
-            dist.broadcast_object_list(told)
-        if told[0] is not None:
-            return None, told[0]
+            return status.start_step if status.timeline or status.has_published else None
+
+        # The default group would give up while the leader still waits for the coordinator.
+        groups = make_groups(None, patience_s=patience_s)
+        told = groups.leader_says("could not learn where the run began", start_step)
+        if told is not None:
+            return None, told
         warm = find_warm_start(config)
         assert warm is not None
         return warm, warm.start_step

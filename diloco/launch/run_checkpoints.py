@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diloco.config.classes import identity_difference, identity_json
+from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
@@ -88,6 +89,25 @@ def insist_on_run(state: StateDir, *, start: str = START) -> None:
         raise ConfigError(
             f"--resume: there is no run in coordinator.state_dir = {state.root}. Start one with "
             f"{start}, or give the directory that holds yours"
+        )
+
+
+def insist_on_same_run(config: Config, state: StateDir, ways_out: str) -> None:
+    """Refuse a state directory that holds the run of another file; `ways_out` is what to do then.
+
+    Raises:
+        ConfigError: Naming the run that is there, and what differs.
+    """
+    if not state.resolved.exists():
+        return
+    there = load_config(state.resolved)
+    differing = identity_difference(identity_json(config), identity_json(there))
+    if differing:
+        raise ConfigError(
+            f"coordinator.state_dir = {config.coordinator.state_dir} holds the run "
+            f"{there.run.name!r} (there), which this file (here) does not describe:\n  "
+            + "\n  ".join(differing)
+            + f"\n{ways_out}"
         )
 
 

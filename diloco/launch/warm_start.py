@@ -226,7 +226,10 @@ def _from_run(path: Path, config: Config, shape: LlamaShape) -> WarmStart:
 
 def _from_checkpoint(path: Path, island_id: str, shape: LlamaShape) -> WarmStart:
     directory, island, step = _locate(path, island_id)
-    checkpoint = Checkpoint.open(directory, island, step)
+    try:
+        checkpoint = Checkpoint.open(directory, island, step)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; choose another warm start") from error
     source = f"the checkpoint of island {island} at inner step {step} in {directory}"
     if island_id not in ("", island):
         logger.warning("no checkpoint of island %s there: warm start from %s", island_id, source)

@@ -29,12 +29,13 @@ from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
-from transport.contracts import PROTOCOL_VERSION, Handler, Handlers, IncomingCall, Reply
+from transport.contracts import PROTOCOL_VERSION, Buffer, Handler, Handlers, IncomingCall, Reply
 
 logger = logging.getLogger(__name__)
 
 _MAX_POLL_S = 60.0
-_NO_SERVICE = "the grant is not current, or there is no such fragment"
+_NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
+_NO_FRAGMENT = "this syncer has no such fragment"
 
 
 class IncarnationStore(Protocol):
@@ -195,15 +196,16 @@ class Syncer:
         reply = wire.SubmitReply(syncer_epoch=self._epoch)
         if not await self._accept_grant(header.grant, header.protocol_version):
             reply.status = SUBMIT_STATUS[Admission.FENCED]
-            reply.message = "the grant is not valid or not current"
+            reply.message = _NOT_CURRENT
         elif service is None:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
-            reply.message = "this syncer has no such fragment"
+            reply.message = _NO_FRAGMENT
         else:
             lane = arrival_of(header)
             admission = await service.receive(lane, header.codec, call)
             reply.status = SUBMIT_STATUS[admission]
-            reply.message = f"{lane.key} is {service.rounds.phase}"
+            is_fenced = admission is Admission.FENCED
+            reply.message = _NOT_CURRENT if is_fenced else f"{lane.key} is {service.rounds.phase}"
             outcome = service.rounds.outcome(lane.key, lane.island, lane.incarnation)
             if outcome is not None:
                 reply.outcome.CopyFrom(outcome_message(outcome))
@@ -213,8 +215,10 @@ class Syncer:
         request = wire.DeclineRequest.FromString(call.header)
         service = self._services.get(request.key.fragment_id)
         grant = request.grant
-        if service is None or not await self._accept_grant(grant, request.protocol_version):
-            return self._ack(_NO_SERVICE)
+        if not await self._accept_grant(grant, request.protocol_version):
+            return self._ack(_NOT_CURRENT, is_fenced=True)
+        if service is None:
+            return self._ack(_NO_FRAGMENT)
         # Before its round is open a decline does nothing: the island repeats it until the outcome.
         reason = f"declined: {request.reason}"
         service.refuse(key_of(request.key), grant.island, grant.incarnation, reason)
@@ -223,20 +227,21 @@ class Syncer:
     async def _upload(self, call: IncomingCall) -> Reply:
         header = wire.UploadHeader.FromString(call.header)
         service = self._services.get(header.fragment_id)
-        if service is None or not await self._accept_grant(header.grant, header.protocol_version):
-            return self._ack(_NO_SERVICE)
+        if not await self._accept_grant(header.grant, header.protocol_version):
+            return self._ack(_NOT_CURRENT, is_fenced=True)
+        if service is None:
+            return self._ack(_NO_FRAGMENT)
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
             return self._ack(f"version 0 is founded by {self._rules.islands[0]!r}")
-        return self._ack(await service.take_initial(header, call))
+        problem = await service.take_initial(header, call)
+        return self._ack(problem, is_fenced=not self._is_current(header.grant))
 
     async def _poll(self, call: IncomingCall) -> Reply:
         request = wire.PollRequest.FromString(call.header)
         if not await self._accept_grant(request.grant, request.protocol_version):
-            return _reply(
-                self._fenced("the grant is not valid for this run, or a newer start has joined")
-            )
+            return _reply(self._fenced(_NOT_CURRENT))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
                 while not _is_news(request, self._poll_reply(request)):
@@ -245,7 +250,7 @@ class Syncer:
 
     def _poll_reply(self, request: wire.PollRequest) -> wire.PollReply:
         island, incarnation = request.grant.island, request.grant.incarnation
-        if incarnation < self._incarnations[island]:
+        if not self._is_current(request.grant):
             return self._fenced(f"a newer start of island {island!r} has joined")
         reply = wire.PollReply(
             syncer_epoch=self._epoch,
@@ -274,20 +279,20 @@ class Syncer:
     async def _fetch(self, call: IncomingCall) -> Reply:
         header = wire.FetchHeader.FromString(call.header)
         service = self._services.get(header.fragment_id)
-        if service is None or not await self._accept_grant(header.grant, header.protocol_version):
-            return _reply(
-                wire.FetchReply(
-                    syncer_epoch=self._epoch, status=wire.FETCH_STATUS_FENCED, message=_NO_SERVICE
-                )
-            )
-        reply, payload = await service.fetch(header)
+        payload: Buffer = b""
+        if not await self._accept_grant(header.grant, header.protocol_version):
+            reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=_NOT_CURRENT)
+        elif service is None:
+            reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
+        else:
+            reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
         return Reply(reply.SerializeToString(), payload)
 
     async def _pin(self, call: IncomingCall) -> Reply:
         request = wire.PinRequest.FromString(call.header)
         if not await self._accept_grant(request.grant, request.protocol_version):
-            return self._ack(_NO_SERVICE)
+            return self._ack(_NOT_CURRENT, is_fenced=True)
         versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
         if versions.keys() != self._stores.keys():
             return self._ack(
@@ -303,7 +308,7 @@ class Syncer:
             await self._worker.run(pin)
         except PinRefused as error:
             logger.warning("pin refused, island=%s: %s", request.grant.island, error)
-            return self._ack(str(error))
+            return self._ack(str(error), is_fenced=not self._is_current(request.grant))
         self._last_pin[request.grant.island] = request.checkpoint_step
         return self._ack("")
 
@@ -323,6 +328,10 @@ class Syncer:
                 for service in self._services.values():
                     service.granted(grant.island, grant.incarnation)
                 self._notify()
+        return self._is_current(grant)
+
+    def _is_current(self, grant: Grant) -> bool:
+        """Whether this start, of an accepted grant, is still the newest of its island."""
         return grant.incarnation == self._incarnations.get(grant.island)
 
     def _wants_initial(self, service: FragmentService, island: str) -> bool:
@@ -391,9 +400,15 @@ class Syncer:
     def _fenced(self, message: str) -> wire.PollReply:
         return wire.PollReply(syncer_epoch=self._epoch, is_fenced=True, message=message)
 
-    def _ack(self, problem: str) -> Reply:
-        ack = wire.Ack(syncer_epoch=self._epoch, is_accepted=not problem, message=problem)
-        return _reply(ack)
+    def _ack(self, problem: str, *, is_fenced: bool = False) -> Reply:
+        return _reply(
+            wire.Ack(
+                syncer_epoch=self._epoch,
+                is_accepted=not problem,
+                message=problem,
+                is_fenced=is_fenced,
+            )
+        )
 
 
 def _is_behind(service: FragmentService, known: wire.FragmentState) -> bool:

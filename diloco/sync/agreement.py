@@ -25,7 +25,8 @@ from diloco.sync.ledger import Verdict
 
 _VERDICTS = tuple(Verdict)
 _UNDECIDED = len(_VERDICTS)
-_NOT_MINE = torch.iinfo(torch.int64).max
+#: Another rank's word where only the leader's counts: the smallest is taken.
+NOT_MINE = torch.iinfo(torch.int64).max
 _FIELDS = 3
 
 
@@ -97,7 +98,7 @@ class Agreement:
     def _encode(self, exit_code: int, standings: Sequence[Standing]) -> Tensor:
         values = [-exit_code]
         for standing in standings:
-            verdict, attempt = _NOT_MINE, _NOT_MINE
+            verdict, attempt = NOT_MINE, NOT_MINE
             if self._is_leader:
                 known = standing.verdict
                 verdict = _UNDECIDED if known is None else _VERDICTS.index(known)

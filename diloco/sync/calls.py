@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import blake3
 from google.protobuf.message import Message
 
-from diloco.errors import CoordinatorUnavailable
+from diloco.errors import CoordinatorUnavailable, Fenced
 from diloco.rounds.messages import key_message
 from diloco.rounds.state import RoundKey
 from diloco.sync.ledger import Outstanding
@@ -57,6 +57,14 @@ class SyncerCalls:
         """Close both transports."""
         await self._control.close()
         await self._data.close()
+
+    def fenced(self, refusal: str) -> Fenced:
+        """Return the error of an island whose calls the syncer refuses because of their grant."""
+        return Fenced(
+            f"the syncer refuses island {self._grant.island!r}, incarnation "
+            f"{self._grant.incarnation}: {refusal}. See whether diloco island runs twice for it; "
+            f"after a resume of the run, start it again"
+        )
 
     async def poll(
         self,

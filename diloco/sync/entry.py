@@ -92,6 +92,8 @@ class Entry:
     async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
         payload = to_bytes(values.view(torch.uint8))
         ack = await self._calls.upload(fragment_id, lane_id, payload)
+        if ack.is_fenced:
+            raise self._calls.fenced(ack.message)
         if not ack.is_accepted:
             raise CodecError(f"initial parameters of fragment {fragment_id}: {ack.message}")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.registry import get_codec
-from diloco.errors import CodecError, DilocoError, Fenced, IslandFailed, error_of_exit_code
+from diloco.errors import CodecError, DilocoError, IslandFailed, error_of_exit_code
 from diloco.outer.fragments import Plan
 from diloco.rounds.messages import outcome_of
 from diloco.rounds.state import Outcome
@@ -239,13 +239,7 @@ class Exchange:
 
     def _take(self, reply: wire.PollReply) -> None:
         if reply.is_fenced:
-            self.fail(
-                Fenced(
-                    f"the syncer refuses island {self._grant.island!r}, incarnation "
-                    f"{self._grant.incarnation}: {reply.message}. See whether diloco island runs "
-                    f"twice for it; after a resume of the run, start it again"
-                )
-            )
+            self.fail(self._calls.fenced(reply.message))
             return
         if reply.HasField("fatal"):
             error = error_of_exit_code(reply.fatal.exit_code)
@@ -333,7 +327,7 @@ class Exchange:
             case wire.SUBMIT_STATUS_NOT_OPEN:
                 pass
             case wire.SUBMIT_STATUS_FENCED:
-                self.fail(Fenced(f"contribution {sent.key} refused: {reply.message}"))
+                self.fail(self._calls.fenced(reply.message))
             case wire.SUBMIT_STATUS_INVALID:
                 self.fail(
                     CodecError(
@@ -356,6 +350,8 @@ class Exchange:
 
     async def _pin(self, inner_step: int, versions: Sequence[int]) -> None:
         ack = await self._calls.pin(inner_step, versions)
+        if ack.is_fenced:
+            raise self._calls.fenced(ack.message)
         if not ack.is_accepted:
             raise IslandFailed(
                 f"versions {list(versions)} cannot be kept for the checkpoint of inner step "

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from diloco.errors import ConfigError, DilocoError, IslandFailed
+from diloco.errors import ConfigError, DilocoError, IslandFailed, RunStopped
 
 _T = TypeVar("_T")
 
@@ -62,7 +62,7 @@ class Groups:
 
         Raises:
             Exception: What `find` raised; on the other ranks IslandFailed, with the exit code of
-                a DilocoError.
+                a DilocoError; RunStopped stays what it is.
         """
         word: list[Any] = [None]
         failure: Exception | None = None
@@ -79,7 +79,8 @@ class Groups:
             raise failure
         value, exit_code, reason = word[0]
         if exit_code is not None:
-            told = IslandFailed(f"the leader of this island {what}: {reason}")
+            kind = RunStopped if exit_code == RunStopped.exit_code else IslandFailed
+            told = kind(f"the leader of this island {what}: {reason}")
             told.exit_code = exit_code
             raise told
         found: _T = value

@@ -280,13 +280,17 @@ class Registration:
                 is_heard = False
             else:
                 is_heard = True
-                self._is_held = self._is_held or reply.hold
-                self.complete_checkpoints = tuple(reply.checkpoint_steps)
-                stop_step = reply.stop_step if reply.has_stop_step else None
-                stop_line.hear(stop_step, is_complete=stop_step in reply.checkpoint_steps)
-                if reply.stop:
+                if reply.stop:  # first: who holds must not take it for a stop that is taken back
                     on_stop(_stop_error(reply, self._island.island_id))
                     return
+                self._is_held = reply.hold
+                self.complete_checkpoints = tuple(reply.checkpoint_steps)
+                stop_step = reply.stop_step if reply.has_stop_step else None
+                stop_line.hear(
+                    stop_step,
+                    is_asked=reply.hold,
+                    is_complete=stop_step in reply.checkpoint_steps,
+                )
             await asyncio.sleep(_REPORT_S)
 
     async def _call(self, method: str, request: bytes, policy: RetryPolicy) -> bytes:

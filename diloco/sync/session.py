@@ -20,7 +20,7 @@
 Every rank of an island makes the same calls. Everything here belongs to the training thread; what
 needs the network runs in the connection's IO thread. At a graceful stop `checkpointing` ends when
 every island has its checkpoint; should one return meanwhile that can stop only later, the loop goes
-on to there.
+on to there; should the stop be taken back, because one stays away, it goes on as if never asked.
 
 Source: design.md sections 3 and 6; protocol.md sections 4 to 9.
 """
@@ -117,6 +117,7 @@ class DiLoCo:
         Raises:
             ValueError: If nothing is trainable, a parameter is not float32, or names collide.
             ConfigError: If `outer` is not the connection's, or the connection is not open.
+            RunStopped: If the run has been stopped, with this island's checkpoint: only end.
             DilocoError: As the join and the first published version may fail.
         """
         insist_on_kinds(outer, transport)
@@ -228,7 +229,8 @@ class DiLoCo:
     def is_stopping(self) -> bool:
         """Whether everybody stops after the step just made, for a resume: leave the loop.
 
-        After its checkpoint: the stop may move to a later step until every island has that.
+        After its checkpoint: until every island has that, the stop may move to a later step or be
+        taken back.
         """
         return self._stopping.step == self.inner_step < self.inner_steps
 
@@ -367,7 +369,7 @@ class DiLoCo:
         coordinator hears that the island has the checkpoint. Save the model, the inner optimizer,
         the data position and `state_dict()`, in any form and place but `checkpoint.dir`/ISLAND,
         which is the built-in loop's. Collective at both ends. A graceful stop waits here until
-        every island has the checkpoint, so that none leaves before.
+        every island has the checkpoint, so that none leaves before, or until it is taken back.
 
         Raises:
             DilocoError: If the syncer cannot keep the present versions, or the stop has failed.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.compression.base import from_bytes
 from diloco.compression.registry import get_codec
-from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError, Fenced
+from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError
 from diloco.rounds.publication import apply_payload, lane_digest
 from diloco.sync.calls import SyncerCalls
 from diloco.telemetry.events import DigestMismatch, Event
@@ -109,9 +109,10 @@ async def _fetch(
     reply, payload = await calls.fetch(
         fragment_id, version, lane_id, kind, max_reply_bytes=4 * numel
     )
+    if reply.status == wire.FETCH_STATUS_FENCED:
+        raise calls.fenced(reply.message)
     if reply.status != wire.FETCH_STATUS_OK:
-        is_fenced = reply.status == wire.FETCH_STATUS_FENCED
-        raise (Fenced if is_fenced else CoordinatorUnavailable)(
+        raise CoordinatorUnavailable(
             f"version {version} of fragment {fragment_id}, lane {lane_id}, cannot be had from "
             f"the syncer: {reply.message}"
         )

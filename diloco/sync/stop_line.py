@@ -2,7 +2,8 @@
 
 An operator asks to stop; the island promises an inner step that it will not pass unasked, and holds
 there; when every island has promised, the coordinator names the step after which all of them stop.
-It names a later one if an island that starts again meanwhile can stop only later.
+It names a later one if an island that starts again meanwhile can stop only later. A stop that is
+taken back voids all of it: who holds goes on.
 
 The leader has one. Its IO thread calls `promise` and `hear`, its training thread the rest, but for
 `wait_for_word`, which runs in the IO thread's loop.
@@ -51,17 +52,22 @@ class StopLine:
                 self._promised = self._next_due(max(self._passed, self._first_stop_step - 1))
             return self._promised
 
-    def hear(self, stop_step: int | None, *, is_complete: bool) -> None:
+    def hear(self, stop_step: int | None, *, is_asked: bool, is_complete: bool) -> None:
         """Hear what the coordinator says.
 
         Args:
             stop_step: After which inner step everybody stops; None: not decided yet, or not again:
                 until then what it was stays.
+            is_asked: Whether the run is to stop at all; if not, or not any more, there is neither
+                promise nor stop step. A complete stop is never taken back.
             is_complete: Whether every island has its checkpoint: all may leave.
         """
         with self._lock:
             self.num_words += 1
-            self._stop_step = self._stop_step if stop_step is None else stop_step
+            if not is_asked:
+                self._promised = self._stop_step = None
+            elif stop_step is not None:
+                self._stop_step = stop_step
             self._is_complete = is_complete
         self._word.set()
 
@@ -96,14 +102,21 @@ class StopLine:
         with self._lock:
             return self._stop_step
 
+    def after_holding(self) -> int | None:
+        """Stop step for an island that holds; 0 once nobody asks for a stop, None to wait."""
+        with self._lock:
+            return 0 if self._promised is None else self._stop_step
+
     def after_checkpoint(self, inner_step: int) -> int | None:
         """Stop step for an island with its checkpoint of that step.
 
         Returns:
-            `inner_step` once every island has it, a later one to go on to, None to wait.
+            `inner_step` once every island has it, a later one to go on to, 0 once nobody asks for
+            a stop, None to wait.
         """
         with self._lock:
-            assert self._stop_step is not None
+            if self._stop_step is None:
+                return 0
             is_known = self._is_complete or self._stop_step > inner_step
             return self._stop_step if is_known else None
 

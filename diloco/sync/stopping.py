@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from diloco.errors import CoordinatorUnavailable, DilocoError
-from diloco.sync.agreement import Agreement, exit_code_of, raise_failure
+from diloco.sync.agreement import NOT_MINE, Agreement, exit_code_of, raise_failure
 from diloco.sync.exchange import Exchange
 from diloco.sync.io_thread import Waits
 from diloco.sync.outer_state import LOOK_S
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 #: The leader's word while it must wait for the coordinator's.
 _WAIT = -1
-#: The other ranks', of which the smallest is taken.
-_NOT_MINE = 1 << 62
 
 
 class Stopping:
@@ -61,7 +59,7 @@ class Stopping:
         return self._line.stop_step or 0
 
     def passing(self, inner_step: int, word: int) -> Waits[None]:
-        """Pass a due step, or hold after it until there is a stop step.
+        """Pass a due step, or hold after it until there is a stop step, or no stop any more.
 
         Args:
             inner_step: Completed inner steps.
@@ -72,31 +70,28 @@ class Stopping:
         """
         if word == _WAIT:
             logger.info("holding after inner step %d: the run is asked to stop", inner_step)
-            word = yield from self._agreed(inner_step, lambda: self._line.stop_step)
+            word = yield from self._agreed(inner_step, self._line.after_holding)
         self.step = word or None
 
     def completing(self, inner_step: int) -> Waits[None]:
         """Wait, with this island's checkpoint at the stop step, for the others'.
 
         Afterwards `step` is this one, and everybody leaves; or a later one to go on to, because an
-        island that started again stands beyond this one.
+        island that started again stands beyond this one; or None: the stop was taken back.
 
         Raises:
             DilocoError: If a rank has failed, or the coordinator stays away.
         """
-        self.step = yield from self._agreed(
-            inner_step, lambda: self._line.after_checkpoint(inner_step)
-        )
-        if self.step > inner_step:
-            logger.info(
-                "going on to inner step %d: an island that started again stops there", self.step
-            )
+        word = yield from self._agreed(inner_step, lambda: self._line.after_checkpoint(inner_step))
+        if word > inner_step:
+            logger.info("going on to inner step %d: an island that started again stops there", word)
+        self.step = word or None
 
     def _agreed(self, inner_step: int, find: Callable[[], int | None]) -> Waits[int]:
-        """Wait until the leader finds a word, and share it."""
+        """Wait until the leader finds a stop step, or 0 for none any more, and share it."""
         num_words, since = -1, 0.0
         while True:
-            word, failure = _NOT_MINE, self._exchange.failure
+            word, failure = NOT_MINE, self._exchange.failure
             if self._agreement.is_leader:
                 if self._line.num_words != num_words:
                     num_words, since = self._line.num_words, self._clock()
@@ -106,6 +101,8 @@ class Stopping:
                 word = _WAIT if found is None else found
             minus_code, word = self._agreement.smallest([-exit_code_of(failure), word])
             raise_failure(failure, -minus_code)
+            if not word:
+                logger.info("going on after inner step %d: the stop was taken back", inner_step)
             if word != _WAIT:
                 return word
             if self._agreement.is_leader:

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from diloco.cli import local as local_command
 from diloco.cli.main import app
 from diloco.config.load import load_config, resolved_toml
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.launch.build import build_publication_rules
 from diloco.launch.ending import Interrupted, Request
 from diloco.launch.local import (
     insist_on_no_events,
-    insist_on_own_run,
     insist_on_place,
     make_room,
     without_links,
@@ -131,11 +131,21 @@ def test_a_run_under_way_is_not_moved_aside(tmp_path: Path) -> None:
 
 
 def test_events_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
-    insist_on_no_events(tmp_path)
-    (tmp_path / "events-east-0.jsonl").touch()
+    run_file = str(write_run(tmp_path, {"east": "", "west": ""}))
+    below = load_config(run_file)
+    events = [below.telemetry_dir / "events-east-0.jsonl", tmp_path / "out" / "events-east-0.jsonl"]
+    for path in events:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    insist_on_no_events(below)  # they go with the earlier run
 
-    with pytest.raises(ConfigError, match=r"telemetry.dir = .* already holds the events"):
-        insist_on_no_events(tmp_path)
+    refused = CliRunner().invoke(
+        app, ["local", run_file, "--fresh", "--set", f"telemetry.dir={tmp_path / 'out'}"]
+    )
+
+    assert isinstance(refused.exception, ConfigError)
+    assert f"telemetry.dir = {tmp_path / 'out'} already holds the events" in str(refused.exception)
+    assert all(path.exists() for path in events), "nothing was touched"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +192,7 @@ def test_a_stopped_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
     assert found is not None, said
     step = int(found[1])
     assert f"Go on: diloco local {run_file} --resume" in said
-    assert _processes_with(str(tmp_path)) == []
+    wait_for_no_process(tmp_path)
     assert elsewhere.returncode == 2
     assert "--at 199" in elsewhere.stderr
     assert f"diloco local {run_file} --resume --at {step}" in elsewhere.stderr
@@ -235,15 +245,19 @@ def test_a_resume_of_another_run_says_which_is_there_and_how_to_go_on(tmp_path: 
     there = load_config(run_file, ["run.name=earlier", "run.seed=8"])
     state.resolved.write_text(resolved_toml(there))
 
+    def resume(config: Config) -> None:
+        find_resume_step(config, None, lambda _: None, start=f"diloco local {run_file}")
+
     with pytest.raises(ConfigError) as refused:
-        insist_on_own_run(load_config(run_file), f"diloco local {run_file}")
+        resume(load_config(run_file))
     with pytest.raises(ConfigError, match=r"run.seed: 7 here, 8 there"):
-        insist_on_own_run(load_config(run_file, ["run.name=earlier"]), "diloco local RUN.toml")
-    insist_on_own_run(there, "diloco local RUN.toml")
+        resume(load_config(run_file, ["run.name=earlier"]))
+    with pytest.raises(ConfigError, match="has no complete checkpoint to resume"):
+        resume(there)
 
     said = str(refused.value)
     assert "holds the run 'earlier' (there)" in said
-    assert "run.name: 'test' here, 'earlier' there" in said
+    assert 'run.name: "test" here, "earlier" there' in said
     assert f"diloco local {state.resolved} --resume" in said
     assert f"diloco local {run_file} --set coordinator.state_dir=runs/NAME" in said
     result = CliRunner().invoke(app, ["local", str(run_file), "--resume"])
@@ -288,7 +302,7 @@ def test_a_signal_before_the_islands_have_joined_ends_every_process(tmp_path: Pa
     assert f"there is no checkpoint yet. Start anew: diloco local {run_file} --fresh" in said
     assert holder(state.coordinator_lock) is None
     assert holder(state.store_lock) is None
-    assert _processes_with(str(tmp_path)) == []
+    wait_for_no_process(tmp_path)
 
 
 def test_a_second_signal_ends_every_process_at_once(tmp_path: Path) -> None:
@@ -307,7 +321,7 @@ def test_a_second_signal_ends_every_process_at_once(tmp_path: Path) -> None:
 
     assert process.returncode == 128 + signal.SIGINT, said
     assert "stopped: every process has ended" in said
-    assert _processes_with(str(tmp_path)) == []
+    wait_for_no_process(tmp_path)
 
 
 def started(run_file: Path) -> subprocess.Popen[str]:
@@ -324,6 +338,11 @@ def wait_until(check: Callable[[], bool], within_s: float = 90.0) -> None:
 
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
+
+
+def wait_for_no_process(directory: Path) -> None:
+    """The syncer has let go of its store before; its interpreter may still be tidying up."""
+    wait_until(lambda: _processes_with(str(directory)) == [])
 
 
 def _processes_with(text: str) -> list[str]:

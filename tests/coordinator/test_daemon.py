@@ -243,7 +243,8 @@ def test_a_stop_that_an_island_stays_away_from_fails_and_is_taken_back(
         assert (told.stop, told.exit_code) == (True, 50)
         assert "island 'west' owes the checkpoint of inner step 12" in told.reason
         assert "has not reported for 60 s" in told.reason
-        assert "start the coordinator again" in told.reason
+        assert "The stop is taken back; nothing published is lost, the run goes on" in told.reason
+        assert "diloco coordinator RUN.toml; then every island that has ended" in told.reason
         await desk.restart()
         assert desk.state() == "running"
         told = await desk.report(east, inner_step=12)
@@ -340,6 +341,21 @@ def test_a_start_at_another_step_is_refused_with_both(play: Play) -> None:
 
         assert refused.status == control.JOIN_STATUS_FINGERPRINT_MISMATCH
         assert "inner step 0 (there), the run started at 300 (here)" in refused.message
+
+    play(story)
+
+
+def test_what_is_published_is_known_though_the_syncer_has_not_yet_reported(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        await joined(desk)
+        await desk.round_report(record={"timeline": 0, "fragment_id": 0, "version": 0})
+        assert not desk.coordinator.status().has_published, "initial parameters are no round's"
+        await desk.round_report(record={"timeline": 0, "fragment_id": 0, "version": 1})
+
+        await desk.restart()
+
+        status = desk.coordinator.status()
+        assert (status.has_published, list(status.fragments)) == (True, [])
 
     play(story)
 

@@ -54,10 +54,12 @@ def test_tape_holds_each_record_once_in_the_order_of_reports(
         journal.index_round(timeline, fragment_id, version, f"{timeline}/{fragment_id}/{version}")
     journal.index_round(0, 0, 0, "another word on the same record")
 
+    journal.index_round(3, 0, 0, "3/0/0")
+
     other = reopened(tmp_path)
 
-    assert other.tape() == ["0/1/0", "0/0/0", "0/1/1", "1/1/1"]
-    assert [other.has_rounds(timeline) for timeline in (0, 1, 2)] == [True, True, False]
+    assert other.tape() == ["0/1/0", "0/0/0", "0/1/1", "1/1/1", "3/0/0"]
+    assert [other.has_rounds(timeline) for timeline in range(4)] == [True, True, False, False]
     other.close()
 
 

@@ -391,6 +391,37 @@ def test_what_an_earlier_start_has_kept_makes_no_stop_complete() -> None:
     assert membership.is_stop_complete
 
 
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["at-once", "after-a-restart"])
+@pytest.mark.parametrize(
+    ("earlier", "left"), [((20, 36), (20,)), ((42, 48), ()), ((36, 42), ())], ids=str
+)
+def test_a_stop_is_complete_with_what_is_written_for_it_whatever_earlier_starts_had(
+    earlier: tuple[int, ...], left: tuple[int, ...], is_restarted: bool
+) -> None:
+    """All were killed after steps that were never published, and stop before they are redone."""
+    membership, log = complete()
+    for island in ("east", "west"):
+        do(membership, membership.keeps(island, earlier, inner_step=50), log)
+    assert membership.checkpoints == earlier
+    for island in ("east", "west"):
+        do(membership, decided(membership, island, "b").entries, log)
+    do(membership, membership.request_stop(), log)
+    do(membership, membership.promise("east", 36), log)
+    assert membership.checkpoints == earlier
+    do(membership, membership.promise("west", 24), log)
+    if is_restarted:
+        membership = machine()
+        membership.apply(log.items())
+
+    assert (membership.stop_step, membership.checkpoints) == (36, left)
+    assert not membership.is_stop_complete, "nobody has written it since"
+    for island in ("east", "west"):
+        do(membership, membership.keeps(island, [36], inner_step=36), log)
+
+    assert membership.is_stop_complete
+    assert membership.checkpoints == (*left, 36), "a resume goes on from the stop"
+
+
 def test_who_starts_after_a_complete_stop_has_left_in_it() -> None:
     membership = deciding(36, 36)
     for island in ("east", "west"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +23,9 @@ from diloco.inner.state import (
     optimizer_step,
     training_tensors,
 )
-from diloco.launch import checkpoint_writer
+from diloco.launch import checkpoint_writer, island_checkpoints
 from diloco.launch.checkpoint_writer import CheckpointWriter
-from diloco.launch.checkpoints import Checkpoint, rank_file, valid_steps
+from diloco.launch.checkpoints import PLAN, Checkpoint, rank_file, step_directory, valid_steps
 from diloco.launch.island_checkpoints import IslandCheckpoints
 from tests.distributed import run_ranks
 from tests.launch.small_checkpoint import ISLAND, Trained, make_optimizer
@@ -112,23 +114,38 @@ def test_two_ranks_write_what_one_reads_and_share_a_full_disk() -> None:
                 assert values.flatten().tolist() == seen["whole"][f"{section} {name}"]
 
 
-def open_at_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
-    """Open a whole checkpoint, then again when a file that only one rank reads is damaged."""
-    trained = sharded(seed=1, num_steps=1)
-    write(trained, directory, 2, island_rank)
+def checkpoints_of(trained: Trained, directory: Path, **outer: Any) -> IslandCheckpoints:
+    config = SimpleNamespace(checkpoint_dir=directory, island_id=ISLAND)
+    site: Any = SimpleNamespace(config=config, report_checkpoints=lambda steps: None)
+    joined: Any = SimpleNamespace(plan=trained.plan(), versions=[1], **outer)
+    batches: Any = SimpleNamespace(seek=lambda step: None)
+    trainer: Any = trained
+    return IslandCheckpoints(site, joined, trainer, batches, on_event=lambda event: None)
+
+
+@contextlib.contextmanager
+def noting_what_is_read() -> Iterator[list[Path]]:
+    """Note the ranks' files that are opened."""
     read: list[Path] = []
     real = Path.open
 
     def note(path: Path, *arguments: Any, **options: Any) -> Any:
-        read.append(path)
+        if path.suffix == ".safetensors":
+            read.append(path)
         return real(path, *arguments, **options)
 
-    site = SimpleNamespace(config=SimpleNamespace(checkpoint_dir=directory, island_id=ISLAND))
-    unused: Any = SimpleNamespace(plan=trained.plan())
-    checkpoints = IslandCheckpoints(site, unused, unused, unused, on_event=lambda event: None)  # type: ignore[arg-type]
     with mock.patch.object(Path, "open", note):
+        yield read
+
+
+def open_at_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
+    """Open a whole checkpoint, then again when a file that only one rank reads is damaged."""
+    trained = sharded(seed=1, num_steps=1)
+    write(trained, directory, 2, island_rank)
+    checkpoints = checkpoints_of(trained, directory)
+    with noting_what_is_read() as read:
         checkpoints._open(2)
-    seen: dict[str, Any] = {"read": [path.name for path in read if path.suffix == ".safetensors"]}
+    seen: dict[str, Any] = {"read": [path.name for path in read]}
     dist.barrier()
     if island_rank == 0:
         (path,) = directory.rglob(rank_file(1, 2))
@@ -148,3 +165,45 @@ def test_each_file_is_verified_by_one_rank_and_both_hear_of_damage() -> None:
     assert sorted(first["read"] + second["read"]) == [rank_file(0, 2), rank_file(1, 2)]
     assert f"{rank_file(1, 2)} is damaged" in first["problem"]
     assert first["problem"] == second["problem"]
+
+
+def take_up_at_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
+    """Resume from a checkpoint whose plan is torn, then return to the run beside it."""
+    trained = sharded(seed=1, num_steps=1)
+    write(trained, directory, 2, island_rank)
+    trained.step()
+    write(trained, directory, 4, island_rank)
+    dist.barrier()
+    if island_rank == 0:
+        (path,) = step_directory(directory, ISLAND, 4).rglob(PLAN)
+        path.write_bytes(path.read_bytes()[:-20])
+    dist.barrier()
+    seen: dict[str, Any] = {}
+    with noting_what_is_read() as read:
+        try:
+            checkpoints_of(trained, directory, resume_step=4).take_up(None)
+        except ConfigError as error:
+            seen["refused"] = str(error)
+    seen["read"] = {path.parent.parent.name for path in read}
+    with mock.patch.object(island_checkpoints, "logger") as logger:
+        checkpoints_of(trained, directory, resume_step=None, start_step=4).take_up(None)
+    seen["warned"] = [str(call.args[-1]) for call in logger.warning.call_args_list]
+    seen["optimizer_step"] = optimizer_step(trained.optimizer)
+    return seen
+
+
+def test_a_torn_plan_is_met_by_both_and_both_fall_back() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        first, second = run_ranks(take_up_at_two_ranks, 2, Path(temporary))
+
+    told = "island east cannot load its checkpoint of inner step 4: "
+    assert f"rank 0: {told}" in first["refused"] and f"rank 1: {told}" in first["refused"]
+    assert first["refused"].endswith(
+        f"Others of this island in {temporary}: [2]; to go on from one: diloco coordinator "
+        f"RUN.toml --resume --at 2"
+    )
+    assert first["refused"] == second["refused"]
+    for seen in (first, second):
+        assert seen["read"] <= {"step-000000000004"}, "the others are listed, not read"
+        assert seen["optimizer_step"] == 1, "of inner step 2"
+        assert [told in text and "--resume" not in text for text in seen["warned"]] == [True]

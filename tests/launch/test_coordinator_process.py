@@ -566,7 +566,7 @@ def test_a_stop_that_an_island_stays_away_from_is_taken_back(site: Site) -> None
 
     assert (process.returncode, told[0].exit_code) == (50, 50)
     assert "island 'west' owes word of the inner step after which it can stop" in output
-    assert "it goes on where it was: diloco coordinator RUN.toml; then every island" in output
+    assert "run goes on where it was: diloco coordinator RUN.toml; then every island" in output
     assert "diloco island RUN.toml --island west" in output
     _, again = site.coordinate_until_up()
     assert status(again).state == "running"

@@ -60,10 +60,17 @@ def test_error_feedback_doubles_the_residual(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "num_unsure"), [(0, 1), (1, 2 + 10), (3, 2 + 4), (5, 2 + 2), (100, 2 + 1)]
+    ("every", "num_unsure", "num_pinned"),
+    [
+        (0, 1, 4),  # stops are as far apart as they like
+        (1, 2 + 10, 3),  # 15 checkpoints within 15 inner steps, H = 8
+        (3, 2 + 4, 5),
+        (5, 2 + 2, 6),
+        (100, 2 + 1, 6),
+    ],
 )
 def test_checkpoints_that_may_become_complete_are_counted_as_islands_and_syncer_keep_them(
-    config: Config, every: int, num_unsure: int
+    config: Config, every: int, num_unsure: int, num_pinned: int
 ) -> None:
     outer = config.outer.model_copy(update={"inner_steps_per_round": 8, "overlap_steps": 2})
     checkpoint = config.checkpoint.model_copy(update={"every_inner_steps": every})
@@ -72,7 +79,7 @@ def test_checkpoints_that_may_become_complete_are_counted_as_islands_and_syncer_
     assert num_unsure_checkpoints(config) == num_unsure
     disk = forecast_disk(config, MILLION)
     assert disk.num_checkpoints == 2 + num_unsure + 1
-    assert disk.num_records == 4 + 1 + disk.num_checkpoints
+    assert disk.num_records == 4 + 1 + num_pinned
 
 
 @pytest.mark.parametrize("key", ["coordinator.state_dir", "checkpoint.dir"])

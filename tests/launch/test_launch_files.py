@@ -21,6 +21,7 @@ import yaml
 
 from diloco.cli.main import app
 from diloco.config.load import load_config
+from diloco.errors import ConfigError, Fenced, FingerprintMismatch, PlanMismatch
 from diloco.launch.place import Place
 from tests.run_files import write_run
 
@@ -166,6 +167,29 @@ def test_kubernetes_objects_name_each_other() -> None:
             if "persistentVolumeClaim" in volume:
                 claim = volume["persistentVolumeClaim"]["claimName"]
                 assert claim in by_kind["PersistentVolumeClaim"]
+
+
+def test_kubernetes_starts_no_island_again_that_would_end_the_same_way() -> None:
+    objects = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    (island,) = (
+        each["spec"]
+        for each in objects
+        if each["kind"] == "Job" and each["metadata"]["name"] != "diloco-coordinator"
+    )
+
+    (rule,) = island["podFailurePolicy"]["rules"]
+    (container,) = island["template"]["spec"]["containers"]
+    final = {kind.exit_code for kind in (ConfigError, PlanMismatch, FingerprintMismatch, Fenced)}
+    assert rule == {
+        "action": "FailJob",
+        "onExitCodes": {
+            "containerName": container["name"],
+            "operator": "In",
+            "values": sorted(final),
+        },
+    }
+    # Kubernetes refuses the policy with any other.
+    assert island["template"]["spec"]["restartPolicy"] == "Never"
 
 
 def test_kubernetes_pods_type_what_is_understood(recorder: Recorder, run_file: Path) -> None:

@@ -37,7 +37,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     for name, seconds in (("_GONE_S", 0.2), ("_END_S", 0.5), ("_ASK_AGAIN_S", 0.1)):
         monkeypatch.setattr(local, name, seconds)
 
-    def build(*coordinators: str, island: str = SLEEPS, num_graceful: int = 1) -> LocalRun:
+    def build(
+        *coordinators: str,
+        island: str = SLEEPS,
+        num_graceful: int = 1,
+        resume_step: int | None = None,
+    ) -> LocalRun:
         """Start a run whose coordinator is each of these scripts in turn, the last one for ever."""
         scripts = list(coordinators)
 
@@ -49,7 +54,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
         monkeypatch.setattr(LocalRun, "_spawn", spawn)
         config = load_config(write_run(tmp_path, {"east": "", "west": ""}))
-        run = LocalRun(config, Request(num_graceful), _budget=RestartBudget(2, 0.01, 60.0))
+        request, budget = Request(num_graceful), RestartBudget(2, 0.01, 60.0)
+        run = LocalRun(config, request, resume_step, _budget=budget)
         runs.append(run)
         return run
 
@@ -139,3 +145,21 @@ def test_a_signal_before_the_coordinator_is_there_ends_the_start(make: Make) -> 
         run.start()
 
     assert run.islands == {}
+
+
+def test_a_coordinator_that_verifies_what_it_resumes_is_given_its_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_START_S", 0.0)
+    with pytest.raises(CoordinatorUnavailable, match="did not start"):
+        make(f"sleep 0.6; {STOPS}").start()
+
+    run = make(f"sleep 0.6; {STOPS}", resume_step=5)
+    run.start()
+
+    assert sorted(run.islands) == ["east", "west"]
+
+
+def test_a_coordinator_that_ends_instead_of_resuming_is_not_awaited(make: Make) -> None:
+    with pytest.raises(CoordinatorUnavailable, match=r"did not start \(exit code 2\)"):
+        make("exit 2", resume_step=5).start()

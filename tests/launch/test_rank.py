@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
+from diloco.config.load import load_config
 from diloco.data.corpus import TextCorpus
+from diloco.errors import DilocoError, IslandFailed, RunStopped
+from diloco.launch.connect import connect
+from diloco.launch.job import Job
+from diloco.launch.rank import _Rank, run_rank
+from tests.distributed import run_ranks
 from tests.run_files import run_to_end, write_run
 
 pytestmark = pytest.mark.timeout(120)
@@ -41,6 +50,52 @@ def test_more_held_out_sequences_than_there_are_is_refused_before_joining(tmp_pa
         f"evaluation.num_sequences = 1000000000: the held-out text has {available} sequences of "
         f"32 tokens; use 1 to {available}"
     ) in (tmp_path / "out" / "east-0.log").read_text()
+
+
+def ask_where_the_run_began(island_rank: int, run_file: str) -> tuple[str, int, str]:
+    overrides = ["run.warm_start=./export", "transport.unreachable=5s"]
+    config = load_config(run_file, overrides, island="east")
+    rank = _Rank(config, Job(island_rank, 2, ""), NOBODY, Path(run_file).parent)
+    # Shorter than the leader's patience, as it is where transport.unreachable is 600 s.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    with connect(config, NOBODY) as connection, pytest.raises(DilocoError) as failure:
+        rank._find_warm_start(connection)
+    return type(failure.value).__name__, failure.value.exit_code, str(failure.value)
+
+
+def test_all_ranks_wait_for_a_coordinator_that_is_away_and_end_alike(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, {"east": "dp_shard = 2"})
+
+    leader, other = run_ranks(ask_where_the_run_began, 2, str(run_file), timeout_s=110)
+
+    assert leader[:2] == ("CoordinatorUnavailable", 30)
+    assert other[:2] == ("IslandFailed", 30)
+    assert f"no coordinator answered at {NOBODY}" in other[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "level"), [(RunStopped("it is stopped"), "INFO"), (IslandFailed("it died"), "ERROR")]
+)
+def test_only_an_end_that_failed_is_logged_as_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: DilocoError,
+    level: str,
+) -> None:
+    config = load_config(write_run(tmp_path, {"east": ""}), island="east")
+    monkeypatch.setattr("diloco.launch.rank._log_to", Mock())  # the root logger is everybody's
+    monkeypatch.setattr(_Rank, "run", Mock(side_effect=error))
+
+    with caplog.at_level("INFO"):
+        code = run_rank(config, Job(0, 1, ""), coordinator_address=NOBODY, output_dir=tmp_path)
+
+    assert code == error.exit_code
+    (told,) = [r for r in caplog.records if r.name == "diloco.launch.rank"]
+    assert (told.levelname, told.getMessage()) == (
+        level,
+        f"island stops, exit_code={code}: {error}",
+    )
 
 
 def test_a_configured_link_takes_its_time(tmp_path: Path) -> None:

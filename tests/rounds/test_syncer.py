@@ -193,6 +193,7 @@ def test_initial_lanes_on_their_way_when_their_start_is_fenced_are_dropped(
 
         ack = wire.Ack.FromString((await upload).header)
         assert ack.message == "a newer start of island 'a' has joined"
+        assert ack.is_fenced
         assert run.syncer._services[0]._initial == {}
 
     run_virtual(scenario())
@@ -279,11 +280,28 @@ def test_a_grant_of_something_else_is_refused_everywhere(
 
         assert (await other.poll()).is_fenced
         assert (await other.submit()).status == wire.SUBMIT_STATUS_FENCED
-        assert not (await other.decline()).is_accepted
-        assert not (await other.upload_lane(0)).is_accepted
+        for ack in (await other.decline(), await other.upload_lane(0)):
+            assert (ack.is_accepted, ack.is_fenced) == (False, True)
         fetched = await other.call("fragment.fetch", wire.FetchHeader())
         assert wire.FetchReply.FromString(fetched.header).status == wire.FETCH_STATUS_FENCED
         assert run.incarnations.saved == {"a": 1, "b": 1}
+
+    run_virtual(scenario())
+
+
+def test_a_fragment_that_is_not_here_fences_nobody(setting: Setting) -> None:
+    async def scenario() -> None:
+        _, (a, _) = await founded(setting)
+        declined = await a.decline(replace(KEY, fragment_id=9))
+        uploaded = await a.call("fragment.upload", wire.UploadHeader(fragment_id=9))
+        fetched = await a.call("fragment.fetch", wire.FetchHeader(fragment_id=9))
+
+        for ack in (declined, wire.Ack.FromString(uploaded.header)):
+            assert (ack.is_accepted, ack.is_fenced) == (False, False)
+            assert ack.message == "this syncer has no such fragment"
+        reply = wire.FetchReply.FromString(fetched.header)
+        assert reply.status == wire.FETCH_STATUS_UNKNOWN
+        assert reply.message == "this syncer has no such fragment"
 
     run_virtual(scenario())
 
@@ -364,6 +382,7 @@ def test_a_lane_on_its_way_when_its_start_is_fenced_is_not_counted(
 
         reply = wire.SubmitReply.FromString((await submission).header)
         assert reply.status == wire.SUBMIT_STATUS_FENCED
+        assert "a newer start has joined" in reply.message
         service = run.syncer._services[0]
         assert (service.rounds.contributions, service._spool) == ({}, {})
 

@@ -98,6 +98,7 @@ def test_a_version_that_is_not_published_cannot_be_pinned(setting: Setting) -> N
         ack = await pin(a, 4, {0: 1})
 
         assert not ack.is_accepted
+        assert not ack.is_fenced
         assert "version 1 is not here to be kept" in ack.message
         assert pinned_steps(setting.directory) == []
 
@@ -109,7 +110,8 @@ def test_a_fenced_start_pins_nothing(setting: Setting) -> None:
         run, (a, _) = await founded(setting)
         await RawIsland(run, "a", 2).poll()
 
-        assert not (await pin(a, 4, {0: 0})).is_accepted
+        ack = await pin(a, 4, {0: 0})
+        assert (ack.is_accepted, ack.is_fenced) == (False, True)
         assert pinned_steps(setting.directory) == []
 
     run_virtual(scenario())

@@ -694,6 +694,46 @@ def test_a_newer_start_ends_the_older_at_once(setting: Setting) -> None:
     run_virtual(scenario())
 
 
+def test_a_pin_of_an_older_start_ends_it_although_no_poll_was_answered(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, a, _ = await started(setting)
+        a.control.on_reply = lambda method, header, reply: (
+            Reply(wire.PollReply().SerializeToString()) if method == "fragment.poll" else reply
+        )
+        await RawIsland(run, "a", 2).poll()
+
+        a.exchange.pin(0, a.session.versions)
+        await a.exchange.wait_until_pinned(0, 5.0)
+
+        # Anything else, its supervisor would start again: that would fence the newer one.
+        assert isinstance(a.exchange.failure, Fenced)
+        assert "a newer start has joined. See whether" in str(a.exchange.failure)
+
+    run_virtual(scenario())
+
+
+def test_an_upload_of_an_older_start_ends_it_although_no_poll_was_answered(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        older, other = WiredIsland(run, "a"), RawIsland(run, "b")
+        older.data.is_cut = True
+        starting = asyncio.create_task(older.start())
+        await other.poll()
+        await asyncio.sleep(5.0)  # it has been asked for its initial parameters
+        older.control.let_through = asyncio.Event()
+        await RawIsland(run, "a", 2).poll()
+
+        older.data.is_cut = False
+
+        with pytest.raises(Fenced, match=r"a newer start has joined\. See whether"):
+            await starting
+
+    run_virtual(scenario())
+
+
 def test_an_answer_that_no_repetition_can_mend_ends_the_island_at_once() -> None:
     async def broken(call: IncomingCall) -> Reply:
         raise ValueError("no")

@@ -6,13 +6,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from diloco.errors import ConfigError, PlanMismatch
+from diloco.errors import ConfigError, PlanMismatch, RunStopped
 from diloco.sync.groups import Groups, make_groups
 from tests.distributed import run_ranks
 
 
 def refuse() -> str:
     raise PlanMismatch("the plan differs")
+
+
+def find_it_stopped() -> str:
+    raise RunStopped("the run is stopped")
 
 
 def break_down() -> str:
@@ -31,6 +35,10 @@ def share(island_rank: int) -> dict[str, Any]:
         groups.leader_says("could not join", refuse)
     except Exception as error:
         seen["refused"] = (type(error).__name__, error.exit_code, str(error))  # type: ignore[attr-defined]
+    try:
+        groups.leader_says("cannot join", find_it_stopped)
+    except RunStopped as stopped:
+        seen["stopped"] = str(stopped)
     try:
         groups.leader_says("could not join", break_down)
     except Exception as error:
@@ -60,6 +68,8 @@ def test_ranks_share_what_the_leader_finds_and_how_it_fails() -> None:
     assert first["refused"] == ("PlanMismatch", 10, "the plan differs")
     told = "the leader of this island could not join: the plan differs"
     assert second["refused"] == ("IslandFailed", 10, told)
+    assert first["stopped"] == "the run is stopped"
+    assert second["stopped"] == "the leader of this island cannot join: the run is stopped"
     assert first["broken"] == ("ValueError", "a defect")
     told = "the leader of this island could not join: ValueError('a defect')"
     assert second["broken"] == ("IslandFailed", told), "at once, not when a collective times out"

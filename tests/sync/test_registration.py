@@ -274,6 +274,43 @@ def test_an_island_that_is_asked_to_stop_promises_and_hears_where() -> None:
     assert promised == [(False, 0)] * 3 + [(True, 8)] * 4
 
 
+def test_a_stop_that_is_taken_back_voids_the_promise_and_the_next_one_gets_another() -> None:
+    hold, not_asked = control.ReportReply(hold=True), control.ReportReply()
+    coordinator = FakeCoordinator(reports=[hold, hold, not_asked, hold, hold])
+    line = stop_line()
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        line.begin(0)
+        registration.start_reporting(Progress, lambda error: None, line)
+        await asyncio.sleep(1.5)
+        assert line.passing(4)
+        await asyncio.sleep(1.0)
+        assert line.after_holding() == 0
+        await asyncio.sleep(2.0)
+
+    run(coordinator, story, up=True)
+    promised = [(r.has_hold, r.hold_step) for r in coordinator.of(control.ReportRequest)]
+    assert promised == [(False, 0), (True, 4), (True, 4), (False, 0), (True, 8)]
+
+
+def test_who_holds_hears_of_the_end_of_the_run_and_does_not_go_on() -> None:
+    hold = control.ReportReply(hold=True)
+    end = control.ReportReply(stop=True, reason="the stop cannot end", exit_code=50)
+    coordinator = FakeCoordinator(reports=[hold, hold, end])
+    line, stops = stop_line(), list[DilocoError]()
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        line.begin(0)
+        registration.start_reporting(Progress, stops.append, line)
+        await asyncio.sleep(3.5)
+
+    run(coordinator, story, up=True)
+    assert [type(stop) for stop in stops] == [QuorumLost]
+    assert line.after_holding() is None
+
+
 def test_reports_name_the_checkpoints_that_are_kept() -> None:
     coordinator = FakeCoordinator()
 

@@ -135,7 +135,10 @@ class Killed(BaseException):
     """Stands for a crash of the loop between its last send and its checkpoint."""
 
 
-def test_a_stop_waits_for_an_island_that_dies_at_it_and_goes_on_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_taken_back", [False, True])
+def test_a_stop_waits_for_an_island_that_dies_at_it_or_is_taken_back(
+    tmp_path: Path, is_taken_back: bool
+) -> None:
     islands = {"east": "", "west": ""}
     loops = {"east": Loop(), "west": Loop(), "west again": Loop()}
     save, died_at = loops["west"].save, list[int]()
@@ -144,6 +147,11 @@ def test_a_stop_waits_for_an_island_that_dies_at_it_and_goes_on_with_it(tmp_path
         save(outer)
         until(lambda: served.reports["east"].checkpoint_steps == [outer.inner_step])
         died_at.append(outer.inner_step)
+        if is_taken_back:
+            served.go_on()
+            until(lambda: "east" in served.reports)
+            until(lambda: served.reports["east"].inner_step > outer.inner_step)
+            served.hold()
         raise Killed
 
     loops["west"].save = die  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ end with one checkpoint that all islands have, and a resume must go on from it b
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 import time
@@ -141,13 +142,16 @@ class Start:
             if promise is not None:
                 membership.apply(membership.promise(self.name, promise))
             stop_step, complete = membership.stop_step, membership.is_stop_complete
-            self.line.hear(stop_step, is_complete=complete)
+            self.line.hear(stop_step, is_asked=membership.is_stopping, is_complete=complete)
             await asyncio.sleep(REPORT_S)
 
 
 @dataclass
 class Stop:
-    """A run of islands a and b that is asked to stop; `victim` dies somewhere, and returns."""
+    """A run of islands a and b that is asked to stop; `victim` dies somewhere, and returns.
+
+    `is_taken_back`: not before the stop was taken back, because it stayed away.
+    """
 
     run: VirtualRun
     ask_after_s: float
@@ -155,6 +159,7 @@ class Stop:
     away_s: float = 3.0
     victim: str = "b"
     is_ignored: bool = False
+    is_taken_back: bool = False
     saved: dict[str, Checkpoint] = field(default_factory=dict)
     refused: list[Joined] = field(default_factory=list)
     ends: dict[str, VirtualIsland] = field(default_factory=dict)
@@ -188,6 +193,8 @@ class Stop:
                 self.first_stop_step = self.membership.stop_step
                 await start.end()
                 await asyncio.sleep(self.away_s)
+                if self.is_taken_back:
+                    self.membership.apply(self.membership.stop_without([name]))
                 continue
             await asyncio.sleep(1.5 * REPORT_S)
             await start.end()
@@ -270,6 +277,18 @@ def test_who_dies_after_the_checkpoint_is_complete_has_stopped(
     assert end == play(setting, "whole", is_ignored=True, ask_after_s=5.5)[1]
 
 
+@pytest.mark.parametrize("dies_at", ["received", "saved"])
+def test_a_stop_that_is_taken_back_leaves_no_trace(setting: Setting, dies_at: str) -> None:
+    how = {"ask_after_s": 5.5, "dies_at": dies_at, "away_s": SOON}
+    stop, end = play(setting, "taken back", is_taken_back=True, **how)
+
+    assert stop.first_stop_step == 6
+    assert stop.saved["a"].inner_step == 6, "it had its checkpoint, and waited"
+    assert stop.membership.is_finished and not stop.membership.is_stopped
+    assert {island.session.inner_step for island in stop.ends.values()} == {setting.inner_steps}
+    assert end == play(setting, "whole", is_ignored=True, **how)[1]
+
+
 def test_near_its_end_the_run_finishes_instead(setting: Setting) -> None:
     stop, _ = play(setting, "late", ask_after_s=15.5, dies_at="received")
 
@@ -289,9 +308,12 @@ def test_nothing_moves_where_nobody_dies(setting: Setting) -> None:
 
 
 def held(
-    setting: Setting, words: Sequence[tuple[int | None, bool]], failure: DilocoError | None = None
+    setting: Setting, words: Sequence[int | None], failure: DilocoError | None = None
 ) -> tuple[Stopping, float]:
-    """Hold after inner step 2 and checkpoint there while the coordinator says `words`."""
+    """Hold after inner step 2 and checkpoint there while the coordinator says `words`.
+
+    A word is the stop step, None while it is not decided, 0 once nobody asks for a stop.
+    """
 
     async def scenario() -> tuple[Stopping, float]:
         run = VirtualRun(setting)
@@ -303,11 +325,9 @@ def held(
         )
         line.begin(0)
         line.promise()
-        for number, (stop_step, is_complete) in enumerate(words):
-            loop.call_later(
-                100.0 * (number + 1),
-                lambda s=stop_step, c=is_complete: line.hear(s, is_complete=c),  # type: ignore[misc]
-            )
+        for number, word in enumerate(words):
+            hear = functools.partial(line.hear, word or None, is_asked=word != 0, is_complete=False)
+            loop.call_later(100.0 * (number + 1), hear)
         if failure is not None:
             loop.call_later(50.5, island.exchange.fail, failure)
         try:
@@ -326,11 +346,18 @@ def held(
 
 
 def test_who_holds_goes_on_as_the_coordinator_says(setting: Setting) -> None:
-    words = [(None, False), (2, False), (None, False), (4, False)]
-
-    stopping, at_s = held(setting, words)
+    stopping, at_s = held(setting, [None, 2, None, 4])
 
     assert (stopping.step, at_s) == (4, 400.0)
+
+
+@pytest.mark.parametrize("words", [[None, 0], [None, 2, None, 0]], ids=["holding", "checkpointed"])
+def test_who_waits_goes_on_when_the_stop_is_taken_back(
+    setting: Setting, words: list[int | None]
+) -> None:
+    stopping, at_s = held(setting, words)
+
+    assert (stopping.step, at_s) == (None, 100.0 * len(words))
 
 
 def test_who_holds_hears_of_a_failure_at_once(setting: Setting) -> None:
@@ -343,7 +370,7 @@ def test_who_holds_hears_of_a_failure_at_once(setting: Setting) -> None:
 def test_who_holds_gives_up_a_coordinator_that_stays_away(setting: Setting) -> None:
     told = r"not said for 600 s .* after inner step 2: start it again .*diloco coordinator"
     with pytest.raises(CoordinatorUnavailable, match=told) as raised:
-        held(setting, [(None, False), (2, False)])
+        held(setting, [None, 2])
 
     assert 800.0 < float(raised.value.__notes__[0]) <= 803.0
 
@@ -364,7 +391,7 @@ def hold_in_turns(island_rank: int) -> dict[str, Any]:
         clock=time.monotonic,
     )
     if island_rank == 0:
-        later = threading.Timer(5.0, line.hear, [2], {"is_complete": False})
+        later = threading.Timer(5.0, line.hear, [2], {"is_asked": True, "is_complete": False})
     else:
         missing = QuorumLost("b is missing")
         later = threading.Timer(6.0, lambda: setattr(exchange, "failure", missing))
