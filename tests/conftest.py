@@ -12,5 +12,6 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
 
-# Started by nohup, tests and the processes that they send SIGHUP to would ignore it.
+# Started by nohup, or in the background of a script, tests would pass on that these are ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
