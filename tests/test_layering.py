@@ -49,6 +49,10 @@ FORBIDDEN = [
     pytest.param("diloco.rounds.state", (*IMPURE, "torch"), (), id="rounds.state-is-pure"),
     pytest.param("diloco.coordinator.membership", (*IMPURE, "torch"), (), id="membership-is-pure"),
     *(
+        pytest.param(f"simulations.emulate.{name}", IMPURE, (), id=f"emulate.{name}-is-pure")
+        for name in ("config", "kernel", "line", "network", "packets")
+    ),
+    *(
         pytest.param(
             package,
             ENVIRONMENT,
@@ -75,6 +79,7 @@ IMPORTED_WITHOUT_TORCH = (
     "diloco.rounds.pins",
     "diloco.rounds.record",
     "diloco.rounds.state",
+    "simulations.emulate",
 )
 
 VAGUE_NAMES = {"common", "helpers", "misc", "util", "utils"}

@@ -121,7 +121,7 @@ class Setting:
         )
 
     def publication(self) -> PublicationRules:
-        return PublicationRules(self.uplink_codec, self.downlink_codec, self.optimizer)
+        return PublicationRules(self.uplink_codec, self.downlink_codec, self.optimizer, seed=0)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class VirtualIsland:
             control=control,
             data=data,
             grant=grant(name, incarnation, timeline),
-            rules=ExchangeRules(setting.uplink_codec, setting.error_feedback, 60.0, 600.0),
+            rules=ExchangeRules(setting.uplink_codec, setting.error_feedback, 60.0, 600.0, seed=0),
             rng=random.Random(0),
             on_event=self.events.append,
         )

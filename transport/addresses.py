@@ -1,4 +1,8 @@
-"""Addresses as text: ``host:port``, the host a name, an IPv4 address, or IPv6 in brackets."""
+"""Addresses as text: ``host:port``, the host a name, an IPv4 address, or IPv6 in brackets.
+
+Where a peer may be reached in several ways, they stand in one text, separated by commas, and are
+tried in that order.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,31 @@ def split_address(text: str) -> tuple[str, int]:
         ValueError: If it is not one; names what it should look like.
     """
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f'{text!r} must be HOST:PORT, such as "127.0.0.1:4711", port 0 to 65535')
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if (
+        not host
+        or not port.isdecimal()
+        or int(port) > 65535
+        or (":" in host and not is_bracketed)
+        or any(character.isspace() or character in ",/" for character in host)
+    ):
+        raise ValueError(
+            f'{text!r} must be HOST:PORT, such as "127.0.0.1:4711" or "[2001:db8::1]:4711", '
+            f"port 0 to 65535"
+        )
     return host, int(port)
+
+
+def split_candidates(text: str) -> list[str]:
+    """Split the addresses of one peer: ``10.0.0.5:4711, eu.example.org:4711``.
+
+    Raises:
+        ValueError: If one of them is no ``host:port``.
+    """
+    candidates = [part.strip() for part in text.split(",")]
+    for candidate in candidates:
+        split_address(candidate)
+    return candidates
 
 
 def is_loopback(host: str) -> bool:

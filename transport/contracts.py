@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from transport.identity import Identity
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 #: Version of the wire protocol; every header carries it.
@@ -47,6 +49,10 @@ class IncomingCall(Protocol):
     @property
     def peer(self) -> str:
         """Where the call came from, for messages only."""
+
+    @property
+    def caller(self) -> Identity | None:
+        """Who calls, by certificate or token; None where the transport asks for neither."""
 
     async def read_payload(self) -> Buffer:
         """Receive the whole payload, verified chunk by chunk.

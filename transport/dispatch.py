@@ -10,12 +10,20 @@ from transport.errors import (
     FrameError,
     HandlerFailed,
     MessageTooLarge,
+    Overloaded,
     TransportError,
+    Unauthorised,
     VersionMismatch,
 )
 from transport.framing import check_header
 
 _log = logging.getLogger(__name__)
+
+#: The caller's own fault: no trace of ours explains it.
+_REFUSALS = (
+    FrameError | ChecksumMismatch | MessageTooLarge | VersionMismatch | Unauthorised | Overloaded
+)
+_SHOWN = 100
 
 
 async def dispatch(handlers: Handlers, call: IncomingCall) -> Reply:
@@ -29,18 +37,26 @@ async def dispatch(handlers: Handlers, call: IncomingCall) -> Reply:
     try:
         handler = handlers.get(call.method)
         if handler is None:
-            raise HandlerFailed(f"no method {call.method!r} here, only {sorted(handlers)}")
+            method = call.method[:_SHOWN]
+            raise HandlerFailed(f"no method {method!r} here, only {sorted(handlers)}")
         reply = await handler(call)
         check_header(len(reply.header))
         return reply
     except Exception as error:
-        _log.warning("handler failed method=%s peer=%s", call.method, call.peer, exc_info=error)
+        refused = isinstance(error, _REFUSALS)
+        _log.warning(
+            "%s method=%s peer=%s: %s",
+            "call refused" if refused else "handler failed",
+            call.method[:_SHOWN],
+            call.caller.uri if call.caller else call.peer,
+            error,
+            exc_info=None if refused else error,
+        )
         raise as_peer_error(error) from error
 
 
 def as_peer_error(error: Exception) -> TransportError:
     """Turn what went wrong here into what the caller is told."""
-    kept = FrameError | ChecksumMismatch | MessageTooLarge | VersionMismatch | HandlerFailed
-    if isinstance(error, kept):
+    if isinstance(error, _REFUSALS | HandlerFailed):
         return type(error)(str(error))
     return HandlerFailed(f"{type(error).__name__}: {error}")

@@ -9,6 +9,8 @@
       MessageTooLarge           a declared size is over what the receiver allows    not
       VersionMismatch           the peer speaks another protocol version            not
       HandlerFailed             the peer's handler raised, or has no such method    not
+      Unauthorised              the peer does not know the caller, or refuses it    not
+      Overloaded                the peer has too much to do for the caller now      retryable
       TransportClosed           this end was closed by its owner                    not
 
 Whoever calls a transport sees these and nothing else; `diloco.sync.calls` maps them onward.
@@ -66,6 +68,16 @@ class VersionMismatch(TransportError):
 
 class HandlerFailed(TransportError):
     """The peer's handler raised, or does not exist; its message is carried over."""
+
+
+class Unauthorised(TransportError):
+    """The peer does not know the caller, or the caller may not do this."""
+
+
+class Overloaded(TransportError):
+    """A limit of the peer is reached; the call was not begun."""
+
+    is_retryable = True
 
 
 class TransportClosed(TransportError):

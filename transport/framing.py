@@ -23,7 +23,9 @@ from transport.errors import (
     FrameError,
     HandlerFailed,
     MessageTooLarge,
+    Overloaded,
     TransportError,
+    Unauthorised,
     VersionMismatch,
 )
 
@@ -33,6 +35,9 @@ MAX_HEADER_BYTES = 1 << 20
 DEFAULT_CHUNK_BYTES = 1 << 20
 #: Largest chunk that a receiver accepts, so that a message has a bound before it is read.
 MAX_CHUNK_BYTES = 8 << 20
+#: Most chunks of one payload: 64 GiB at the usual size. Without it a peer could declare a payload
+#: without end, or one of single bytes that costs a message each.
+MAX_CHUNKS = 1 << 16
 
 _MAGIC = b"DLCO"
 _CHECKSUM_BYTES = 8
@@ -44,6 +49,8 @@ _FAILURES: dict[int, type[TransportError]] = {
     3: ChecksumMismatch,
     4: MessageTooLarge,
     5: VersionMismatch,
+    6: Unauthorised,
+    7: Overloaded,
 }
 _MAX_FAILURE_BYTES = 1 << 16
 #: Largest message of this protocol.
@@ -152,6 +159,11 @@ class FrameReader:
             )
         if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise FrameError(f"the peer declares chunks of {chunk_bytes} bytes")
+        if payload_bytes > MAX_CHUNKS * chunk_bytes:
+            raise FrameError(
+                f"the peer declares {payload_bytes} bytes in chunks of {chunk_bytes}; "
+                f"{MAX_CHUNKS} chunks are allowed"
+            )
         self.header = bytes(body[_OPENING.size :])
         if failure:
             raise _FAILURES.get(failure, HandlerFailed)(self.header.decode(errors="replace"))

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import grpc
 import grpc.aio
 
+from transport.addresses import split_candidates
 from transport.contracts import Buffer, Reply
 from transport.errors import (
     ConnectError,
@@ -26,9 +27,21 @@ from transport.framing import (
     check_chunk_bytes,
     frame_messages,
 )
-from transport.grpc_wire import ACCEPTED_METADATA, CHANNEL_OPTIONS, SERVICE, STATUS_ERRORS
+from transport.grpc_wire import (
+    ACCEPTED_METADATA,
+    CANDIDATE_TIMEOUT_MS,
+    CHANNEL_OPTIONS,
+    SERVICE,
+    STATUS_ERRORS,
+    TOKEN_METADATA,
+)
+from transport.identity import Role, server_name
+from transport.tls import Tls
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
+
+#: Seconds for which calls in progress may go on over the connection of replaced certificates.
+_RETIRE_S = 300.0
 
 
 class GrpcTransport:
@@ -38,23 +51,51 @@ class GrpcTransport:
     the peer cannot be reached, so that `retry` decides what to do. It belongs to the event loop
     of its first call. Loops in several threads work side by side, but gRPC logs an error when
     one of them is closed while another handles its last events.
+
+    A call that never arrived is made again at the next address, in order; the one that answered
+    is the first that the next call tries. Names are resolved again at every reconnection.
     """
 
-    def __init__(self, address: str, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
-        """Keep the peer's ``host:port``; `chunk_bytes` is the chunk size of requests.
+    def __init__(
+        self,
+        address: str,
+        *,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        tls: Tls | None = None,
+        expects: Role = Role.COORDINATOR,
+        token: str = "",
+        proxy: str = "",
+    ) -> None:
+        """Keep where the peer is and how it is spoken to.
+
+        Args:
+            address: ``host:port`` of the peer; several, separated by commas, are tried in order.
+            chunk_bytes: Chunk size of requests.
+            tls: What this process shows and believes; None: plaintext.
+            expects: Whom the peer's certificate must name, wherever the peer is.
+            token: Sent with every call; empty: none.
+            proxy: ``http://[user:password@]host:port`` of a proxy that is asked to CONNECT.
 
         Raises:
-            ValueError: If `chunk_bytes` is out of range.
+            ValueError: If `address` is none or `chunk_bytes` is out of range.
         """
         check_chunk_bytes(chunk_bytes)
         self._address = address
+        self._candidates = split_candidates(address)
+        self._first = 0
         self._chunk_bytes = chunk_bytes
-        self._channel: grpc.aio.Channel | None = None
+        self._tls = tls
+        self._expects = expects
+        self._metadata = ((TOKEN_METADATA, token),) if token else ()
+        self._proxy = proxy
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stamp: object = None
+        self._retiring: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     @property
     def peer(self) -> str:
-        """The peer's ``host:port``."""
+        """The peer's ``host:port``, or several."""
         return self._address
 
     async def call(
@@ -69,18 +110,56 @@ class GrpcTransport:
         """Call `method`; see `contracts.Transport`."""
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
         self._check_open(method)
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
-        stream = self._channel.stream_stream(f"/{SERVICE}/{method}", None, None)
-        request = _Request(frame_messages(header, payload, self._chunk_bytes))
-        # This end keeps the deadline; the one that travels only lets the server give up too.
-        call = stream(request, timeout=deadline_s + 1.0)
+        num_candidates, first = len(self._candidates), self._first
         try:
-            async with asyncio.timeout(deadline_s):
-                return await self._read_reply(call, request, max_reply_bytes)
+            async with asyncio.timeout(deadline_s) as scope:
+                for n in range(num_candidates):
+                    index = (first + n) % num_candidates
+                    messages = frame_messages(header, payload, self._chunk_bytes)
+                    until = scope.when()
+                    assert until is not None
+                    try:
+                        reply = await self._call(index, method, messages, until, max_reply_bytes)
+                    except ConnectError:
+                        if n == num_candidates - 1:
+                            raise
+                    else:
+                        self._first = index
+                        return reply
         except TimeoutError:
             message = f"no answer within {deadline_s:g} s"
             raise self._error(DeadlineExceeded, message, method) from None
+        raise AssertionError("a peer has at least one address")
+
+    async def close(self) -> None:
+        """Release the connection; calls in flight raise `TransportClosed`."""
+        self._is_closed = True
+        channels, self._channels = self._channels, {}
+        retiring, self._retiring = self._retiring, set()
+        for task in retiring:
+            task.cancel()
+        for channel in channels.values():
+            await channel.close(None)
+        await asyncio.gather(*retiring, return_exceptions=True)
+
+    async def _call(
+        self,
+        index: int,
+        method: str,
+        messages: Iterator[bytes],
+        until: float,
+        max_reply_bytes: int,
+    ) -> Reply:
+        """Call the peer at one of its addresses."""
+        stream = self._channel(self._candidates[index]).stream_stream(
+            f"/{SERVICE}/{method}", None, None
+        )
+        request = _Request(messages)
+        # This end keeps the deadline; the one that travels only lets the server give up too.
+        left_s = until - asyncio.get_running_loop().time()
+        call = stream(request, timeout=max(left_s, 0.0) + 1.0, metadata=self._metadata)
+        try:
+            return await self._read_reply(call, request, max_reply_bytes)
         except grpc.aio.AioRpcError as error:
             raise await self._translate(error, call, method) from error
         except TransportError as error:
@@ -93,12 +172,30 @@ class GrpcTransport:
         finally:
             call.cancel()
 
-    async def close(self) -> None:
-        """Release the connection; calls in flight raise `TransportClosed`."""
-        self._is_closed = True
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close(None)
+    def _channel(self, candidate: str) -> grpc.aio.Channel:
+        """Return the connection to an address, a new one after a change of certificates."""
+        stamp = self._tls.stamp if self._tls else None
+        if stamp != self._stamp:
+            retired, self._channels, self._stamp = self._channels, {}, stamp
+            for channel in retired.values():
+                task = asyncio.get_running_loop().create_task(_retire(channel))
+                self._retiring.add(task)
+                task.add_done_callback(self._retiring.discard)
+        if candidate not in self._channels:
+            self._channels[candidate] = self._open(candidate)
+        return self._channels[candidate]
+
+    def _open(self, candidate: str) -> grpc.aio.Channel:
+        options: dict[str, int | str] = dict(CHANNEL_OPTIONS)
+        if len(self._candidates) > 1:
+            options["grpc.min_reconnect_backoff_ms"] = CANDIDATE_TIMEOUT_MS
+        if self._proxy:
+            options |= {"grpc.enable_http_proxy": 1, "grpc.http_proxy": self._proxy}
+        if self._tls is None:
+            return grpc.aio.insecure_channel(candidate, options=tuple(options.items()))
+        options["grpc.ssl_target_name_override"] = server_name(self._expects)
+        credentials = self._tls.channel_credentials()
+        return grpc.aio.secure_channel(candidate, credentials, options=tuple(options.items()))
 
     async def _read_reply(self, call: _Call, request: _Request, max_reply_bytes: int) -> Reply:
         first = await call.read()
@@ -126,7 +223,10 @@ class GrpcTransport:
         kind = STATUS_ERRORS.get(code, PeerReset)
         if kind is PeerReset and ACCEPTED_METADATA not in tuple(await call.initial_metadata()):
             kind = ConnectError
-        return self._error(kind, f"{error.details()} ({code.name})", method)
+        hint = ""
+        if kind is ConnectError and self._tls is not None:
+            hint = _tls_hint(str(error.details()), self._tls.days_left)
+        return self._error(kind, f"{error.details()} ({code.name}){hint}", method)
 
     def _check_open(self, method: str) -> None:
         if self._is_closed:
@@ -149,6 +249,31 @@ class _Request(Iterator[bytes]):
         except StopIteration:
             self.is_sent = True
             raise
+
+
+async def _retire(channel: grpc.aio.Channel) -> None:
+    """Let the calls in progress of a connection end, for some time."""
+    try:
+        await channel.close(_RETIRE_S)
+    except asyncio.CancelledError:
+        await channel.close(None)
+        raise
+
+
+def _tls_hint(details: str, days_left: float) -> str:
+    """Say what a broken handshake means; the peer tells only its own log why it hangs up."""
+    if days_left < 0:
+        return f"; the certificate of this process expired {-days_left:.1f} days ago"
+    if "Hostname Verification" in details:
+        return "; the peer's certificate is of another role: is this the right address?"
+    if "CERTIFICATE_VERIFY_FAILED" in details or "BAD_SIGNATURE" in details:
+        return "; the peer's certificate is not valid for this run: diloco certs show, at its site"
+    if "Socket closed" in details or "handshake" in details.lower():
+        return (
+            "; the peer hung up before TLS was agreed: it does not speak TLS, or does not accept "
+            "this process's certificate (its log says why; diloco certs show)"
+        )
+    return ""
 
 
 def _is_own_task_cancelled() -> bool:

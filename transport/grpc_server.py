@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeAlias, cast
 
 import grpc
@@ -13,7 +14,7 @@ import grpc.aio
 from transport.addresses import is_loopback, split_address
 from transport.contracts import Buffer, Handlers
 from transport.dispatch import as_peer_error, dispatch
-from transport.errors import FrameError, TransportError
+from transport.errors import FrameError, TransportError, Unauthorised
 from transport.framing import (
     DEFAULT_CHUNK_BYTES,
     FrameReader,
@@ -21,7 +22,11 @@ from transport.framing import (
     frame_failure,
     frame_messages,
 )
-from transport.grpc_wire import ACCEPTED_METADATA, SERVER_OPTIONS, SERVICE
+from transport.grpc_wire import ACCEPTED_METADATA, SERVER_OPTIONS, SERVICE, TOKEN_METADATA
+from transport.identity import Identity
+from transport.limits import Limits, Turnstile
+from transport.tls import Tls
+from transport.tokens import TokenTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
@@ -36,7 +41,10 @@ class GrpcServer:
         bind: str,
         handlers: Handlers,
         *,
+        tls: Tls | None = None,
+        tokens: TokenTable | None = None,
         insecure: bool = False,
+        limits: Limits | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> None:
         """Keep where to listen and what to serve; nothing is bound before `start`.
@@ -44,22 +52,31 @@ class GrpcServer:
         Args:
             bind: ``host:port``; port 0 draws a free one at every `start`.
             handlers: Coroutines by method name. A handler is cancelled when its caller goes away.
+            tls: What this process shows, and whom it believes; None: plaintext.
+            tokens: What every call must carry; None: no token is asked for.
             insecure: Allow an address that other machines can reach, without encryption.
+            limits: What is borne from callers; None: the usual limits.
             chunk_bytes: Chunk size of replies.
 
         Raises:
-            ValueError: If `bind` is not ``host:port``, or not loopback and `insecure` is false.
+            ValueError: If `bind` is not ``host:port``, or reached by other machines without TLS
+                and `insecure` is false.
         """
         host, _ = split_address(bind)
-        if not (insecure or is_loopback(host)):
+        if not (tls or insecure or is_loopback(host)):
             raise ValueError(
-                f"bind = {bind!r} can be reached from other machines and TLS is not there yet: "
-                "bind to 127.0.0.1, or set insecure = true on a network that you trust"
+                f"bind = {bind!r} can be reached from other machines and there are no "
+                "certificates: make some (diloco certs init), bind to 127.0.0.1, or set "
+                "insecure = true on a network that you trust"
             )
         check_chunk_bytes(chunk_bytes)
         self._bind = bind
         self._host = host
         self._handlers = handlers
+        self._tls = tls
+        self._tokens = tokens
+        self._limits = limits or Limits()
+        self._turnstile = Turnstile(self._limits)
         self._chunk_bytes = chunk_bytes
         self._address = ""
         self._server: grpc.aio.Server | None = None
@@ -76,11 +93,15 @@ class GrpcServer:
         Raises:
             OSError: If the address cannot be bound, another process using it included.
         """
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        bound = (("grpc.max_allowed_incoming_connections", self._limits.connections),)
+        server = grpc.aio.server(options=SERVER_OPTIONS + bound)
         router = cast("grpc.GenericRpcHandler[bytes, bytes]", _Router(self._serve))
         server.add_generic_rpc_handlers((router,))
         try:
-            port = server.add_insecure_port(self._bind)
+            if self._tls is None:
+                port = server.add_insecure_port(self._bind)
+            else:
+                port = server.add_secure_port(self._bind, self._tls.server_credentials())
         except RuntimeError as error:
             raise OSError(
                 errno.EADDRINUSE,
@@ -100,19 +121,72 @@ class GrpcServer:
     async def _serve(self, method: str, context: _Context) -> None:
         await context.send_initial_metadata((ACCEPTED_METADATA,))
         try:
-            first = await context.read()
-            if not isinstance(first, bytes):  # the end of the stream is another type
-                raise FrameError("the call ended before its first message")
-            reply = await dispatch(self._handlers, _GrpcCall(method, FrameReader(first), context))
-            messages = frame_messages(reply.header, reply.payload, self._chunk_bytes)
+            async with asyncio.timeout(self._limits.call_s):
+                await self._answer(method, context)
+        except TimeoutError:
+            # It does not read its reply, or sends without end: nothing that is said reaches it.
+            _log.warning("call ended by its limit method=%.100s peer=%s", method, context.peer())
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "this call took too long")
+
+    async def _answer(self, method: str, context: _Context) -> None:
+        messages: Iterable[bytes]
+        try:
+            caller = self._identify(context)
+            key = caller.uri if caller else context.peer()
+            self._turnstile.enter(key, method, asyncio.get_running_loop().time())
         except TransportError as error:
-            messages = iter((frame_failure(as_peer_error(error)),))
+            _log.warning("call refused method=%.100s peer=%s: %s", method, context.peer(), error)
+            await self._send((frame_failure(as_peer_error(error)),), context)
+            return
+        try:
+            try:
+                stream = _Stream(context, self._limits.silence_s)
+                call = _GrpcCall(method, FrameReader(await stream.first()), stream, caller)
+            except TransportError as error:
+                _log.warning("call refused method=%.100s peer=%s: %s", method, key, error)
+                messages = (frame_failure(as_peer_error(error)),)
+            else:
+                messages = await self._reply(call)
+            await self._send(messages, context)
+        finally:
+            self._turnstile.leave(key, method)
+
+    async def _reply(self, call: _GrpcCall) -> Iterable[bytes]:
+        try:
+            reply = await dispatch(self._handlers, call)
+            return frame_messages(reply.header, reply.payload, self._chunk_bytes)
+        except TransportError as error:
+            return (frame_failure(as_peer_error(error)),)
+
+    async def _send(self, messages: Iterable[bytes], context: _Context) -> None:
+        """Write a reply to the end and hear the caller out."""
         for message in messages:
-            await context.write(message)
+            async with asyncio.timeout(self._limits.silence_s):
+                await context.write(message)
         # Ending the call while the caller is still sending could cost it the reply. It stops as
         # soon as it has the reply, so what is thrown away here is what was on its way.
-        while isinstance(await context.read(), bytes):
-            pass
+        async with asyncio.timeout(self._limits.silence_s):
+            while isinstance(await context.read(), bytes):
+                pass
+
+    def _identify(self, context: _Context) -> Identity | None:
+        """Say who calls, by certificate and token.
+
+        Raises:
+            Unauthorised: If one of them is asked for and not valid, or they are of two identities.
+        """
+        certified = named = None
+        if self._tls is not None:
+            pems = context.auth_context().get("x509_pem_cert", ())
+            certified = self._tls.identify(b"".join(pems))
+        if self._tokens is not None:
+            tokens = [v for k, v in context.invocation_metadata() or () if k == TOKEN_METADATA]
+            named = self._tokens.identify(str(tokens[0]) if len(tokens) == 1 else "")
+        if certified and named and certified != named:
+            raise Unauthorised(
+                f"the certificate is that of {certified.short}, the token that of {named.short}"
+            )
+        return certified or named
 
 
 class _Router:
@@ -137,26 +211,53 @@ class _Router:
         return grpc.stream_stream_rpc_method_handler(serve)
 
 
+class _Stream:
+    """What a caller sends, message by message, none of them waited for without end."""
+
+    def __init__(self, context: _Context, silence_s: float) -> None:
+        self.peer = context.peer()
+        self._context = context
+        self._silence_s = silence_s
+
+    async def first(self) -> bytes:
+        message = await self.read()
+        if message is None:
+            raise FrameError("the call ended before its first message")
+        return message
+
+    async def read(self) -> bytes | None:
+        """Return the next message; None at the end, which gRPC says by another type."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                message = await self._context.read()
+        except TimeoutError:
+            raise FrameError(f"the caller sent nothing for {self._silence_s:g} s") from None
+        return message if isinstance(message, bytes) else None
+
+
 class _GrpcCall:
     """A call whose payload still sits in the stream."""
 
-    def __init__(self, method: str, reader: FrameReader, context: _Context) -> None:
+    def __init__(
+        self, method: str, reader: FrameReader, stream: _Stream, caller: Identity | None
+    ) -> None:
         self.method = method
         self.header = reader.header
         self.payload_bytes = reader.payload_bytes
-        self.peer = context.peer()
+        self.peer = stream.peer
+        self.caller = caller
         self._reader: FrameReader | None = reader
-        self._context = context
+        self._stream = stream
 
     async def read_payload(self) -> Buffer:
         reader, self._reader = self._reader, None
         assert reader is not None, "read_payload called twice"
         reader.accept(reader.payload_bytes)
         while not reader.is_complete:
-            message = await self._context.read()
-            if not isinstance(message, bytes):
+            message = await self._stream.read()
+            if message is None:
                 raise reader.truncated()
             reader.feed(message)
-        if isinstance(await self._context.read(), bytes):
+        if await self._stream.read() is not None:
             raise FrameError(f"the caller sent more than the {reader.payload_bytes} bytes declared")
         return reader.payload

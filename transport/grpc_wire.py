@@ -17,12 +17,19 @@ SERVICE = "diloco.wire.v1"
 
 #: Sent by a server as soon as it takes a call; a call that broke without it never arrived.
 ACCEPTED_METADATA = ("diloco-accepted", "1")
+#: Carries a caller's token.
+TOKEN_METADATA = "diloco-token"
 
 KEEPALIVE_TIME_MS = 20_000
 # A ping waits behind the data before it: a full socket buffer takes seconds on a thin link.
 KEEPALIVE_TIMEOUT_MS = 30_000
 CONNECT_TIMEOUT_MS = 5_000
+#: The same where the next address is waiting to be tried.
+CANDIDATE_TIMEOUT_MS = 2_000
 MAX_RECONNECT_WAIT_MS = 1_000
+HANDSHAKE_TIMEOUT_MS = 20_000
+IDLE_CONNECTION_MS = 600_000
+MAX_METADATA_BYTES = 8 << 10
 
 _BOTH = (
     # A payload has no limit; a message has, by the protocol, so none is received unbounded.
@@ -33,6 +40,8 @@ _BOTH = (
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # Payloads are compressed by codecs, if at all; a message that swells is refused unread.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 
 CHANNEL_OPTIONS = (
@@ -43,6 +52,8 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     # Which way a call takes is configuration, never the environment's http_proxy.
     ("grpc.enable_http_proxy", 0),
+    # A server that comes back under another address of its name is found soon, too.
+    ("grpc.dns_min_time_between_resolutions_ms", MAX_RECONNECT_WAIT_MS),
     # A restarted server is found within about a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_WAIT_MS),
@@ -56,6 +67,11 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     # Clients ping every KEEPALIVE_TIME_MS: allow that with room, or they get too_many_pings.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 4),
+    # Whoever connects and says nothing, or never calls, is let go.
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+    ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 )
 
 #: What the gRPC runtime itself reports. Failures of handlers are frames, not status codes: an

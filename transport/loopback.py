@@ -176,6 +176,7 @@ class _LoopbackCall:
         self.method = method
         self.header = header
         self.peer = peer
+        self.caller = None
         self.payload_bytes = len(payload)
         self._payload: bytearray | None = payload
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from transport.contracts import Buffer, Reply, Transport
-from transport.errors import DeadlineExceeded, TransportClosed
+from transport.deadlines import Deadlines, seconds_left
 from transport.framing import check_call
 from transport.link import LinkState
 
@@ -29,8 +29,7 @@ class ShapedTransport:
         self._inner = inner
         self._up = up
         self._down = down
-        self._scopes: set[asyncio.Timeout] = set()
-        self._is_closed = False
+        self._deadlines = Deadlines(inner.peer)
 
     @property
     def peer(self) -> str:
@@ -52,42 +51,22 @@ class ShapedTransport:
         way back.
         """
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
-        self._check_open(method)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
-        scope = asyncio.timeout_at(deadline)
-        self._scopes.add(scope)
-        try:
-            async with scope:
-                await _cross(self._up, len(header) + memoryview(payload).nbytes)
-                # At the very deadline nothing is left, but the scope has the last word.
-                reply = await self._inner.call(
-                    method,
-                    header,
-                    payload,
-                    deadline_s=max(deadline - loop.time(), 1e-9),
-                    max_reply_bytes=max_reply_bytes,
-                )
-                await _cross(self._down, len(reply.header) + memoryview(reply.payload).nbytes)
-                return reply
-        except TimeoutError:
-            self._check_open(method)
-            message = f"no answer within {deadline_s:g} s"
-            raise DeadlineExceeded(message, peer=self.peer, method=method) from None
-        finally:
-            self._scopes.discard(scope)
+        async with self._deadlines.within(method, deadline_s) as scope:
+            await _cross(self._up, len(header) + memoryview(payload).nbytes)
+            reply = await self._inner.call(
+                method,
+                header,
+                payload,
+                deadline_s=seconds_left(scope),
+                max_reply_bytes=max_reply_bytes,
+            )
+            await _cross(self._down, len(reply.header) + memoryview(reply.payload).nbytes)
+            return reply
 
     async def close(self) -> None:
         """Close the inner transport; calls in flight raise `TransportClosed`."""
-        self._is_closed = True
-        for scope in self._scopes:
-            if not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time())
+        self._deadlines.close()
         await self._inner.close()
-
-    def _check_open(self, method: str) -> None:
-        if self._is_closed:
-            raise TransportClosed("this transport was closed", peer=self.peer, method=method)
 
 
 async def _cross(link: LinkState, num_bytes: int) -> None:

@@ -136,10 +136,11 @@ class _Island:
             data=network.connect(_SYNCER),
             grant=Grant(run=config.run.name, island=name, incarnation=1, roles=[ROLE_ISLAND]),
             rules=ExchangeRules(
-                uplink_codec=config.outer.uplink_codec,
+                uplink_codec=config.outer.uplink,
                 error_feedback=config.outer.error_feedback,
                 rpc_deadline_s=_DEADLINE_S,
                 unreachable_s=_DEADLINE_S,
+                seed=config.run.seed,
             ),
             rng=random.Random(name),
             on_event=lambda _: None,

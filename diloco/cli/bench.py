@@ -125,6 +125,35 @@ def utilisation(json_target: JsonTarget = "", require: Require = False) -> None:
     _show(report, json_target, require=require)
 
 
+@bench.command()
+def codec(
+    names: Annotated[
+        list[str] | None, typer.Option("--codec", metavar="NAME", help="Only these; repeatable.")
+    ] = None,
+    json_target: JsonTarget = "",
+    require: Require = False,
+) -> None:
+    """Time every codec's encode and decode, eager and compiled, beside a copy of the same values.
+
+    One thread, 4 million float32 values at once; about two minutes, most of them for compiling.
+
+    Read "encode" and "decode": GB of float32 (not coded) a CPU second, so that 4 bits a value at x
+    GB/s fill a link of x Gbit/s; "/copy": the same as a share of copying the values in memory, in
+    the same run; "error": what is lost of seeded normal values, relative to them, which with error
+    feedback the next contribution carries.
+    """
+    from diloco.bench.codec import SETTING, run_codec
+    from diloco.cli.progress import counting
+
+    with counting(_console(json_target)) as show:
+        report = run_codec(
+            SETTING,
+            names or [],
+            on_progress=lambda done, total: show("codecs", done, total),
+        )
+    _show(report, json_target, require=require)
+
+
 def _console(json_target: str) -> Console:
     """Standard error, so that progress never mixes with what is asked for."""
     from rich.console import Console

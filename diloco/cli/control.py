@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from google.protobuf.message import Message
 
     from protos.control_pb2 import StatusReply
+    from transport.contracts import Transport
 
 _WATCH_S = 1.0
 _RESTART_S = 15.0
@@ -64,21 +65,35 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one line a look, instead of tables.")
     ] = False,
+    certs: Annotated[
+        str, typer.Option(metavar="DIR", help="Directory with ca.pem and operator.pem.")
+    ] = "",
+    tokens: Annotated[str, typer.Option(metavar="DIR", help="Directory with operator.token.")] = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Ask beyond this machine without encryption.")
+    ] = False,
 ) -> None:
     """Show a run: its islands, fragments, versions, staleness and throughput."""
+    from diloco.launch.security import Security
+    from transport.identity import Identity, Role
+
+    _check_address(address)
+    operator = Identity("", Role.OPERATOR)
+    security = Security.open(operator, certs=certs, tokens=tokens, insecure=insecure)
+    transport = security.transport(address, Role.COORDINATOR)
     try:
-        asyncio.run(_show(address, watch=watch, as_json=as_json))
+        asyncio.run(_show(transport, watch=watch, as_json=as_json))
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 
 
-async def _show(address: str, *, watch: bool, as_json: bool) -> None:
+async def _show(transport: Transport, *, watch: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
     from diloco.cli.tables import status_view
 
-    looks = _looks(address, watch=watch)
+    looks = _looks(transport, watch=watch)
     if as_json:
         async for reply in looks:
             typer.echo(json.dumps(as_plain(reply)))
@@ -91,13 +106,10 @@ async def _show(address: str, *, watch: bool, as_json: bool) -> None:
                 live.update(status_view(reply), refresh=True)
 
 
-async def _looks(address: str, *, watch: bool) -> AsyncIterator[StatusReply]:
+async def _looks(transport: Transport, *, watch: bool) -> AsyncIterator[StatusReply]:
     """Ask the coordinator once, or every second for ever; a watcher bears with its restart."""
     from diloco.launch.status import ask_status
-    from transport.grpc_client import GrpcTransport
 
-    _check_address(address)
-    transport = GrpcTransport(address)
     try:
         yield await ask_status(transport)
         while watch:
@@ -126,11 +138,15 @@ def as_plain(message: Message) -> dict[str, Any]:
 
 def _check_address(address: str) -> None:
     from diloco.errors import ConfigError
-    from transport.addresses import split_address
+    from transport.addresses import split_address, split_candidates
+    from transport.hivemind_address import is_peer_address, parse_peer_address
 
     try:
-        _, port = split_address(address)
+        if is_peer_address(address):
+            parse_peer_address(address)
+            return
+        ports = [split_address(candidate)[1] for candidate in split_candidates(address)]
     except ValueError as error:
         raise ConfigError(f"{error}: write it as the coordinator printed it") from None
-    if port == 0:
+    if 0 in ports:
         raise ConfigError(f"{address!r} has no port: write it as the coordinator printed it")

@@ -85,6 +85,7 @@ def island(
     from diloco.launch.address import find_coordinator
     from diloco.launch.island import run_island
     from diloco.launch.place import Place
+    from diloco.launch.security import INSECURE_WARNING
 
     config = load_config(run_file, overrides or (), island=name)
     place = Place.of(config.island.ranks, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
@@ -92,8 +93,10 @@ def island(
     directory = output or config.telemetry_dir
     if resume:
         typer.echo(_found_text(config))
+    if config.transport.insecure:
+        typer.echo(f"warning: {INSECURE_WARNING}", err=True)
     typer.echo(f"island {name} goes to the coordinator at {address}; logs and events: {directory}")
-    with _showing(name, address):
+    with _showing(config, name, address):
         code = run_island(config, name, address, directory, place)
     if code == 0:
         typer.echo(f"island {name} is done: the run has finished, or was stopped at a checkpoint")
@@ -132,24 +135,28 @@ def plan(
 
 
 @contextlib.contextmanager
-def _showing(name: str, address: str) -> Iterator[None]:
+def _showing(config: Config, name: str, address: str) -> Iterator[None]:
     """Show where the island stands, as the coordinator has heard it, while the island lives."""
     from rich.console import Console
 
     from diloco.cli.progress import waiting
     from diloco.cli.tables import island_text
     from diloco.errors import CoordinatorUnavailable
-    from diloco.launch.status import look
+    from diloco.launch.security import Security
+    from diloco.launch.status import ask_status
     from diloco.sync.io_thread import IoThread
+    from transport.identity import Role
 
     if "RANK" in os.environ:  # one rank of a job, whose launcher shows what it wants
         yield
         return
+    security = Security.of(config, Role.ISLAND, name).knowing(address)
+    transport = security.transport(address, Role.COORDINATOR)
     io = IoThread()
 
     def tell() -> str:
         try:
-            return f"island {name} {island_text(io.run(look(address)), name)}"
+            return f"island {name} {island_text(io.run(ask_status(transport)), name)}"
         except CoordinatorUnavailable:
             return (
                 f"island {name}: the coordinator at {address} does not answer; if it does not "
@@ -161,6 +168,7 @@ def _showing(name: str, address: str) -> Iterator[None]:
         with waiting(Console(stderr=True), tell, every_s=_LINE_EVERY_S):
             yield
     finally:
+        io.run(transport.close())
         io.stop()
 
 

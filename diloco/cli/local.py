@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,12 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
 
     from diloco.config.schema import Config
+    from diloco.launch.emulated import Emulated
     from diloco.launch.ending import Request
     from diloco.launch.local import LocalRun
     from diloco.launch.summary import Summary
     from protos.control_pb2 import StatusReply
+    from transport.contracts import Transport
 
 _LINE_EVERY_S = 10.0
 _SHOWN_LINES = 6
@@ -67,10 +70,14 @@ def local(
     summary in words (summary.json has it too) and plots. Ctrl-C stops the run: the islands go on to
     one inner step and write a checkpoint, from which --resume goes on. A second Ctrl-C ends every
     process at once.
+
+    Under `diloco emulate WAN.toml --` each island is in a network namespace of its own, and
+    transport.link shapes nothing.
     """
     from rich.console import Console
 
     from diloco.config.load import load_config
+    from diloco.launch.emulated import Emulated
     from diloco.launch.ending import Interrupted, heeding_signals
     from diloco.launch.local import without_links
 
@@ -78,11 +85,13 @@ def local(
     config = load_config(run_file, overrides or ())
     if islands:
         config = without_links(config, islands)
+    if (emulated := Emulated.surrounding(os.environ)) is not None:
+        config = emulated.placed(config)
     command = _command(run_file, overrides or (), islands)
     step = _prepare(config, console, command, fresh=fresh, resume=resume, at=at)
     with heeding_signals(num_graceful=1) as request:
         try:
-            code, is_stopped = _run(config, console, request, step)
+            code, is_stopped = _run(config, console, request, step, emulated)
         except Interrupted:
             code, is_stopped = 0, True
     if is_stopped:
@@ -95,7 +104,7 @@ def local(
         raise typer.Exit(code)
     if request.number:
         console.print(_FINISHED_BEFORE, highlight=False, soft_wrap=True)
-    _tell_end(config, console, as_json=as_json)
+    _tell_end(config, console, emulated, as_json=as_json)
 
 
 def _prepare(
@@ -154,13 +163,17 @@ def _command(run_file: Path, overrides: Sequence[str], islands: int) -> str:
 
 
 def _run(
-    config: Config, console: Console, request: Request, resume_step: int | None
+    config: Config,
+    console: Console,
+    request: Request,
+    resume_step: int | None,
+    emulated: Emulated | None,
 ) -> tuple[int, bool]:
     """Run every process to its end; returns the first failure or 0, and whether it was stopped."""
     from diloco.cli.progress import waiting
     from diloco.launch.local import LocalRun
 
-    with LocalRun(config, request, resume_step) as run:
+    with LocalRun(config, request, resume_step, emulated) as run:
         reading = "" if resume_step is None else ", which reads the whole checkpoint"
         with waiting(console, f"waiting for the coordinator{reading}"):
             run.start()
@@ -182,8 +195,12 @@ def _watch(run: LocalRun, console: Console) -> int:
     from rich.live import Live
 
     from diloco.cli.tables import run_text, status_view
+    from diloco.launch.security import Security
     from diloco.sync.io_thread import IoThread
+    from transport.identity import Role
 
+    security = Security.of(run.config, Role.OPERATOR)
+    transport = security.transport(run.address, Role.COORDINATOR)
     io = IoThread()
     io.start()
     last_line = time.monotonic()
@@ -201,7 +218,7 @@ def _watch(run: LocalRun, console: Console) -> int:
         if time.monotonic() - last_line < _LINE_EVERY_S:
             return
         last_line = time.monotonic()
-        if (reply := io.run(_status(run.address))) is not None:
+        if (reply := io.run(_status(transport))) is not None:
             console.print(run_text(reply), highlight=False, soft_wrap=True)
 
     # A terminal that was closed shows nothing any more: no reason for the run to fail.
@@ -212,11 +229,12 @@ def _watch(run: LocalRun, console: Console) -> int:
 
             def draw() -> None:
                 tell_of_stop()
-                if (reply := io.run(_status(run.address))) is not None:
+                if (reply := io.run(_status(transport))) is not None:
                     live.update(status_view(reply), refresh=True)
 
             return run.wait(_surviving(draw))
     finally:
+        io.run(transport.close())
         io.stop()
 
 
@@ -230,13 +248,13 @@ def _surviving(show: Callable[[], None]) -> Callable[[], None]:
     return shown
 
 
-async def _status(address: str) -> StatusReply | None:
+async def _status(transport: Transport) -> StatusReply | None:
     """Ask the coordinator; None while it does not answer (it may be starting again)."""
     from diloco.errors import CoordinatorUnavailable
-    from diloco.launch.status import look
+    from diloco.launch.status import ask_status
 
     try:
-        return await look(address)
+        return await ask_status(transport)
     except CoordinatorUnavailable:
         return None
 
@@ -281,7 +299,9 @@ def _stopped_text(config: Config, command: str) -> str:
     )
 
 
-def _tell_end(config: Config, console: Console, *, as_json: bool) -> None:
+def _tell_end(
+    config: Config, console: Console, emulated: Emulated | None, *, as_json: bool
+) -> None:
     """Check and say what the run was."""
     from diloco.cli.progress import waiting
     from diloco.launch.summary import read_events
@@ -292,7 +312,10 @@ def _tell_end(config: Config, console: Console, *, as_json: bool) -> None:
     with waiting(console, "recomputing the last versions from their contributions"):
         summary = _summary(config, events)
     path = state_dir / "summary.json"
-    path.write_text(json.dumps(summary.as_dict(), indent=2) + "\n")
+    values = summary.as_dict()
+    if emulated is not None:
+        values["emulation"] = emulated.description
+    path.write_text(json.dumps(values, indent=2) + "\n")
     if as_json:
         typer.echo(path.read_text())
     with waiting(console, "drawing plots"):

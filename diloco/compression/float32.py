@@ -19,7 +19,7 @@ class Float32Codec:
         return 4 * numel
 
     @torch.no_grad()
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor, key: int = 0) -> Tensor:
         """Copy the values' bytes; see `Codec.encode`."""
         check_flat(self.name, values)
         check_finite(self.name, values)

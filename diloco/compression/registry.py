@@ -5,12 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
+
 from diloco.compression.base import Codec
+from diloco.compression.blocks import BlockCodec
+from diloco.compression.float16 import Float16Codec
 from diloco.compression.float32 import Float32Codec
-from diloco.compression.int4 import Int4Codec
+from diloco.compression.levels import E2M1, E3M0, INT2, INT4, INT8
+from diloco.compression.sparse import TopKCodec
 from diloco.errors import ConfigError
 
-_ALL: tuple[Codec, ...] = (Float32Codec(), Int4Codec())
+_ALL: tuple[Codec, ...] = (
+    Float32Codec(),
+    Float16Codec("float16", torch.float16),
+    Float16Codec("bfloat16", torch.bfloat16),
+    BlockCodec("int8", INT8),
+    BlockCodec("int4", INT4),
+    BlockCodec("e2m1", E2M1),
+    BlockCodec("e3m0", E3M0),
+    BlockCodec("int2", INT2),
+    BlockCodec("int4-stochastic", INT4, is_stochastic=True),
+    BlockCodec("e2m1-stochastic", E2M1, is_stochastic=True),
+    BlockCodec("e3m0-stochastic", E3M0, is_stochastic=True),
+    TopKCodec("topk64", 64),
+    TopKCodec("topk128", 128),
+)
 
 #: Codecs by the name that configurations and message headers use.
 CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in _ALL})

@@ -165,9 +165,10 @@ def identity_difference(a_json: str, b_json: str) -> list[str]:
 
     Returns:
         Lines such as ``outer.overlap_steps: 2 here, 3 there``, `a_json` being "here"; a key that
-        one side lacks is "absent" (another version of the program).
+        one side lacks is "absent" (another version of the program); what is no such document
+        lacks them all.
     """
-    here, there = json.loads(a_json), json.loads(b_json)
+    here, there = _document(a_json), _document(b_json)
 
     def shown(values: dict[str, object], key: str) -> str:
         return json.dumps(values[key]) if key in values else "absent"
@@ -177,3 +178,11 @@ def identity_difference(a_json: str, b_json: str) -> list[str]:
         for key in sorted(here.keys() | there.keys())
         if shown(here, key) != shown(there, key)
     ]
+
+
+def _document(text: str) -> dict[str, object]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}

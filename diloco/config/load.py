@@ -11,7 +11,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -19,6 +19,8 @@ from pydantic_core import ErrorDetails
 from diloco.config import classes
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+
+S = TypeVar("S", bound=classes.Section)
 
 _SHOWN_CHARACTERS = 60
 _SHOWN_FILES = 3
@@ -59,29 +61,42 @@ def load_config(
     Raises:
         ConfigError: If the file cannot be read, is no TOML, or has problems: one a line.
     """
-    try:
-        with open(path, "rb") as file:
-            raw = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror or error}. Give the path of a run file, counted "
-            f"from {Path.cwd()}{_run_files_near(Path(path))}"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from error
+    raw = _read(path)
     for text in overrides:
         _override(raw, text)
     if island:
         raw["island_id"] = island
-    return _validated(raw, f"cannot load {path}")
+    return _validated(raw, f"cannot load {path}", Config)
 
 
-def _run_files_near(path: Path) -> str:
+def load_section(path: str | Path, section: type[S]) -> S:
+    """Read another kind of file, whose root is `section`, with the same care.
+
+    Raises:
+        ConfigError: If the file cannot be read, is no TOML, or has problems: one a line.
+    """
+    return _validated(_read(path), f"cannot load {path}", section)
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror or error}. Paths are counted from "
+            f"{Path.cwd()}{_files_near(Path(path))}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from error
+
+
+def _files_near(path: Path) -> str:
     """Name TOML files where `path` was expected, the most alike first; empty if there are none."""
     directory = path if path.is_dir() else path.parent
     names = sorted(str(other) for other in directory.glob("*.toml"))
     names.sort(key=lambda name: -difflib.SequenceMatcher(None, name, str(path)).ratio())
-    return f", such as {' or '.join(names[:_SHOWN_FILES])}" if names else ""
+    return f"; near it: {' or '.join(names[:_SHOWN_FILES])}" if names else ""
 
 
 def with_policy(config: Config, policy_json: str) -> Config:
@@ -110,7 +125,7 @@ def with_policy(config: Config, policy_json: str) -> Config:
         for name in tables:
             table = table[name]
         table[key] = value
-    return _validated(raw, "cannot take over the coordinator's policy")
+    return _validated(raw, "cannot take over the coordinator's policy", Config)
 
 
 def resolved_toml(config: Config) -> str:
@@ -149,7 +164,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     if not sign or not all(path):
         raise ConfigError(f"--set {text}: write KEY=VALUE, such as run.inner_steps=100")
     if classes.field_at(Config, path) is None:
-        raise ConfigError(f"--set {text}: {_unknown_key(path)}")
+        raise ConfigError(f"--set {text}: {_unknown_key(Config, path)}")
     islands = raw.get("islands")
     is_inside = path[0] == "islands" and len(path) > 2
     if is_inside and isinstance(islands, dict) and path[1] not in islands:
@@ -176,45 +191,46 @@ def _value(text: str) -> Any:
     return value if is_configurable and not parsed else text
 
 
-def _validated(raw: Mapping[str, Any], attempt: str) -> Config:
+def _validated(raw: Mapping[str, Any], attempt: str, root: type[S]) -> S:
     try:
-        return Config.model_validate(raw)
+        return root.model_validate(raw)
     except ValidationError as error:
-        lines = [line for problem in error.errors() for line in _lines(problem)]
+        lines = [line for problem in error.errors() for line in _lines(root, problem)]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     raise ConfigError("\n  ".join([f"{attempt}: {count}", *lines]))
 
 
-def _lines(error: ErrorDetails) -> Iterator[str]:
+def _lines(root: type[classes.Section], error: ErrorDetails) -> Iterator[str]:
     """Turn one error of pydantic into lines for people; several problems give several."""
     path = tuple(str(part) for part in error["loc"] if part != "[key]")
     kind, context = error["type"], error.get("ctx", {})
     if kind == "several_problems":
         for below, value, message in context["problems"]:
-            yield _line((*path, *below.split(".")), f"{_shown(value)}: {message}")
+            yield _line(root, (*path, *below.split(".")), f"{_shown(value)}: {message}")
         return
     if kind == "missing":
-        field = classes.field_at(Config, path)
+        field = classes.field_at(root, path)
         is_section = field is not None and classes.section_of(field) is not None
-        yield _line(path, f"missing; add a section [{'.'.join(path)}]" if is_section else kind)
+        missing = f"missing; add a section [{'.'.join(path)}]" if is_section else kind
+        yield _line(root, path, missing)
         return
     if kind == "extra_forbidden":
-        message = _unknown_key(path)
+        message = _unknown_key(root, path)
     elif kind == "value_error":
         message = str(context["error"])
     elif kind == "string_pattern_mismatch":
         message = f"must match {context['pattern']}"
     else:
         message = _MESSAGES.get(kind, error["msg"])
-    yield _line(path, f"{_shown(error['input'])}: {message}")
+    yield _line(root, path, f"{_shown(error['input'])}: {message}")
 
 
-def _line(path: tuple[str, ...], problem: str) -> str:
+def _line(root: type[classes.Section], path: tuple[str, ...], problem: str) -> str:
     """Write ``path: problem; allowed: range (what the field is)``."""
     line = f"{'.'.join(path)}: {problem}"
     while path[-1:] and path[-1].isdecimal():  # an index into an array: the array's field tells
         path = path[:-1]
-    field = classes.field_at(Config, path)
+    field = classes.field_at(root, path)
     if field is None:
         return line
     if allowed := classes.allowed_values(field):
@@ -227,12 +243,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _unknown_key(path: tuple[str, ...]) -> str:
+def _unknown_key(section: type[classes.Section], path: tuple[str, ...]) -> str:
     """Say what the last known table of `path` would have taken instead."""
-    section: type[classes.Section] = Config
-    unknown = path[0]
+    root, unknown = section, path[0]
     for n in range(1, len(path)):
-        field = classes.field_at(Config, path[:n])
+        field = classes.field_at(root, path[:n])
         inner = classes.section_of(field) if field else None
         if inner is None:
             break

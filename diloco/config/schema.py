@@ -8,9 +8,9 @@ tensors) is checked when the plan is made. Raw tables before validation are `Any
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -30,16 +30,40 @@ from diloco.config.fields import (
 from diloco.errors import ConfigError
 from transport.addresses import is_loopback, split_address
 from transport.framing import check_chunk_bytes
+from transport.hivemind_address import is_peer_address, parse_peer_address
 from transport.units import parse_bytes, parse_duration
 
 Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Names: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(tuples)]
-CodecName: TypeAlias = Literal["float32", "int4"]
+CodecName: TypeAlias = Literal[
+    "float32",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int4",
+    "e2m1",
+    "e3m0",
+    "int2",
+    "int4-stochastic",
+    "e2m1-stochastic",
+    "e3m0-stochastic",
+    "topk64",
+    "topk128",
+]
+#: Codecs that lose too much of a pseudo-gradient to forget it.
+_COARSE = ("int2", "topk64", "topk128")
 
 _NOT_LOOPBACK = (
-    "is not on this machine's loopback, and traffic is not encrypted yet; "
-    "set coordinator.insecure = true on a network that you trust"
+    "is not on this machine's loopback, and there are no certificates: make them (diloco certs "
+    "init RUN.toml) and set transport.certs, or set transport.insecure = true on a network that "
+    "you trust"
 )
+_UNKNOWN_CALLERS = (
+    "is not on this machine's loopback, and hivemind encrypts but knows no callers: make tokens "
+    "(diloco certs token) and set transport.tokens, or set transport.insecure = true on a network "
+    "that you trust"
+)
+_NO_TOKEN = "is not on this machine's loopback: set metrics_token to a file with a token"
 _MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "debug": {"dim": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 416},
     "tiny": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96},
@@ -229,8 +253,15 @@ class OuterConfig(Section):
     downlink_codec: Policy[CodecName] = Field(
         default="float32", description="Encoding of published versions; streaming: int4"
     )
+    codec_by_name: Policy[Annotated[tuple[str, ...], BeforeValidator(tuples)]] = Field(
+        default=(),
+        description="Codecs of single tensors, both ways: PATTERN=CODEC (* and ?), the first that "
+        'matches counts; norms and biases like ["*norm.weight=float32", "*.bias=bfloat16"]',
+    )
     error_feedback: Policy[bool] = Field(
-        default=False, description="Whether a quantisation error joins the next pseudo-gradient"
+        default=False,
+        description="Whether a quantisation error joins the next pseudo-gradient; true for an "
+        "uplink of int2 or topk unless given",
     )
     weighting: Policy[Annotated[Literal["tokens"], later("tokens_times_rate")]] = Field(
         default="tokens", description="Weight of a contribution"
@@ -256,12 +287,37 @@ class OuterConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, data: Any) -> Any:
-        return with_preset(data, _OUTER_PRESETS)
+        data = with_preset(data, _OUTER_PRESETS)
+        if isinstance(data, Mapping) and data.get("uplink_codec") in _COARSE:
+            data = {"error_feedback": True, **data}
+        return data
 
     @property
     def round_deadline_s(self) -> float:
         """Seconds after which a round without quorum expires."""
         return parse_duration(self.round_deadline)
+
+    @property
+    def uplink(self) -> str:
+        """What contributions are coded by, as `diloco.compression.lanes` names it."""
+        return " ".join((self.uplink_codec, *self.codec_by_name))
+
+    @property
+    def downlink(self) -> str:
+        """The same of published versions."""
+        return " ".join((self.downlink_codec, *self.codec_by_name))
+
+    @field_validator("codec_by_name")
+    @classmethod
+    def _check_codec_by_name(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for rule in value:
+            pattern, _, codec = rule.rpartition("=")
+            if not pattern or len(rule.split()) != 1 or codec not in get_args(CodecName):
+                raise ValueError(
+                    f"{rule!r} must be PATTERN=CODEC without blanks, the codec one of "
+                    f"{', '.join(get_args(CodecName))}"
+                )
+        return value
 
     @field_validator("phases")
     @classmethod
@@ -280,50 +336,6 @@ class OuterConfig(Section):
         steps = info.data.get("inner_steps_per_round")
         if steps is not None and value >= steps:
             raise ValueError(f"must be smaller than inner_steps_per_round = {steps}")
-        return value
-
-
-class CoordinatorConfig(Section):
-    """Where coordinator and syncer listen, and what they keep."""
-
-    insecure: Local[bool] = Field(
-        default=False, description="Whether unencrypted traffic beyond this machine is accepted"
-    )
-    listen: Local[str] = Field(
-        default="127.0.0.1:0",
-        description="HOST:PORT of the coordinator; port 0: any free one, then kept",
-    )
-    syncer_listen: Local[str] = Field(
-        default="127.0.0.1:0", description="HOST:PORT of the syncer it starts; port 0: any free one"
-    )
-    address: Local[str] = Field(
-        default="",
-        description="HOST:PORT at which islands reach the coordinator; empty: from state_dir",
-    )
-    syncer_address: Local[str] = Field(
-        default="",
-        description="HOST:PORT at which islands reach the syncer; empty: the host of address, if "
-        "any, and the port it listens on; port 0: that port",
-    )
-    state_dir: Local[str] = Field(
-        min_length=1, description="Directory of journal, records and logs; survives restarts"
-    )
-
-    @field_validator("listen", "syncer_listen", "address", "syncer_address")
-    @classmethod
-    def _check_address(cls, value: str, info: ValidationInfo) -> str:
-        is_bind = info.field_name in ("listen", "syncer_listen")
-        if not is_bind and not value:
-            return value
-        host = _host_of(value)
-        if is_bind and info.data.get("insecure") is False and not is_loopback(host):
-            raise ValueError(_NOT_LOOPBACK)
-        coordinator = info.data.get("listen", value)
-        if is_bind and is_loopback(host) and not is_loopback(split_address(coordinator)[0]):
-            raise ValueError(
-                f"only this machine reaches it, but islands elsewhere reach the coordinator at "
-                f"listen = {coordinator} and would be sent here; give it a host like listen's"
-            )
         return value
 
 
@@ -352,11 +364,63 @@ class RetryConfig(Section):
         return parse_duration(self.max_wait)
 
 
+class HivemindConfig(Section):
+    """The peer-to-peer network, where `transport.kind` is hivemind."""
+
+    initial_peers: Local[Annotated[tuple[str, ...], BeforeValidator(tuples)]] = Field(
+        default=(),
+        description="Multiaddrs (/ip4/.../tcp/.../p2p/IDENTITY) of peers through which others are "
+        "found and relayed; the coordinator is always one",
+    )
+    relayed: Local[bool] = Field(
+        default=False,
+        description="Whether coordinator and syncer have initial_peers relay calls to them: behind "
+        "NAT, where nobody can dial them; libp2p's own relays cut a call at 128 KiB",
+    )
+    map_port: Local[bool] = Field(
+        default=False,
+        description="Whether coordinator and syncer ask their router to forward their ports "
+        "(UPnP, NAT-PMP)",
+    )
+
+    @field_validator("initial_peers")
+    @classmethod
+    def _check_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for peer in value:
+            if not parse_peer_address(peer).ways:
+                raise ValueError(f"{peer} does not say where the first peers are: /ip4/.../p2p/...")
+        return value
+
+    @field_validator("relayed")
+    @classmethod
+    def _check_relayed(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not info.data.get("initial_peers", True):
+            raise ValueError("somebody must relay: set transport.hivemind.initial_peers")
+        return value
+
+
 class TransportConfig(Section):
     """How bytes travel."""
 
-    kind: Local[Annotated[Literal["grpc"], later("hivemind")]] = Field(
+    kind: Local[Literal["grpc", "hivemind"]] = Field(
         default="grpc", description="Wire between islands, coordinator and syncer"
+    )
+    hivemind: HivemindConfig = Field(
+        default=HivemindConfig(), description="The peer-to-peer network of kind hivemind"
+    )
+    certs: Local[str] = Field(
+        default="",
+        description="Directory of this site's certificates (diloco certs); empty: none, which "
+        "loopback needs not",
+    )
+    tokens: Local[str] = Field(
+        default="",
+        description="Directory of this site's tokens (diloco certs token); empty: none are asked "
+        "for or sent",
+    )
+    insecure: Local[bool] = Field(
+        default=False,
+        description="Whether unencrypted traffic beyond this machine is accepted; it is warned of",
     )
     link: Local[Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]] = Field(
         default="",
@@ -371,6 +435,13 @@ class TransportConfig(Section):
     retry: RetryConfig = Field(
         default=RetryConfig(), description="Waiting between attempts of one call"
     )
+
+    @field_validator("insecure")
+    @classmethod
+    def _check_insecure(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("certs"):
+            raise ValueError("transport.certs is set, so traffic is encrypted: leave one of them")
+        return value
 
     @field_validator("chunk")
     @classmethod
@@ -392,6 +463,42 @@ class TransportConfig(Section):
     def unreachable_s(self) -> float:
         """Seconds without coordinator and syncer after which an island stops."""
         return parse_duration(self.unreachable)
+
+
+class CoordinatorConfig(Section):
+    """Where coordinator and syncer listen, and what they keep."""
+
+    listen: Local[str] = Field(
+        default="127.0.0.1:0",
+        description="HOST:PORT of the coordinator; port 0: any free one, then kept",
+    )
+    syncer_listen: Local[str] = Field(
+        default="127.0.0.1:0", description="HOST:PORT of the syncer it starts; port 0: any free one"
+    )
+    address: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which islands reach the coordinator, or several, separated by "
+        "commas, that they try in order, or its multiaddr (hivemind); empty: from state_dir",
+    )
+    syncer_address: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which islands reach the syncer, or several; empty: the hosts of "
+        "address, if any, and the port it listens on; port 0: that port",
+    )
+    state_dir: Local[str] = Field(
+        min_length=1, description="Directory of journal, records and logs; survives restarts"
+    )
+
+    @field_validator("listen", "syncer_listen", "address", "syncer_address")
+    @classmethod
+    def _check_address(cls, value: str, info: ValidationInfo) -> str:
+        is_bind = info.field_name in ("listen", "syncer_listen")
+        if not is_bind and is_peer_address(value):
+            parse_peer_address(value)
+            return value
+        for address in [value] if is_bind else value.split(",") if value else []:
+            _host_of(address.strip())
+        return value
 
 
 class CheckpointConfig(Section):
@@ -460,6 +567,11 @@ class TelemetryConfig(Section):
     syncer_metrics: Local[str] = Field(
         default="",
         description="HOST:PORT at which the syncer serves /metrics to Prometheus; empty: nowhere",
+    )
+    metrics_token: Local[str] = Field(
+        default="",
+        description="File with the bearer token that /metrics asks for; empty: none, which only "
+        "loopback allows",
     )
 
     @field_validator("coordinator_metrics", "syncer_metrics")
@@ -536,8 +648,8 @@ class Config(Section):
     data: DataConfig = Field(description="Where text comes from")
     inner: InnerConfig = Field(description="Training inside an island")
     outer: OuterConfig = Field(description="Synchronisation between islands")
-    coordinator: CoordinatorConfig = Field(description="Where coordinator and syncer listen")
     transport: TransportConfig = Field(default=TransportConfig(), description="How bytes travel")
+    coordinator: CoordinatorConfig = Field(description="Where coordinator and syncer listen")
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="What a run is resumed from"
     )
@@ -582,17 +694,34 @@ class Config(Section):
             raise several_problems([("sequence_length", value.sequence_length, message)])
         return value
 
+    @field_validator("coordinator")
+    @classmethod
+    def _check_binds(cls, value: CoordinatorConfig, info: ValidationInfo) -> CoordinatorConfig:
+        names = ("listen", "syncer_listen")
+        transport = info.data.get("transport")
+        if transport is not None and transport.kind == "hivemind":
+            is_open = not (transport.tokens or transport.insecure)
+            beyond = _beyond_loopback(value, names) if is_open else []
+            problems = [(name, getattr(value, name), _UNKNOWN_CALLERS) for name in beyond]
+        else:
+            problems = _unprotected(value, names, info)
+        if not problems and _beyond_loopback(value, ("listen", "syncer_listen")) == ["listen"]:
+            message = (
+                f"only this machine reaches it, but islands elsewhere reach the coordinator at "
+                f"listen = {value.listen} and would be sent here; give it a host like listen's"
+            )
+            problems = [("syncer_listen", value.syncer_listen, message)]
+        if problems:
+            raise several_problems(problems)
+        return value
+
     @field_validator("telemetry")
     @classmethod
     def _check_metrics(cls, value: TelemetryConfig, info: ValidationInfo) -> TelemetryConfig:
-        coordinator = info.data.get("coordinator")
-        if coordinator is None or coordinator.insecure:
-            return value
-        problems: list[Problem] = [
-            (name, address, _NOT_LOOPBACK)
-            for name in ("coordinator_metrics", "syncer_metrics")
-            if (address := getattr(value, name)) and not is_loopback(_host_of(address))
-        ]
+        names = ("coordinator_metrics", "syncer_metrics")
+        problems = _unprotected(value, names, info)
+        if not value.metrics_token:
+            problems += [(n, getattr(value, n), _NO_TOKEN) for n in _beyond_loopback(value, names)]
         if problems:
             raise several_problems(problems)
         return value
@@ -617,6 +746,21 @@ class Config(Section):
             message = f"is not an island of this file; islands: {', '.join(sorted(self.islands))}"
             raise several_problems([("island_id", self.island_id, message)])
         return self
+
+
+def _beyond_loopback(section: Section, names: Sequence[str]) -> list[str]:
+    """Give those fields of a section whose HOST:PORT other machines reach."""
+    addresses = {name: getattr(section, name) for name in names}
+    return [n for n, address in addresses.items() if address and not is_loopback(_host_of(address))]
+
+
+def _unprotected(section: Section, names: Sequence[str], info: ValidationInfo) -> list[Problem]:
+    """Name the addresses that need certificates, or the word that the network is trusted."""
+    transport = info.data.get("transport")
+    if transport is None or transport.certs or transport.insecure:
+        return []
+    beyond = _beyond_loopback(section, names)
+    return [(name, getattr(section, name), _NOT_LOOPBACK) for name in beyond]
 
 
 def _host_of(address: str) -> str:

@@ -16,14 +16,25 @@ from pathlib import Path
 
 from diloco.config.schema import Config, CoordinatorConfig
 from diloco.errors import ConfigError
+from diloco.launch.access import guarded
+from diloco.launch.security import Security
 from diloco.launch.state_dir import StateDir, read_endpoint
-from transport.addresses import is_wildcard, split_address
-from transport.contracts import Handlers
-from transport.grpc_server import GrpcServer
+from transport.addresses import is_wildcard, split_address, split_candidates
+from transport.contracts import Handlers, Server
+from transport.hivemind_address import (
+    PeerAddress,
+    is_peer_address,
+    parse_peer_address,
+    tcp_port,
+    to_multiaddr,
+)
+from transport.limits import Limits
 
 logger = logging.getLogger(__name__)
 
 _RETRY_WAIT_S = 0.2
+#: A join carries the whole plan and is written to the journal.
+_LIMITS = Limits(concurrent={"control.join": 32})
 
 
 async def listen(
@@ -31,17 +42,17 @@ async def listen(
     recorded: str,
     handlers: Handlers,
     *,
-    insecure: bool,
+    security: Security,
     chunk_bytes: int,
     busy_s: float = 10.0,
-) -> GrpcServer:
+) -> Server:
     """Serve `handlers` at `bind`; where its port is 0, at the port of `recorded`.
 
     Args:
         bind: ``host:port`` of the configuration.
         recorded: ``host:port`` bound before a restart; empty: draw a free port.
-        handlers: Coroutines by method name.
-        insecure: Allow an address that other machines can reach, without encryption.
+        handlers: Coroutines by method name; each gets its rule of `access` before it.
+        security: What this process shows and asks for.
         chunk_bytes: Chunk size of replies.
         busy_s: Seconds for which a busy port is tried again: its last owner may be ending.
 
@@ -50,11 +61,11 @@ async def listen(
     """
     host, port = split_address(bind)
     if port == 0 and recorded:
-        bind = f"{host}:{split_address(recorded)[1]}"
+        bind = f"{host}:{_port(recorded)}"
     loop = asyncio.get_running_loop()
     until = loop.time() + busy_s
     while True:
-        server = GrpcServer(bind, handlers, insecure=insecure, chunk_bytes=chunk_bytes)
+        server = security.server(bind, guarded(handlers), limits=_LIMITS, chunk_bytes=chunk_bytes)
         try:
             _insist_on_free(bind)
             await server.start()
@@ -112,13 +123,16 @@ def syncer_address(bound: str, config: CoordinatorConfig) -> str:
         ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and nothing is set.
     """
     public = config.syncer_address
-    if not public and config.address:
-        public = f"{split_address(config.address)[0]}:0"
+    if not public and config.address and not is_peer_address(config.address):
+        hosts = [split_address(candidate)[0] for candidate in split_candidates(config.address)]
+        public = ",".join(f"{host}:0" for host in hosts)
     return _advertised(bound, public, "syncer_address")
 
 
 def local_address(bound: str) -> str:
     """Address under which this machine reaches what listens on `bound`."""
+    if is_peer_address(bound):
+        return bound
     host, port = split_address(bound)
     if not is_wildcard(host):
         return bound
@@ -126,11 +140,26 @@ def local_address(bound: str) -> str:
 
 
 def _advertised(bound: str, public: str, key: str) -> str:
-    """Prefer `public`, with the bound port where its own is 0."""
-    host, port = split_address(bound)
+    """Prefer `public`, each of its addresses with the bound port where its own is 0."""
+    if is_peer_address(public):
+        own, said = parse_peer_address(bound).peer_id, parse_peer_address(public).peer_id
+        if own != said:
+            raise ConfigError(
+                f"coordinator.{key} names the peer {said}, this one is {own}, by the key in "
+                f"coordinator.state_dir: bring that key back, or correct the address"
+            )
+        return public
+    port = _port(bound)
     if public:
-        public_host, public_port = split_address(public)
-        return f"{public_host}:{public_port or port}"
+        candidates = [split_address(candidate) for candidate in split_candidates(public)]
+        public = ",".join(f"{host}:{own_port or port}" for host, own_port in candidates)
+    if is_peer_address(bound):
+        ways = tuple(to_multiaddr(candidate) for candidate in public.split(",") if candidate)
+        peer = parse_peer_address(bound)
+        return str(PeerAddress(peer.peer_id, ways or peer.ways))
+    if public:
+        return public
+    host, _ = split_address(bound)
     if is_wildcard(host):
         raise ConfigError(
             f"{bound} listens on every address of this machine, which tells islands none: set "
@@ -139,13 +168,20 @@ def _advertised(bound: str, public: str, key: str) -> str:
     return bound
 
 
+def _port(bound: str) -> int:
+    if is_peer_address(bound):
+        return tcp_port(parse_peer_address(bound))
+    return split_address(bound)[1]
+
+
 def find_coordinator(config: Config, given: str) -> str:
     """Find out where a run's coordinator is reached.
 
     Args:
         config: The run.
-        given: HOST:PORT; empty: `coordinator.address` of the run file, or what
-            `coordinator.state_dir` records where the coordinator runs on this machine.
+        given: HOST:PORT, or several that are tried in order, or a peer's multiaddr; empty:
+            `coordinator.address` of the run file, or what `coordinator.state_dir` records where
+            it runs on this machine.
 
     Raises:
         ConfigError: If nothing says so, or it is no address.
@@ -162,8 +198,16 @@ def find_coordinator(config: Config, given: str) -> str:
                 f"its HOST:PORT as it printed it: --coordinator, diloco.connect(config, ...) or "
                 f"coordinator.address"
             )
+    if is_peer_address(address) != (config.transport.kind == "hivemind"):
+        raise ConfigError(
+            f"the coordinator's address {address} is not of transport.kind = "
+            f'"{config.transport.kind}": give both sites the same kind'
+        )
     try:
-        split_address(address)
+        if is_peer_address(address):
+            parse_peer_address(address)
+        else:
+            split_candidates(address)
     except ValueError as error:
         raise ConfigError(
             f"the coordinator's address {error}: as `diloco coordinator` printed it"

@@ -18,7 +18,7 @@ def build_publication_rules(config: Config) -> PublicationRules:
         outer.optimizer.momentum,
         outer.optimizer.momentum_ramp_rounds,
     )
-    return PublicationRules(outer.uplink_codec, outer.downlink_codec, optimizer)
+    return PublicationRules(outer.uplink, outer.downlink, optimizer, config.run.seed)
 
 
 def link_profile(config: Config) -> LinkProfile | None:

@@ -13,9 +13,10 @@ from diloco.errors import ConfigError
 from diloco.launch.address import find_coordinator
 from diloco.launch.build import link_profile
 from diloco.launch.carrier_link import carrier_link
+from diloco.launch.security import Security
 from diloco.sync.connection import Connection
 from transport.contracts import Transport
-from transport.grpc_client import GrpcTransport
+from transport.identity import Role
 from transport.link import LinkProfile
 from transport.shaped import ShapedTransport
 
@@ -25,14 +26,16 @@ def connect(config: Config, coordinator: str = "") -> Connection:
 
     Args:
         config: From `diloco.load_config(path, island=...)`: an island must be selected.
-        coordinator: HOST:PORT of the coordinator; empty: `coordinator.address` of the run file,
-            or what `coordinator.state_dir` records where the coordinator runs on this machine.
+        coordinator: HOST:PORT of the coordinator, or several to be tried in order; empty:
+            `coordinator.address` of the run file, or what `coordinator.state_dir` records where the
+            coordinator runs on this machine.
 
     Returns:
         To be used as a context manager: ``with diloco.connect(config) as connection:``.
 
     Raises:
-        ConfigError: If no island is selected, or no address is known, or it is none.
+        ConfigError: If no island is selected, or no address is known, or it is none, or the
+            island's certificate cannot be used.
     """
     if not config.island_id:
         raise ConfigError(
@@ -40,25 +43,29 @@ def connect(config: Config, coordinator: str = "") -> Connection:
             f"{', '.join(sorted(config.islands))}"
         )
     address = find_coordinator(config, coordinator)
-    return Connection(config, _GrpcWires(config, address, link_profile(config)))
+    security = Security.of(config, Role.ISLAND, config.island_id).knowing(address)
+    return Connection(config, _Wires(config, address, security, link_profile(config)))
 
 
-class _GrpcWires:
-    """gRPC channels; those to a syncer are shaped where `transport.link` names a profile."""
+class _Wires:
+    """Ways of the run's kind; those to a syncer are shaped where `transport.link` has a profile."""
 
-    def __init__(self, config: Config, address: str, profile: LinkProfile | None) -> None:
+    def __init__(
+        self, config: Config, address: str, security: Security, profile: LinkProfile | None
+    ) -> None:
         self._config = config
         self._address = address
+        self._security = security
         self._profile = profile
 
     def coordinator(self) -> Transport:
         # Not shaped: it carries a few hundred bytes a second.
-        return self._grpc(self._address)
+        return self._open(self._address, Role.COORDINATOR)
 
     def syncer(
         self, address: str, *, island_rank: int, carriers: Collection[int]
     ) -> tuple[Transport, Transport]:
-        control, data = self._grpc(address), self._grpc(address)
+        control, data = (self._open(address, Role.SYNCER) for _ in range(2))
         if self._profile is None:
             return control, data
         # Both planes use this rank's part of the island's link.
@@ -67,5 +74,6 @@ class _GrpcWires:
         link = carrier_link(self._profile, carriers).states(seed)
         return ShapedTransport(control, *link), ShapedTransport(data, *link)
 
-    def _grpc(self, address: str) -> GrpcTransport:
-        return GrpcTransport(address, chunk_bytes=self._config.transport.chunk_bytes)
+    def _open(self, address: str, expects: Role) -> Transport:
+        chunk_bytes = self._config.transport.chunk_bytes
+        return self._security.transport(address, expects, chunk_bytes=chunk_bytes)

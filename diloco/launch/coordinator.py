@@ -38,6 +38,7 @@ from diloco.launch.run_checkpoints import (
     open_journal,
     read_membership,
 )
+from diloco.launch.security import INSECURE_WARNING, Security, metrics_protection
 from diloco.launch.state_dir import (
     Endpoint,
     Held,
@@ -52,6 +53,7 @@ from diloco.launch.syncer_supervisor import SyncerSupervisor
 from diloco.rounds.pins import pin_directory
 from diloco.rounds.record import headers_in
 from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics
+from transport.identity import Role
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +94,9 @@ async def run_coordinator(
             true, or if the address cannot be used.
     """
     state = StateDir(Path(config.coordinator.state_dir).absolute())
-    coordinator_address(config.coordinator.listen, config.coordinator)
-    syncer_address(config.coordinator.syncer_listen, config.coordinator)
+    if config.transport.kind == "grpc":  # a libp2p peer finds its addresses out
+        coordinator_address(config.coordinator.listen, config.coordinator)
+        syncer_address(config.coordinator.syncer_listen, config.coordinator)
     if resume:
         insist_on_run(state)
     state.create()
@@ -162,6 +165,9 @@ async def _coordinate(
         unix_clock=time.time,
         unreachable_s=config.transport.unreachable_s,
     )
+    security = Security.of(config, Role.COORDINATOR)
+    if security.insecure:
+        tell(f"warning: {INSECURE_WARNING}")
     supervisor = SyncerSupervisor(state, on_hopeless=coordinator.fail)
     if _is_over(membership):
         await _stop_syncer(state, supervisor, journal)
@@ -174,13 +180,14 @@ async def _coordinate(
         config.coordinator.listen,
         earlier.address if earlier else "",
         coordinator.handlers,
-        insecure=config.coordinator.insecure,
+        security=security,
         chunk_bytes=config.transport.chunk_bytes,
     )
     metrics = MetricsServer(
         config.telemetry.coordinator_metrics,
         lambda: coordinator_metrics(coordinator.status()),
         setting="telemetry.coordinator_metrics",
+        protection=metrics_protection(config, Role.COORDINATOR),
     )
     try:
         await metrics.start(is_restart=earlier is not None)

@@ -10,9 +10,10 @@
 A pin is a hard link, and a fragment gets one version in H inner steps: n checkpoints, one every k
 inner steps, pin at most min(n, ceil(n k / H) + 1) versions of it; those of stops, n.
 
-Upper bounds, without file headers. Not counted, since it is there only until the resumed run has a
-complete checkpoint of its own: what a resume abandons; nor that checkpoints which failed on one
-island draw the complete ones apart. No torch is imported, so that a coordinator can ask.
+Upper bounds, without file headers; tensors with a codec of their own are counted like all others.
+Not counted, since it is there only until the resumed run has a complete checkpoint of its own: what
+a resume abandons; nor that checkpoints which failed on one island draw the complete ones apart. No
+torch is imported, so that a coordinator can ask.
 
 Source: protocol.md sections 4 (commit point) and 9.
 """
@@ -23,17 +24,30 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.config.schema import Config
+from diloco.config.schema import CodecName, Config
 from diloco.errors import ConfigError
 from diloco.launch.state_dir import StateDir
 from transport.units import format_bytes
 
-#: Bytes of one value on the wire, scales included, in blocks of 128.
-PAYLOAD_BYTES = {"float32": 4.0, "int4": 0.5 + 2 / 128}
+_SCALE_BYTES = 2 / 128
+#: Bytes of one value on the wire, scales included, in whole blocks and chunks.
+PAYLOAD_BYTES: Mapping[CodecName, float] = {
+    "float32": 4.0,
+    "float16": 2.0,
+    "bfloat16": 2.0,
+    "int8": 1 + _SCALE_BYTES,
+    "topk64": 116 / 4096,
+    "topk128": 228 / 4096,
+    "int2": 1 / 4 + _SCALE_BYTES,
+    **dict.fromkeys(
+        ("int4", "e2m1", "e3m0", "int4-stochastic", "e2m1-stochastic", "e3m0-stochastic"),
+        1 / 2 + _SCALE_BYTES,
+    ),
+}
 _INNER_AND_ANCHOR_BYTES = 16.0
 _RESIDUALS_BYTES = 8.0
 _STATE_BYTES = 12.0

@@ -136,8 +136,8 @@ def _fragment(config: Config, plan: Plan, fragment: Fragment) -> FragmentForecas
         tensors=tuple(entry.name for entry in fragment.entries),
         parameters=fragment.numel,
         lanes=len(fragment.lanes),
-        bytes_up=fragment_bytes(plan, p, config.outer.uplink_codec),
-        bytes_down=fragment_bytes(plan, p, config.outer.downlink_codec),
+        bytes_up=fragment_bytes(plan, p, config.outer.uplink),
+        bytes_down=fragment_bytes(plan, p, config.outer.downlink),
         float32_bytes=fragment_bytes(plan, p, "float32"),
     )
 
@@ -162,7 +162,7 @@ def _shown(sends: list[SendForecast], schedule: Schedule) -> tuple[SendForecast,
 def _ways(
     config: Config, plan: Plan, schedule: Schedule, link: LinkProfile | None
 ) -> tuple[WayForecast, ...]:
-    up, down = config.outer.uplink_codec, config.outer.downlink_codec
+    up, down = config.outer.uplink, config.outer.downlink
     traffics = {
         "this run": diloco_traffic(plan, schedule, uplink_codec=up, downlink_codec=down),
         "float32 DiLoCo": diloco_traffic(

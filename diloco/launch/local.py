@@ -25,6 +25,7 @@ from typing import IO
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, CoordinatorUnavailable
+from diloco.launch.emulated import Emulated
 from diloco.launch.ending import Interrupted, Request
 from diloco.launch.logs import tail
 from diloco.launch.restarts import RestartBudget
@@ -59,11 +60,13 @@ class LocalRun:
         config: The run.
         request: What signals have asked for: one kindly, then by force.
         resume_step: Inner step of the run checkpoint to go on from; None: a new run.
+        emulated: The network that this process is in, if it is not the machine's own.
     """
 
     config: Config
     request: Request = field(default_factory=lambda: Request(num_graceful=1))
     resume_step: int | None = None
+    emulated: Emulated | None = None
     coordinator: subprocess.Popen[bytes] | None = None
     islands: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     coordinator_restarts: int = 0
@@ -131,7 +134,8 @@ class LocalRun:
             arguments = ["island", str(self._run_file), "--island", island]
             arguments += ["--coordinator", self.address]
             arguments += ["--output", str(self.config.telemetry_dir)]
-            self.islands[island] = self._spawn(arguments, f"island-{island}")
+            prefix = self.emulated.prefix(island) if self.emulated else []
+            self.islands[island] = self._spawn(arguments, f"island-{island}", prefix)
 
     def wait(self, on_look: Callable[[], None]) -> int:
         """Watch until the run is over or has stopped; `on_look` is called a few times a second.
@@ -244,10 +248,12 @@ class LocalRun:
     def _log(self, name: str) -> Path:
         return self.state.root / f"{name}.log"
 
-    def _spawn(self, arguments: list[str], name: str) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, arguments: list[str], name: str, prefix: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
         log = open(self._log(name), "ab")  # noqa: SIM115 - closed in __exit__
         self._logs.append(log)
-        command = [sys.executable, "-m", "diloco", "--log-level", "info", *arguments]
+        command = [*prefix, sys.executable, "-m", "diloco", "--log-level", "info", *arguments]
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )

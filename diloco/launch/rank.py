@@ -44,6 +44,7 @@ from diloco.launch.connect import connect
 from diloco.launch.island_checkpoints import IslandCheckpoints
 from diloco.launch.job import Job, meet
 from diloco.launch.record import RankRecord
+from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
 from diloco.launch.status import look
 from diloco.launch.warm_start import WarmStart, find_warm_start
@@ -52,6 +53,7 @@ from diloco.sync.groups import make_groups
 from diloco.sync.registration import IslandState
 from diloco.sync.session import DiLoCo
 from protos.control_pb2 import JoinReply
+from transport.identity import Role
 
 logger = logging.getLogger(__name__)
 
@@ -175,9 +177,12 @@ class _Rank:
         if not config.run.warm_start:
             return None, 0
         patience_s = config.transport.unreachable_s
+        address = self._coordinator_address
 
         def start_step() -> int | None:
-            status = connection.io.run(look(self._coordinator_address, patience_s=patience_s))
+            security = Security.of(config, Role.ISLAND, config.island_id).knowing(address)
+            transport = security.transport(address, Role.COORDINATOR)
+            status = connection.io.run(look(transport, patience_s=patience_s))
             return status.start_step if status.timeline or status.has_published else None
 
         # The default group would give up while the leader still waits for the coordinator.

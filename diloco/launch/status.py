@@ -8,7 +8,6 @@ from diloco.errors import CoordinatorUnavailable
 from protos.control_pb2 import StatusReply, StatusRequest
 from transport.contracts import PROTOCOL_VERSION, Reply, Transport
 from transport.errors import TransportError
-from transport.grpc_client import GrpcTransport
 from transport.retry import RetryPolicy, retry
 
 _CALL_S = 5.0
@@ -37,13 +36,12 @@ async def ask_status(transport: Transport, *, patience_s: float = 0.0) -> Status
     return StatusReply.FromString(reply.header)
 
 
-async def look(address: str, *, patience_s: float = 0.0) -> StatusReply:
-    """Ask the coordinator at HOST:PORT once, over a connection of its own.
+async def look(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
+    """Ask a coordinator once, and close the connection.
 
     Raises:
         CoordinatorUnavailable: As `ask_status`.
     """
-    transport = GrpcTransport(address)
     try:
         return await ask_status(transport, patience_s=patience_s)
     finally:

@@ -312,7 +312,9 @@ def _fragment_summary(
         record.version > 0 and record.timeline == timeline and len(recomputed) < retained_versions
     ):
         before = store.load(record.version - 1)
-        is_equal = is_equal and recompute(before, record, rules) == record.lane_digests
+        is_equal = (
+            is_equal and recompute(before, record, rules, store.fragment) == record.lane_digests
+        )
         recomputed.append(record.version)
         record = before
     return FragmentSummary(

@@ -32,6 +32,7 @@ from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, syncer_address
 from diloco.launch.disk import insist_on_room, num_unsure_checkpoints
 from diloco.launch.ending import first_of, heed_signals
+from diloco.launch.security import Security, metrics_protection
 from diloco.launch.state_dir import (
     Endpoint,
     Held,
@@ -47,8 +48,9 @@ from diloco.rounds.record import RecordInvalid
 from diloco.rounds.reporter import Reporter
 from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
 from protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
+from transport.contracts import Transport
 from transport.errors import ConnectError
-from transport.grpc_client import GrpcTransport
+from transport.identity import Role
 
 if TYPE_CHECKING:  # torch is imported once the store is ours
     from diloco.config.schema import Config
@@ -103,9 +105,10 @@ async def _run_syncer(state: StateDir) -> int:
     Endpoint("", os.getpid()).write(state.syncer)
     logger.info("syncer starting, run=%s epoch=%d pid=%d", config.run.name, epoch, os.getpid())
     timeline = read_timeline(state.timeline)
+    security = Security.of(config, Role.SYNCER)
     grant = Grant(run=config.run.name, timeline=timeline.number, roles=[ROLE_SYNCER])
     reporter = Reporter(
-        connect=lambda: _connect(state),
+        connect=lambda: _connect(state, security),
         grant=sign(grant, secret),
         syncer_epoch=epoch,
         pid=os.getpid(),
@@ -115,7 +118,7 @@ async def _run_syncer(state: StateDir) -> int:
         await first_of(_keep_plan(state, reporter), stopping.wait())
         if stopping.is_set():
             return 0
-        return await _serve(config, state, secret, epoch, timeline, reporter, stopping)
+        return await _serve(config, state, security, secret, epoch, timeline, reporter, stopping)
     finally:
         await reporter.close()
 
@@ -129,6 +132,7 @@ async def _keep_plan(state: StateDir, reporter: Reporter) -> None:
 async def _serve(
     config: Config,
     state: StateDir,
+    security: Security,
     secret: bytes,
     epoch: int,
     timeline: Timeline,
@@ -144,11 +148,12 @@ async def _serve(
         syncer = _build_syncer(config, state, plan, secret, epoch, timeline, reporter, worker)
         await syncer.start()
         bound = read_json(state.bound)
+        coordinator = read_endpoint(state.coordinator)
         server = await listen(
             config.coordinator.syncer_listen,
             bound or "",
             syncer.handlers,
-            insecure=config.coordinator.insecure,
+            security=security.knowing(coordinator.address if coordinator else ""),
             chunk_bytes=config.transport.chunk_bytes,
         )
         write_json(state.bound, server.address)
@@ -159,6 +164,7 @@ async def _serve(
             config.telemetry.syncer_metrics,
             lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=epoch),
             setting="telemetry.syncer_metrics",
+            protection=metrics_protection(config, Role.SYNCER),
         )
         reporting = asyncio.create_task(reporter.run(syncer, address))
         try:
@@ -308,11 +314,11 @@ def _next_epoch(path: Path) -> int:
     return epoch
 
 
-def _connect(state: StateDir) -> GrpcTransport:
+def _connect(state: StateDir, security: Security) -> Transport:
     coordinator = read_endpoint(state.coordinator)
     if coordinator is None:
         raise ConnectError(f"{state.coordinator} names no coordinator")
-    return GrpcTransport(coordinator.address)
+    return security.transport(coordinator.address, Role.COORDINATOR)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco.compression.registry import get_codec
+from diloco.compression.lanes import lane_codec
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from transport.link import LinkProfile
@@ -61,5 +61,7 @@ def data_parallel_traffic(plan: Plan, inner_steps: int) -> Traffic:
 
 def fragment_bytes(plan: Plan, fragment_id: int, codec: str) -> int:
     """Payload bytes of one fragment, all lanes together."""
-    lanes = plan.fragments[fragment_id].lanes
-    return sum(get_codec(codec).wire_bytes(lane.numel) for lane in lanes)
+    fragment = plan.fragments[fragment_id]
+    return sum(
+        lane_codec(codec, fragment, lane.lane_id).wire_bytes(lane.numel) for lane in fragment.lanes
+    )

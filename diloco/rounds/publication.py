@@ -15,11 +15,14 @@ import blake3
 import torch
 from torch import Tensor
 
-from diloco.compression.base import Codec, from_bytes, to_bytes
-from diloco.compression.registry import get_codec
+from diloco.compression.base import Codec, from_bytes, is_finite, to_bytes
+from diloco.compression.lanes import lane_codec
+from diloco.compression.random_bits import rounding_key
 from diloco.errors import AggregationError, CodecError
 from diloco.outer.aggregate import weighted_mean
+from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer, flush_step_
+from diloco.rounds.state import RoundKey
 from transport.contracts import Buffer
 
 
@@ -34,15 +37,16 @@ class LaneState:
 
 @dataclass(frozen=True, slots=True)
 class PublicationRules:
-    """How contributions become a version: codec names and the outer optimizer."""
+    """How contributions become a version: codec names, outer optimizer, the run's seed."""
 
     uplink_codec: str
     downlink_codec: str
     optimizer: OuterOptimizer
+    seed: int
 
-    def payload_codec(self, is_flush: bool) -> Codec:
-        """Codec of the published payload; a flush is published once in float32."""
-        return get_codec("float32" if is_flush else self.downlink_codec)
+    def payload_codec(self, is_flush: bool) -> str:
+        """Name the codec of the published payload; a flush is published once in float32."""
+        return "float32" if is_flush else self.downlink_codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class LanePublication:
     """One lane of a new version: its state, the payload that travels, and its digest."""
 
     state: LaneState
-    payload: bytes
+    payload: Buffer
     digest: bytes
 
 
@@ -65,15 +69,12 @@ def version_digest(lane_digests: Sequence[bytes]) -> bytes:
 
 
 def decode_contribution(codec: Codec, payload: Buffer, numel: int) -> Tensor:
-    """Decode one lane of a contribution and insist on finite values.
+    """Decode one lane of a contribution; codecs give finite values only.
 
     Raises:
         CodecError: If the payload is malformed or holds a value that is not finite.
     """
-    values = codec.decode(from_bytes(payload), numel)
-    if not bool(torch.isfinite(values).all()):
-        raise CodecError(f"a payload of codec {codec.name!r} decodes to values that are not finite")
-    return values
+    return codec.decode(from_bytes(payload), numel)
 
 
 def publish_lane(
@@ -82,7 +83,9 @@ def publish_lane(
     weights_tokens: Sequence[int],
     rules: PublicationRules,
     *,
-    version: int,
+    fragment: Fragment,
+    lane_id: int,
+    key: RoundKey,
     is_flush: bool,
 ) -> LanePublication:
     """Merge the contributions to one lane and take the outer step.
@@ -92,17 +95,20 @@ def publish_lane(
     or theta itself where the codec publishes values; published <- published + decode(payload).
 
     Args:
-        state: The lane at `version`; left untouched.
+        state: The lane at `key.version`; left untouched.
         payloads: Encoded contributions, sorted by island id; at least one.
         weights_tokens: Weight of each, >= 0; all zero gives a zero Delta.
-        rules: Codecs and outer optimizer.
-        version: Base version, counted from 0; sets the momentum ramp.
+        rules: Codecs, outer optimizer, seed.
+        fragment: The lane's fragment, as planned.
+        lane_id: The lane.
+        key: Of the round; its base version, counted from 0, sets the momentum ramp.
         is_flush: Plain average, momentum neither read nor changed.
 
     Raises:
-        AggregationError: If the result is not finite; nothing was changed.
+        AggregationError: If the result is not finite, or beyond what the downlink codec can send;
+            nothing was changed.
     """
-    uplink = get_codec(rules.uplink_codec)
+    uplink = lane_codec(rules.uplink_codec, fragment, lane_id)
     numel = state.theta.numel()
     delta = weighted_mean(
         (decode_contribution(uplink, payload, numel) for payload in payloads), weights_tokens
@@ -112,21 +118,25 @@ def publish_lane(
         flush_step_(theta, delta)
     else:
         momentum = momentum.clone()
-        rules.optimizer.step_(theta, momentum, delta, version=version)
-    codec = rules.payload_codec(is_flush)
+        rules.optimizer.step_(theta, momentum, delta, version=key.version)
+    codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
     change = theta if codec.publishes_values else theta - state.published
-    _insist_on_finite(version, theta=theta, momentum=momentum, change=change)
-    encoded = codec.encode(change)
+    _insist_on_finite(key.version, theta=theta, momentum=momentum, change=change)
+    drawn_by = rounding_key(rules.seed, key.fragment_id, lane_id, key.version, key.attempt)
+    try:
+        encoded = codec.encode(change, drawn_by)
+    except CodecError as error:
+        raise AggregationError(f"outer step from version {key.version}: {error}") from error
     published = apply_payload(codec, encoded, state.published)
-    _insist_on_finite(version, published=published)
+    _insist_on_finite(key.version, published=published)
     return LanePublication(
-        LaneState(theta, published, momentum), bytes(to_bytes(encoded)), lane_digest(published)
+        LaneState(theta, published, momentum), to_bytes(encoded), lane_digest(published)
     )
 
 
 def _insist_on_finite(version: int, **vectors: Tensor) -> None:
     for name, values in vectors.items():
-        if not bool(torch.isfinite(values).all()):
+        if not is_finite(values):
             raise AggregationError(f"outer step from version {version}: {name} is not finite")
 
 

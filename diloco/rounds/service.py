@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar
 import blake3
 import torch
 
-from diloco.compression.base import from_bytes, to_bytes
-from diloco.compression.registry import get_codec
+from diloco.compression.base import Codec, from_bytes, to_bytes
+from diloco.compression.lanes import lane_codec
 from diloco.errors import AggregationError, CodecError
 from diloco.outer.fragments import Fragment
 from diloco.rounds.publication import (
@@ -170,12 +170,13 @@ class FragmentService:
         self, codec_name: str, lane_id: int, digest: bytes, call: IncomingCall
     ) -> tuple[str, Buffer]:
         numel = self._fragment.lanes[lane_id].numel
-        wire_bytes = get_codec(codec_name).wire_bytes(numel)
+        codec = lane_codec(codec_name, self._fragment, lane_id)
+        wire_bytes = codec.wire_bytes(numel)
         if call.payload_bytes != wire_bytes:
             return f"{call.payload_bytes} bytes, the plan asks {wire_bytes}", b""
         payload = await call.read_payload()
         try:
-            await self._hooks.worker.run(lambda: _verify(payload, digest, codec_name, numel))
+            await self._hooks.worker.run(lambda: _verify(payload, digest, codec, numel))
         except CodecError as error:
             return str(error), b""
         return "", payload
@@ -324,7 +325,9 @@ class FragmentService:
                     [spool[c.island][lane_id] for c in close.contributors],
                     weights,
                     self._publication,
-                    version=close.key.version,
+                    fragment=self._fragment,
+                    lane_id=lane_id,
+                    key=close.key,
                     is_flush=close.is_flush,
                 )
                 for lane_id, state in enumerate(self.record.lanes)
@@ -335,7 +338,7 @@ class FragmentService:
             timeline=close.key.timeline,
             key=close.key,
             is_flush=close.is_flush,
-            payload_codec=self._publication.payload_codec(close.is_flush).name,
+            payload_codec=self._publication.payload_codec(close.is_flush),
             lane_digests=tuple(publication.digest for publication in publications),
             lanes=tuple(publication.state for publication in publications),
             payloads=tuple(publication.payload for publication in publications),
@@ -361,11 +364,11 @@ class FragmentService:
         self._hooks.on_record(record.header())
 
 
-def _verify(payload: Buffer, digest: bytes, codec_name: str, numel: int) -> None:
+def _verify(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
     """Insist that a payload is what its header says and decodes to finite values."""
     if blake3.blake3(payload).digest() != digest:
         raise CodecError("the payload does not match the digest in its header")
-    decode_contribution(get_codec(codec_name), payload, numel)
+    decode_contribution(codec, payload, numel)
 
 
 def _no_lane(status: wire.FetchStatus, message: str) -> wire.FetchReply:

@@ -75,7 +75,7 @@ class VersionRecord:
     payload_codec: str
     lane_digests: tuple[bytes, ...]
     lanes: tuple[LaneState, ...]
-    payloads: tuple[bytes, ...] = ()
+    payloads: tuple[Buffer, ...] = ()
     contributors: tuple[Contributor, ...] = ()
     contributions: Mapping[str, Sequence[Buffer]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class FragmentStore:
         """
         self.store_dir = directory
         self._directory = fragment_directory(directory, fragment.fragment_id)
-        self._fragment = fragment
+        self.fragment = fragment
         self._is_indexed = is_indexed
         self.retained_versions = retained_versions
 
@@ -211,7 +211,7 @@ class FragmentStore:
             RecordInvalid: If it is missing, torn, damaged, or of another plan.
         """
         path = record_path(self._directory, version)
-        return _from_header(*unpack(path, version, self._fragment), self._fragment)
+        return _from_header(*unpack(path, version, self.fragment), self.fragment)
 
     def pin(self, step: int, version: int) -> None:
         """Keep a version for the run checkpoint of an inner step; durable when this returns.
@@ -223,11 +223,11 @@ class FragmentStore:
             PinRefused: If another version is pinned for this step, or there is no such record.
         """
         directory = fragment_directory(
-            pin_directory(self.store_dir, step), self._fragment.fragment_id
+            pin_directory(self.store_dir, step), self.fragment.fragment_id
         )
         if other := [pinned for pinned in versions_in(directory) if pinned != version]:
             raise PinRefused(
-                f"fragment {self._fragment.fragment_id}: the checkpoint of inner step {step} holds "
+                f"fragment {self.fragment.fragment_id}: the checkpoint of inner step {step} holds "
                 f"version {other[0]}, not {version}: another island had merged that one there"
             )
         own, pinned = record_path(self._directory, version), record_path(directory, version)
@@ -291,7 +291,7 @@ class PinRefused(Exception):
 
 
 def recompute(
-    previous: VersionRecord, record: VersionRecord, rules: PublicationRules
+    previous: VersionRecord, record: VersionRecord, rules: PublicationRules, fragment: Fragment
 ) -> tuple[bytes, ...]:
     """Recompute the lane digests of `record` from its predecessor and its contributions.
 
@@ -310,7 +310,9 @@ def recompute(
             [record.contributions[c.island][lane_id] for c in record.contributors],
             weights,
             rules,
-            version=record.key.version,
+            fragment=fragment,
+            lane_id=lane_id,
+            key=record.key,
             is_flush=record.is_flush,
         ).digest
         for lane_id, state in enumerate(previous.lanes)

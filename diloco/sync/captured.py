@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.compression.registry import get_codec
+from diloco.compression.lanes import lane_codec
 from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
 from diloco.rounds.state import RoundKey
@@ -71,9 +71,11 @@ class StateLayout:
         for p in self.lanes:
             shapes[f"ledger/{p}"] = ([_LEDGER_NUMBERS], torch.int64)
             for section, lane_id in self._parts(p):
-                numel = self.plan.fragments[p].lanes[lane_id].numel
+                fragment = self.plan.fragments[p]
+                numel = fragment.lanes[lane_id].numel
+                codec = lane_codec(self.codec, fragment, lane_id)
                 shapes[f"{section}/{p}/{lane_id}"] = (
-                    ([get_codec(self.codec).wire_bytes(numel)], torch.uint8)
+                    ([codec.wire_bytes(numel)], torch.uint8)
                     if section == "payload"
                     else ([numel], torch.float32)
                 )

@@ -13,7 +13,8 @@ import blake3
 import torch
 from torch import Tensor
 
-from diloco.compression.base import Codec, from_bytes, to_bytes
+from diloco.compression.base import from_bytes, to_bytes
+from diloco.compression.lanes import lane_codec
 from diloco.outer.fragments import Fragment
 from diloco.rounds.state import RoundKey
 from diloco.sync.captured import CapturedLanes
@@ -148,7 +149,7 @@ class CarriedFragment:
             is_flush=state.is_flush,
         )
 
-    def captured(self, fragment: Fragment, codec: Codec, *, error_feedback: bool) -> CapturedLanes:
+    def captured(self, fragment: Fragment, codec: str, *, error_feedback: bool) -> CapturedLanes:
         """Return the state of the lanes, zeros where there is none; tensors are not copied."""
         payload: dict[int, Tensor] = {}
         residual: dict[int, Tensor] = {}
@@ -156,7 +157,9 @@ class CarriedFragment:
         for lane_id in self.lanes:
             numel, sent = fragment.lanes[lane_id].numel, self.sending.get(lane_id)
             payload[lane_id] = (
-                torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+                torch.zeros(
+                    lane_codec(codec, fragment, lane_id).wire_bytes(numel), dtype=torch.uint8
+                )
                 if sent is None
                 else from_bytes(sent.payload)
             )

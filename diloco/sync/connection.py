@@ -213,10 +213,11 @@ class Connection:
             data=data,
             grant=reply.grant,
             rules=ExchangeRules(
-                uplink_codec=config.outer.uplink_codec,
+                uplink_codec=config.outer.uplink,
                 error_feedback=config.outer.error_feedback,
                 rpc_deadline_s=config.transport.rpc_timeout_s,
                 unreachable_s=config.transport.unreachable_s,
+                seed=config.run.seed,
                 first_wait_s=config.transport.retry.first_wait_s,
                 max_wait_s=config.transport.retry.max_wait_s,
             ),

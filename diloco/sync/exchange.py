@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from diloco.compression.error_feedback import encode_with_feedback
-from diloco.compression.registry import get_codec
+from diloco.compression.lanes import lane_codec
+from diloco.compression.random_bits import rounding_key
 from diloco.errors import CodecError, DilocoError, IslandFailed, error_of_exit_code
 from diloco.outer.fragments import Plan
 from diloco.rounds.messages import outcome_of
-from diloco.rounds.state import Outcome
+from diloco.rounds.state import Outcome, RoundKey
 from diloco.sync.calls import SyncerCalls
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.carried import NOT_DURABLE, CarriedFragment, FragmentView, SentLane
@@ -49,10 +50,11 @@ class ExchangeRules:
     """What a carrier obeys.
 
     Args:
-        uplink_codec: Codec of contributions.
+        uplink_codec: Codec of contributions (`lane_codec`).
         error_feedback: Whether the quantisation error joins the next contribution.
         rpc_deadline_s: Bound of one call; a call may wait for a slow link.
         unreachable_s: Seconds without any answer after which the island gives up (exit 30).
+        seed: Of the run; stochastic rounding draws from it.
         first_wait_s: Wait after the first call without an answer, at most.
         max_wait_s: Longest wait between two calls.
     """
@@ -61,6 +63,7 @@ class ExchangeRules:
     error_feedback: bool
     rpc_deadline_s: float
     unreachable_s: float
+    seed: int
     first_wait_s: float = 0.1
     max_wait_s: float = 1.0
 
@@ -102,7 +105,6 @@ class Exchange:
         self._on_event = on_event
         self._carried = {p: CarriedFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
         self._views = {p: FragmentView() for p in self._carried}
-        self._codec = get_codec(rules.uplink_codec)
         self._epoch = 0
         self._pinned_step = -1
         self._tasks = Tasks(self._show)
@@ -179,7 +181,7 @@ class Exchange:
         carried = self._begin(sent)
         try:
             for lane_id in carried.lanes:
-                carried.sending[lane_id] = self._encode(carried, lane_id, deltas[lane_id])
+                carried.sending[lane_id] = self._encode(carried, sent.key, lane_id, deltas[lane_id])
         except CodecError as error:
             self.fail(error)
             return
@@ -206,7 +208,9 @@ class Exchange:
         """Put the state of every fragment's lanes into `into`, after what was posted before."""
         for p, carried in self._carried.items():
             into[p] = carried.captured(
-                self._plan.fragments[p], self._codec, error_feedback=self.rules.error_feedback
+                self._plan.fragments[p],
+                self.rules.uplink_codec,
+                error_feedback=self.rules.error_feedback,
             )
 
     def pin(self, inner_step: int, versions: Sequence[int]) -> None:
@@ -287,11 +291,22 @@ class Exchange:
         self._tasks.notify()
         return carried
 
-    def _encode(self, carried: CarriedFragment, lane_id: int, delta: Tensor) -> SentLane:
+    def _encode(
+        self, carried: CarriedFragment, key: RoundKey, lane_id: int, delta: Tensor
+    ) -> SentLane:
         residual = None
         if self.rules.error_feedback:
             residual = carried.residual.setdefault(lane_id, torch.zeros_like(delta))
-        return SentLane.of(*encode_with_feedback(self._codec, delta, residual))
+        codec = lane_codec(self.rules.uplink_codec, self._plan.fragments[key.fragment_id], lane_id)
+        drawn_by = rounding_key(
+            self.rules.seed,
+            key.fragment_id,
+            lane_id,
+            key.version,
+            key.attempt,
+            self._grant.island,
+        )
+        return SentLane.of(*encode_with_feedback(codec, delta, residual, drawn_by))
 
     def _submit_all(self, carried: CarriedFragment, sent: Outstanding) -> None:
         for lane_id, lane in carried.sending.items():
@@ -307,7 +322,11 @@ class Exchange:
                 await news.wait()
                 continue
             reply = await self._calls.submit(
-                sent, lane_id, codec=self._codec.name, digest=lane.digest, payload=lane.payload
+                sent,
+                lane_id,
+                codec=self.rules.uplink_codec,
+                digest=lane.digest,
+                payload=lane.payload,
             )
             if carried.outstanding is not sent or reply.syncer_epoch < self._epoch:
                 continue  # settled, or the word of a syncer that is gone
@@ -416,7 +435,7 @@ class Exchange:
                 stage_lane(
                     self._calls,
                     carried.anchor[lane_id],
-                    fragment_id=carried.fragment_id,
+                    fragment=self._plan.fragments[carried.fragment_id],
                     version=version,
                     lane_id=lane_id,
                     digest=digests[lane_id] if digests else b"",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from diloco.compression.lanes import check_patterns
 from diloco.config.schema import OuterConfig
 from diloco.outer.fragments import Plan, make_plan
 from diloco.outer.schedule import Schedule
@@ -16,13 +17,15 @@ def build_plan(outer: OuterConfig, parameters: Mapping[str, Tensor]) -> Plan:
     """Cut the model into fragments and lanes.
 
     Args:
-        outer: Its identity fields are read.
+        outer: Its identity fields are read, and what names parameters.
         parameters: Canonical name -> parameter (any device, meta too), from
             `canonical_parameters`.
 
     Raises:
-        ConfigError: If the parameters do not allow that plan (more fragments than tensors, ...).
+        ConfigError: If the parameters do not allow that plan (more fragments than tensors,
+            a codec for a name that there is not, ...).
     """
+    check_patterns(outer.uplink, parameters)
     return make_plan(
         tensor_specs(parameters),
         num_fragments=outer.num_fragments,

@@ -183,7 +183,7 @@ class DiLoCo:
         self._layout = StateLayout(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
-            config.outer.uplink_codec,
+            config.outer.uplink,
             config.outer.error_feedback,
         )
         agreement = Agreement(self._groups.agreement)

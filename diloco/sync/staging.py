@@ -12,8 +12,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from diloco.compression.base import from_bytes
+from diloco.compression.lanes import lane_codec
 from diloco.compression.registry import get_codec
 from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError
+from diloco.outer.fragments import Fragment
 from diloco.rounds.publication import apply_payload, lane_digest
 from diloco.sync.calls import SyncerCalls
 from diloco.telemetry.events import DigestMismatch, Event
@@ -25,7 +27,7 @@ async def stage_lane(
     calls: SyncerCalls,
     anchor: Tensor,
     *,
-    fragment_id: int,
+    fragment: Fragment,
     version: int,
     lane_id: int,
     digest: bytes,
@@ -39,7 +41,7 @@ async def stage_lane(
     Args:
         calls: Way to the syncer.
         anchor: The lane at `version` - 1, float32; unchanged.
-        fragment_id: The lane's fragment.
+        fragment: The lane's fragment, as planned.
         version: Version to reach.
         lane_id: The lane.
         digest: Of the published lane; empty when it is not known, which takes the lane as a whole.
@@ -49,11 +51,12 @@ async def stage_lane(
         CodecError: If even the whole lane does not match.
         DilocoError: If the syncer does not have it, or cannot be reached.
     """
+    fragment_id = fragment.fragment_id
     if digest:
         reply, payload = await _fetch(
             calls, fragment_id, version, lane_id, wire.FETCH_KIND_PAYLOAD, anchor.numel()
         )
-        values = _step(reply.codec, payload, anchor)
+        values = _step(reply.codec, payload, anchor, fragment, lane_id)
         if values is not None and lane_digest(values) == digest:
             return values
         on_event(DigestMismatch(fragment_id, version, lane_id))
@@ -119,9 +122,11 @@ async def _fetch(
     return reply, payload
 
 
-def _step(codec: str, payload: Buffer, anchor: Tensor) -> Tensor | None:
+def _step(
+    codec: str, payload: Buffer, anchor: Tensor, fragment: Fragment, lane_id: int
+) -> Tensor | None:
     """Apply a payload; None if it cannot be one."""
     try:
-        return apply_payload(get_codec(codec), from_bytes(payload), anchor)
+        return apply_payload(lane_codec(codec, fragment, lane_id), from_bytes(payload), anchor)
     except DilocoError:
         return None

@@ -3,16 +3,27 @@
 Every server has a registry of its own; nothing is global. Names end in their unit, counters in
 `_total`; a counter begins anew with the process or the island's start that it belongs to, as
 Prometheus expects. What the coordinator says of islands is their last report.
+
+Beyond loopback a scrape needs the bearer token of `telemetry.metrics_token`, and where the run has
+certificates it is HTTPS, with the certificate of the process (server name coordinator.diloco or
+syncer.diloco).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import socket
+import ssl
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client import CollectorRegistry, Metric, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -22,15 +33,27 @@ from protos.fragment_pb2 import FragmentState
 from transport.addresses import split_address
 
 if TYPE_CHECKING:
-    from threading import Thread
-    from wsgiref.simple_server import WSGIServer
-
     from diloco.telemetry.syncer_meter import SyncerMeter
 
 logger = logging.getLogger(__name__)
 
 _COLLECT_S = 5.0
 _RETRY_WAIT_S = 0.2
+_SILENCE_S = 10.0
+_MAX_SCRAPES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """What a scrape must show, and what it is shown; nothing of both on loopback.
+
+    Attributes:
+        token: Bearer token; empty: none is asked for.
+        certificate: PEM file with certificate and key; None: plain HTTP.
+    """
+
+    token: str = field(default="", repr=False)
+    certificate: Path | None = None
 
 
 class MetricsServer:
@@ -42,6 +65,7 @@ class MetricsServer:
         collect: Callable[[], Iterable[Metric]],
         *,
         setting: str,
+        protection: Protection = Protection(),
         busy_s: float = 3.0,
     ) -> None:
         """Assign only.
@@ -50,13 +74,15 @@ class MetricsServer:
             listen: HOST:PORT, port 0 for any free one; empty: serve nothing.
             collect: Called in the event loop in which `start` was awaited.
             setting: Dotted name of the setting that says `listen`, for the message.
+            protection: What a scrape must show, and what it is shown.
             busy_s: Seconds for which a busy port is tried again: its last owner may be ending.
         """
         self._listen = listen
         self._collect = collect
         self._setting = setting
         self._busy_s = busy_s
-        self._server: tuple[WSGIServer, Thread] | None = None
+        self._protection = protection
+        self._server: tuple[_Server, threading.Thread] | None = None
 
     @property
     def address(self) -> str:
@@ -89,21 +115,27 @@ class MetricsServer:
                 raise ConfigError(problem) from error
             logger.warning("the run goes on without metrics: %s", problem)
         else:
-            logger.info("metrics are served, address=http://%s/metrics", self.address)
+            scheme = "https" if self._protection.certificate else "http"
+            logger.info("metrics are served, address=%s://%s/metrics", scheme, self.address)
 
-    async def _serve(self) -> tuple[WSGIServer, Thread]:
+    async def _serve(self) -> tuple[_Server, threading.Thread]:
         loop = asyncio.get_running_loop()
         host, port = split_address(self._listen)
         registry = CollectorRegistry()
         registry.register(_OnLoop(loop, self._collect))
+        handler = _handler(registry, self._protection.token)
         until = loop.time() + self._busy_s
         while True:
             try:
-                return start_http_server(port, addr=host.strip("[]"), registry=registry)
+                server = _Server(host.strip("[]"), port, handler, self._protection.certificate)
+                break
             except OSError:
                 if loop.time() >= until:
                     raise
                 await asyncio.sleep(_RETRY_WAIT_S)
+        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
+        return server, thread
 
     async def stop(self) -> None:
         """Serve no more; stopping twice is harmless."""
@@ -113,6 +145,61 @@ class MetricsServer:
             await asyncio.to_thread(server.shutdown)  # the loop must answer who still asks
             server.server_close()
             thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """An HTTP or HTTPS server with a bounded number of threads, which silence does not hold."""
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        handler: type[BaseHTTPRequestHandler],
+        certificate: Path | None,
+    ) -> None:
+        (self.address_family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self._room = threading.BoundedSemaphore(_MAX_SCRAPES)
+        super().__init__((host, port), handler)
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            # The handshake is the handler's, in its thread and within its time.
+            self.socket = context.wrap_socket(
+                self.socket, server_side=True, do_handshake_on_connect=False
+            )
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._room.acquire()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("scrape failed, peer=%s", client_address, exc_info=True)
+
+
+def _handler(registry: CollectorRegistry, token: str) -> type[BaseHTTPRequestHandler]:
+    """Make what answers one scrape."""
+    expected = f"Bearer {token}".encode()
+
+    class Handler(MetricsHandler):
+        timeout = _SILENCE_S
+
+        def do_GET(self) -> None:
+            given = self.headers.get("Authorization", "").encode()
+            if token and not hmac.compare_digest(given, expected):
+                self.send_error(401, "give the token: Authorization: Bearer ...")
+                return
+            super().do_GET()
+
+    Handler.registry = registry
+    return Handler
 
 
 class _OnLoop(Collector):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bench import overhead, parity, utilisation
+from diloco.bench import codec, overhead, parity, utilisation
 from diloco.bench.report import Column, Report, Requirement
 from diloco.cli.main import app
 
@@ -18,6 +18,7 @@ COMMANDS = {
     "parity": (parity, "run_parity"),
     "overhead": (overhead, "run_overhead"),
     "utilisation": (utilisation, "run_utilisation"),
+    "codec": (codec, "run_codec"),
 }
 
 

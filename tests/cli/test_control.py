@@ -28,7 +28,7 @@ from diloco.cli.tables import (
     status_view,
 )
 from diloco.errors import ConfigError, CoordinatorUnavailable
-from diloco.launch.status import look
+from diloco.launch.status import ask_status
 from protos.control_pb2 import (
     FragmentStatus,
     Grant,
@@ -36,7 +36,7 @@ from protos.control_pb2 import (
     ReportRequest,
     StatusReply,
 )
-from transport.contracts import IncomingCall, Reply
+from transport.contracts import IncomingCall, Reply, Transport
 from transport.grpc_server import GrpcServer
 
 REPLY = StatusReply(
@@ -230,9 +230,9 @@ def test_an_island_says_where_it_stands_while_it_lives(
     address = coordinator if is_reachable else "127.0.0.1:1"
     looks = threading.Semaphore(0)
 
-    async def counted(address: str) -> StatusReply:
+    async def counted(transport: Transport) -> StatusReply:
         looks.release()
-        return await look(address)
+        return await ask_status(transport)
 
     def run_island(*_: object) -> int:
         # At the second look the first has been shown.
@@ -240,7 +240,7 @@ def test_an_island_says_where_it_stands_while_it_lives(
         return 0
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("diloco.launch.status.look", counted)
+    monkeypatch.setattr("diloco.launch.status.ask_status", counted)
     monkeypatch.setattr("diloco.launch.island.run_island", run_island)
     monkeypatch.setattr(island, "_LINE_EVERY_S", 0.05)
     typed = typer.Typer()

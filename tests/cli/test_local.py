@@ -75,8 +75,8 @@ def test_local_runs_to_a_summary_that_can_be_checked(tmp_path: Path) -> None:
     rules = build_publication_rules(config)
     other = replace(rules, optimizer=replace(rules.optimizer, lr=0.6))
     before, record = store.load(2), store.load(3)
-    assert recompute(before, record, rules) == record.lane_digests
-    assert recompute(before, record, other) != record.lane_digests
+    assert recompute(before, record, rules, store.fragment) == record.lane_digests
+    assert recompute(before, record, other, store.fragment) != record.lane_digests
 
 
 def test_dry_run_keeps_the_first_islands_and_takes_the_link_away(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_signal_at_the_very_end_does_not_claim_a_stop(
     run_file = write_run(tmp_path, {"east": "", "west": ""})
     finished = SimpleNamespace(is_finished=True, is_stopped=False, checkpoints=(4,))
 
-    def run(_: object, __: object, request: Request, ___: object) -> tuple[int, bool]:
+    def run(_: object, __: object, request: Request, *___: object) -> tuple[int, bool]:
         request.note(signal.SIGINT)
         if is_forced:
             raise Interrupted(signal.SIGINT)

@@ -40,6 +40,7 @@ POLICY = {
     "run.inner_steps outer.flush outer.weighting outer.min_contributions outer.round_deadline",
     "outer.on_member_lost outer.optimizer.name outer.optimizer.lr outer.optimizer.momentum",
     "outer.optimizer.momentum_ramp_rounds outer.uplink_codec outer.downlink_codec",
+    "outer.codec_by_name",
     "outer.error_feedback outer.retained_versions inner.clip_norm inner.optimizer.name",
     "inner.optimizer.lr inner.optimizer.schedule inner.optimizer.warmup_steps",
     "inner.optimizer.min_lr_ratio inner.optimizer.betas inner.optimizer.weight_decay",

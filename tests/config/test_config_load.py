@@ -142,6 +142,31 @@ def test_explicit_keys_win_over_the_preset(tmp_path: Path) -> None:
     assert (outer.optimizer.lr, outer.optimizer.momentum_ramp_rounds) == (0.4, 5)
 
 
+@pytest.mark.parametrize(
+    ("given", "is_on"),
+    [
+        (["outer.uplink_codec=int4"], False),
+        (["outer.uplink_codec=int2"], True),
+        (["outer.uplink_codec=topk64"], True),
+        (["outer.downlink_codec=int2"], False),
+        (["outer.uplink_codec=int2", "outer.error_feedback=false"], False),
+    ],
+)
+def test_coarse_uplinks_have_error_feedback_unless_it_is_refused(
+    given: list[str], is_on: bool, tmp_path: Path
+) -> None:
+    assert load_config(write(tmp_path, MINIMAL), given).outer.error_feedback == is_on
+
+
+def test_codecs_by_name_are_a_part_of_both_directions(tmp_path: Path) -> None:
+    given = ["outer.uplink_codec=int4", 'outer.codec_by_name=["*norm=float32", "a=b=int8"]']
+
+    outer = load_config(write(tmp_path, MINIMAL), given).outer
+
+    assert outer.uplink == "int4 *norm=float32 a=b=int8"
+    assert outer.downlink == "float32 *norm=float32 a=b=int8"
+
+
 def test_explicit_dimension_wins_over_the_model_preset(tmp_path: Path) -> None:
     model = load_config(write(tmp_path, MINIMAL), ["model.num_layers=3"]).model
 
@@ -264,7 +289,10 @@ REFUSALS = [
     ("outer.on_member_lost=shrink", ['"shrink": comes later', 'allowed: "stop"']),
     ("outer.on_member_lost=wait", ['"wait": comes later', 'allowed: "stop"']),
     ("outer.weighting=equal", ['outer.weighting: "equal":', 'allowed: "tokens"']),
-    ("outer.uplink_codec=int2", ['outer.uplink_codec: "int2":', '"float32" or "int4"']),
+    ("outer.uplink_codec=int3", ['outer.uplink_codec: "int3":', '"float32" or "float16" or']),
+    ('outer.codec_by_name=["*norm"]', ["outer.codec_by_name:", "'*norm' must be PATTERN=CODEC"]),
+    ('outer.codec_by_name=["a b=int8"]', ["'a b=int8' must be", "without blanks"]),
+    ('outer.codec_by_name=["*=int3"]', ["'*=int3' must be", "one of float32, float16"]),
     ("outer.flush=1", ["outer.flush: 1: must be true or false"]),
     ("outer.retained_versions=0", ["outer.retained_versions: 0:", ">= 1"]),
     ("outer.round_deadline=60", ["outer.round_deadline: 60:", NO_UNIT]),
@@ -279,11 +307,13 @@ REFUSALS = [
     ("coordinator.listen=7000", ["coordinator.listen: 7000: must be a string"]),
     ("coordinator.listen=localhost", ['coordinator.listen: "localhost": must be HOST:PORT']),
     ("coordinator.listen=localhost:99999", ["must be HOST:PORT", "0 to 65535"]),
-    ("coordinator.listen=0.0.0.0:7000", ["coordinator.listen:", "coordinator.insecure = true"]),
+    ("coordinator.listen=0.0.0.0:7000", ["coordinator.listen:", "transport.insecure = true"]),
     ("coordinator.syncer_listen=far:1", ["coordinator.syncer_listen:", "insecure = true"]),
     ("coordinator.address=far", ['coordinator.address: "far": must be HOST:PORT']),
     ('coordinator.state_dir=""', ['coordinator.state_dir: "": must not be empty']),
-    ("transport.kind=hivemind", ['transport.kind: "hivemind": comes later', 'allowed: "grpc"']),
+    ("transport.kind=libp2p", ['transport.kind: "libp2p":', 'allowed: "grpc" or "hivemind"']),
+    ("transport.hivemind.relayed=true", ["somebody must relay: set", "initial_peers"]),
+    ("transport.hivemind.initial_peers=['/ip4/1.2.3.4/tcp/1']", ["the multiaddr of one peer"]),
     ("transport.link=../x", ['transport.link: "../x": must match']),
     ("transport.chunk=50", ["transport.chunk: 50:", NO_UNIT]),
     ("transport.chunk=1GiB", ['transport.chunk: "1GiB":', "1073741824"]),
@@ -369,7 +399,7 @@ def test_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "demo.toml").touch()
     absent = refusal(tmp_path / "dmeo.toml")
     assert "dmeo.toml: No such file" in absent
-    assert f"counted from {Path.cwd()}, such as {tmp_path / 'demo.toml'} or {tmp_path}" in absent
+    assert f"counted from {Path.cwd()}; near it: {tmp_path / 'demo.toml'} or {tmp_path}" in absent
     assert "absent.toml: No such file" in refusal(tmp_path / "nowhere" / "absent.toml")
     assert f"{tmp_path}: Is a directory" in refusal(tmp_path)
     assert "bytes.toml is not valid TOML" in refusal(tmp_path / "bytes.toml")
@@ -392,7 +422,7 @@ def test_bind_beyond_loopback_is_accepted_when_declared_insecure(tmp_path: Path)
     config = load_config(
         write(tmp_path, MINIMAL),
         [
-            "coordinator.insecure=true",
+            "transport.insecure=true",
             "coordinator.listen=0.0.0.0:7000",
             "coordinator.syncer_listen=0.0.0.0:0",
         ],
@@ -402,7 +432,7 @@ def test_bind_beyond_loopback_is_accepted_when_declared_insecure(tmp_path: Path)
 
 
 def test_syncer_that_other_sites_cannot_reach_is_refused(tmp_path: Path) -> None:
-    overrides = ["coordinator.insecure=true", "coordinator.listen=0.0.0.0:7000"]
+    overrides = ["transport.insecure=true", "coordinator.listen=0.0.0.0:7000"]
 
     with pytest.raises(ConfigError, match=r"syncer_listen.*only this machine reaches it"):
         load_config(write(tmp_path, MINIMAL), overrides)

@@ -35,10 +35,15 @@ def test_sinks_of_two_sites_may_differ() -> None:
 def test_metrics_beyond_this_machine_need_a_declaration(setting: str) -> None:
     override = f"{setting}=0.0.0.0:9400"
 
-    with pytest.raises(ConfigError, match=f"{setting}.*coordinator.insecure = true"):
+    with pytest.raises(ConfigError, match=f"{setting}.*transport.insecure = true"):
         load_config(DEMO, [override])
 
-    load_config(DEMO, ["coordinator.insecure=true", override])
+    with pytest.raises(ConfigError, match=f"{setting}.*metrics_token"):
+        load_config(DEMO, ["transport.insecure=true", override])
+
+    token = "telemetry.metrics_token=metrics.token"
+    load_config(DEMO, ["transport.insecure=true", token, override])
+    load_config(DEMO, ["transport.certs=certs", token, override])
 
 
 @pytest.mark.parametrize(

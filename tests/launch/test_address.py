@@ -10,11 +10,12 @@ import pytest
 from diloco.config.schema import CoordinatorConfig
 from diloco.errors import ConfigError
 from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
+from diloco.launch.security import Security
 
 
 def test_recorded_port_is_bound_again_only_when_none_is_configured() -> None:
     async def bound(bind: str, recorded: str) -> str:
-        server = await listen(bind, recorded, {}, insecure=False, chunk_bytes=1 << 20)
+        server = await listen(bind, recorded, {}, security=Security(), chunk_bytes=1 << 20)
         await server.stop(0)
         return server.address
 
@@ -36,11 +37,11 @@ def test_busy_port_is_waited_for_and_then_refused_by_name() -> None:
         with socket.create_server(("127.0.0.1", 0)) as owner:
             address = f"127.0.0.1:{owner.getsockname()[1]}"
             waiting = asyncio.create_task(
-                listen("127.0.0.1:0", address, {}, insecure=False, chunk_bytes=1 << 20)
+                listen("127.0.0.1:0", address, {}, security=Security(), chunk_bytes=1 << 20)
             )
             with pytest.raises(ConfigError) as caught:
                 await listen(
-                    "127.0.0.1:0", address, {}, insecure=False, chunk_bytes=1 << 20, busy_s=0.3
+                    "127.0.0.1:0", address, {}, security=Security(), chunk_bytes=1 << 20, busy_s=0.3
                 )
             assert not waiting.done()
         server = await waiting

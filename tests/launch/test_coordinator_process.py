@@ -167,7 +167,9 @@ def eventually(check: Callable[[], _T], what: str, within_s: float = 60) -> _T:
 
 
 def status(address: str) -> control.StatusReply:
-    reply = call(address, "control.status", control.StatusRequest())
+    reply = call(
+        address, "control.status", control.StatusRequest(protocol_version=PROTOCOL_VERSION)
+    )
     return control.StatusReply.FromString(reply.header)
 
 

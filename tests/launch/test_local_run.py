@@ -46,7 +46,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         """Start a run whose coordinator is each of these scripts in turn, the last one for ever."""
         scripts = list(coordinators)
 
-        def spawn(self: LocalRun, _: list[str], name: str) -> subprocess.Popen[bytes]:
+        def spawn(self: LocalRun, _: list[str], name: str, *__: object) -> subprocess.Popen[bytes]:
             script = island
             if name == "coordinator":
                 script = scripts.pop(0) if len(scripts) > 1 else scripts[0]

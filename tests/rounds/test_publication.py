@@ -12,6 +12,7 @@ from torch import Tensor
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.errors import AggregationError, CodecError
+from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import (
     LanePublication,
@@ -23,8 +24,10 @@ from diloco.rounds.publication import (
     publish_lane,
     version_digest,
 )
+from diloco.rounds.state import RoundKey
 
 NUMEL = 300
+FRAGMENT = make_plan([TensorSpec("w", (NUMEL,))], num_fragments=1).fragments[0]
 NESTEROV = OuterOptimizer("nesterov", 0.7, 0.9, 0)
 SGD = OuterOptimizer("sgd", 1.0, 0.0, 0)
 
@@ -52,13 +55,16 @@ def publish(
     weights: list[int] | None = None,
     optimizer: OuterOptimizer = NESTEROV,
     is_flush: bool = False,
+    attempt: int = 0,
 ) -> LanePublication:
     return publish_lane(
         lane,
         [encoded(up, delta) for delta in deltas],
         weights or [1] * len(deltas),
-        PublicationRules(up, down, optimizer),
-        version=3,
+        PublicationRules(up, down, optimizer, seed=0),
+        fragment=FRAGMENT,
+        lane_id=0,
+        key=RoundKey(0, 0, 3, attempt),
         is_flush=is_flush,
     )
 
@@ -179,6 +185,23 @@ def test_a_published_value_that_overflows_is_an_error_of_the_result() -> None:
 
     with pytest.raises(AggregationError, match="published is not finite"):
         publish(lane, [torch.zeros(4)], down="int4", optimizer=SGD)
+
+
+def test_a_difference_beyond_the_downlink_codec_is_an_error_of_the_result() -> None:
+    lane = LaneState(torch.full((4,), 1e6), torch.zeros(4), torch.zeros(4))
+
+    with pytest.raises(AggregationError, match=r"from version 3: float16 met 1000000\.0"):
+        publish(lane, [torch.zeros(4)], down="float16", optimizer=SGD)
+
+
+def test_stochastic_rounding_draws_anew_for_every_attempt_and_repeats_itself() -> None:
+    lane, deltas = state(), [values(5)]
+
+    made, again = (publish(lane, deltas, down="int4-stochastic") for _ in range(2))
+    other = publish(lane, deltas, down="int4-stochastic", attempt=1)
+
+    assert made.payload == again.payload
+    assert made.payload != other.payload
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -22,7 +22,7 @@ from diloco.rounds.store import FragmentStore, VersionRecord, recompute
 
 # 128 blocks, 65,536 bytes a lane: two lanes.
 FRAGMENT = make_plan([TensorSpec("w", (32768,))], num_fragments=1).fragments[0]
-RULES = PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 2))
+RULES = PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 2), seed=0)
 RETAINED = 2
 
 
@@ -79,7 +79,9 @@ def following(
             [contributions[c.island][lane_id] for c in contributors],
             [c.weight_tokens for c in contributors],
             rules,
-            version=before.version,
+            fragment=FRAGMENT,
+            lane_id=lane_id,
+            key=RoundKey(0, 0, before.version, attempt),
             is_flush=is_flush,
         )
         for lane_id, state in enumerate(before.lanes)
@@ -90,7 +92,7 @@ def following(
         timeline=0,
         key=RoundKey(0, 0, before.version, attempt),
         is_flush=is_flush,
-        payload_codec=rules.payload_codec(is_flush).name,
+        payload_codec=rules.payload_codec(is_flush),
         lane_digests=tuple(lane.digest for lane in made),
         lanes=tuple(lane.state for lane in made),
         payloads=tuple(lane.payload for lane in made),
@@ -451,7 +453,7 @@ def test_after_a_damaged_expiry_record_no_announced_attempt_is_opened_again(
 def test_retained_versions_are_recomputed_bit_by_bit(
     store: FragmentStore, up: str, down: str
 ) -> None:
-    rules = PublicationRules(up, down, RULES.optimizer)
+    rules = PublicationRules(up, down, RULES.optimizer, seed=0)
     records = [first()]
     for is_flush in (False, False, True):
         records.append(following(records[-1], rules=rules, is_flush=is_flush))
@@ -460,7 +462,7 @@ def test_retained_versions_are_recomputed_bit_by_bit(
 
     for version in (2, 3):
         before, after = store.load(version - 1), store.load(version)
-        assert recompute(before, after, rules) == after.lane_digests
+        assert recompute(before, after, rules, FRAGMENT) == after.lane_digests
 
 
 def test_recomputing_sees_a_changed_weight(store: FragmentStore) -> None:
@@ -471,13 +473,13 @@ def test_recomputing_sees_a_changed_weight(store: FragmentStore) -> None:
         contributors=(replace(contributors[0], weight_tokens=301), *contributors[1:]),
     )
 
-    assert recompute(records[1], changed, RULES) != changed.lane_digests
+    assert recompute(records[1], changed, RULES, FRAGMENT) != changed.lane_digests
 
 
 def test_a_version_is_recomputed_from_its_predecessor_only(store: FragmentStore) -> None:
     records = commit(store, 2)
 
     with pytest.raises(ValueError, match="version 2 cannot be recomputed from version 0"):
-        recompute(records[0], records[2], RULES)
+        recompute(records[0], records[2], RULES, FRAGMENT)
     with pytest.raises(ValueError, match="version 0"):
-        recompute(records[0], records[0], RULES)
+        recompute(records[0], records[0], RULES, FRAGMENT)

@@ -334,7 +334,7 @@ def assert_recomputed(setting: Setting) -> None:
         for version in range(max(1, last.record.version - 3), last.record.version + 1):
             after = store.load(version)
             assert after.lane_digests == recompute(
-                store.load(version - 1), after, setting.publication()
+                store.load(version - 1), after, setting.publication(), fragment
             )
 
 

@@ -131,6 +131,7 @@ def make_exchange(
         "error_feedback": setting.error_feedback,
         "rpc_deadline_s": 60.0,
         "unreachable_s": 600.0,
+        "seed": 0,
     }
     return Exchange(
         setting.plan(),

@@ -148,7 +148,7 @@ def serving(
             SyncerRules(
                 timeline,
                 ("island",),
-                PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 0)),
+                PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 0), seed=0),
                 60.0,
                 1,
             ),
@@ -235,7 +235,7 @@ def island(
             control=GrpcTransport(address),
             data=data,
             grant=grant("island", 1 + timeline, timeline),
-            rules=ExchangeRules("int4", error_feedback, 30.0, unreachable_s),
+            rules=ExchangeRules("int4", error_feedback, 30.0, unreachable_s, seed=0),
             rng=random.Random(island_rank),
             on_event=events.append,
         )

@@ -55,7 +55,7 @@ async def raw_call(address: str, messages: list[bytes]) -> bytes:
     "bind", ["0.0.0.0:0", "[::]:0", "192.0.2.7:80", "example.org:80", "127.0.0.1.example.org:80"]
 )
 def test_a_bind_beyond_loopback_needs_insecure(bind: str) -> None:
-    with pytest.raises(ValueError, match=r"TLS is not there yet.*insecure = true"):
+    with pytest.raises(ValueError, match=r"diloco certs init.*insecure = true"):
         GrpcServer(bind, {})
     GrpcServer(bind, {}, insecure=True)
 

@@ -1,14 +1,14 @@
-"""What every transport does alike: gRPC, loopback, and loopback behind a link."""
+"""What every transport does alike; `kinds` lists them."""
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import pytest
 
+from tests.contract.kinds import KINDS, Kind
 from transport.contracts import Handlers, IncomingCall, Reply, Server, Transport
 from transport.errors import (
     ConnectError,
@@ -19,53 +19,14 @@ from transport.errors import (
     TransportClosed,
 )
 from transport.framing import DEFAULT_CHUNK_BYTES, MAX_HEADER_BYTES
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.link import Link, LinkState
-from transport.loopback import LoopbackNetwork, run_virtual
 from transport.retry import RetryPolicy, retry
-from transport.shaped import ShapedTransport
 
 DEADLINE_S = 30.0
 
 
-@dataclass
-class Kind:
-    """One transport under test: how to run a coroutine and how to make the two ends."""
-
-    run: Callable[[Coroutine[Any, Any, Any]], Any]
-    serve: Callable[[Handlers, str], Server]
-    connect: Callable[[str], Transport]
-
-
-def grpc_kind() -> Kind:
-    return Kind(
-        asyncio.run, lambda handlers, at: GrpcServer(at or "127.0.0.1:0", handlers), GrpcTransport
-    )
-
-
-def loopback_kind() -> Kind:
-    network = LoopbackNetwork()
-    return Kind(
-        run_virtual, lambda handlers, at: network.server(at or "hub", handlers), network.connect
-    )
-
-
-def shaped_kind() -> Kind:
-    inner = loopback_kind()
-    link = Link(bandwidth_bps=1e9, delay_s=0.03, jitter_s=0.002, loss=0.01)
-
-    def connect(address: str) -> Transport:
-        up, down = (LinkState(link, seed=seed) for seed in (1, 2))
-        return ShapedTransport(inner.connect(address), up, down)
-
-    return Kind(inner.run, inner.serve, connect)
-
-
-@pytest.fixture(params=[grpc_kind, loopback_kind, shaped_kind], ids=["grpc", "loopback", "shaped"])
-def kind(request: pytest.FixtureRequest) -> Kind:
-    made: Kind = request.param()
-    return made
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
+    return KINDS[request.param](tmp_path)
 
 
 async def echo(call: IncomingCall) -> Reply:
@@ -185,7 +146,8 @@ def test_a_handler_is_cancelled_when_its_caller_is_gone(kind: Kind) -> None:
                 gone.set()
             return Reply(b"")
 
-        async with pair(kind, {"wait": wait}) as (_, transport):
+        async with pair(kind, {"wait": wait, "echo": echo}) as (_, transport):
+            await transport.call("echo", b"connected by now", deadline_s=DEADLINE_S)
             with pytest.raises(DeadlineExceeded):
                 await transport.call("wait", b"", deadline_s=0.2)
             await asyncio.wait_for(gone.wait(), DEADLINE_S)

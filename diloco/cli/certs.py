@@ -1,0 +1,169 @@
+"""`diloco certs`: the run's own certificate authority, and what it hands to the sites."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco.cli.options import RunFile
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from diloco.launch.run_ca import Entry, RunCa
+
+certs = typer.Typer(
+    no_args_is_help=True,
+    help="Make and keep the certificates with which the sites of a run know each other.",
+)
+
+_Directory = Annotated[
+    Path, typer.Option("--dir", metavar="DIR", help="Directory of the CA and its certificates.")
+]
+_Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="coordinator, syncer, operator or island/NAME.")
+]
+_Days = Annotated[int, typer.Option(min=1, help="Days for which the certificate is valid.")]
+_DIRECTORY = Path("certs")
+_DAYS = 365
+_CA_DAYS = 3650
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.add_typer(certs, name="certs")
+
+
+@certs.command()
+def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _DAYS) -> None:
+    """Make the CA of a run, and certificates for its coordinator, syncer, operator and islands."""
+    from diloco.config.load import load_config
+
+    config = load_config(run_file)
+    ca = _ca(directory)
+    ca.create(config.run.name, max(days, _CA_DAYS))
+    islands = [f"island/{name}" for name in sorted(config.islands)]
+    for short in ("coordinator", "syncer", "operator", *islands):
+        ca.issue(short, days, again=False)
+    typer.echo(
+        f"{directory} holds the CA of run {config.run.name!r}. Set transport.certs = "
+        f'"{directory}" in the run file, and bring to that directory of each site, over a way that '
+        f"you trust:\n"
+        f"  coordinator: ca.pem revoked.pem coordinator.pem syncer.pem"
+    )
+    for short in islands:
+        typer.echo(f"  {short}: ca.pem {short.replace('/', '-')}.pem")
+    typer.echo(
+        "  diloco status: ca.pem operator.pem\n"
+        "ca.key stays here and nowhere else: whoever has it is every island."
+    )
+
+
+@certs.command()
+def issue(name: _Name, directory: _Directory = _DIRECTORY, days: _Days = _DAYS) -> None:
+    """Issue one more certificate, such as that of an island that joins later."""
+    _tell_issued(_ca(directory).issue(name, days, again=False))
+
+
+@certs.command()
+def rotate(
+    name: _Name,
+    directory: _Directory = _DIRECTORY,
+    days: _Days = _DAYS,
+    revoke_old: Annotated[
+        bool, typer.Option("--revoke", help="Take its earlier certificates back, too.")
+    ] = False,
+) -> None:
+    """Issue a new certificate with a new key in place of the old one.
+
+    Running processes take it up without a restart once its file is at their site. Earlier ones
+    stay valid until they expire; with --revoke bring the new one to its site first.
+    """
+    ca = _ca(directory)
+    _tell_issued(ca.issue(name, days, again=True))
+    if revoke_old:
+        _tell_revoked(name, ca.revoke(name, keep_newest=True), directory)
+
+
+@certs.command()
+def revoke(name: _Name, directory: _Directory = _DIRECTORY) -> None:
+    """Take all certificates of an identity back: its next call is refused."""
+    _tell_revoked(name, _ca(directory).revoke(name, keep_newest=False), directory)
+
+
+@certs.command()
+def token(name: _Name, directory: _Directory = _DIRECTORY) -> None:
+    """Make a token for an identity, in place of its last one.
+
+    A run whose transport.tokens is set asks for them with every call: beside certificates, or
+    instead of them on a private network without.
+    """
+    path = _ca(directory).make_token(name)
+    typer.echo(
+        f"{path}: bring it to its site, and tokens.json to that of the coordinator, over a way "
+        f"that you trust; set transport.tokens at both"
+    )
+
+
+@certs.command()
+def show(directory: _Directory = _DIRECTORY) -> None:
+    """Show what was issued and how long it lasts; exit code 1 if something needs a hand."""
+    from rich.console import Console
+    from rich.table import Table
+
+    ca, now = _ca(directory), _now()
+    table = Table("identity", "serial", "expires (UTC)", "state", title=f"run {ca.run}")
+    needy = []
+    for entry in ca.entries():
+        state = _state(entry, now)
+        if entry.is_current and (state.startswith("expire")):
+            needy.append(entry.identity.short)
+        serial = f"{entry.serial:x}"
+        table.add_row(
+            entry.identity.short, f"{serial[:8]}..", f"{entry.expires:%Y-%m-%d %H:%M}", state
+        )
+    Console().print(table)
+    typer.echo(f"the CA itself expires at {ca.expires:%Y-%m-%d}")
+    for short in needy:
+        typer.echo(f"renew it: diloco certs rotate {short} --dir {directory}")
+    raise typer.Exit(1 if needy else 0)
+
+
+def _state(entry: Entry, now: datetime.datetime) -> str:
+    from transport.tls import WARN_DAYS
+
+    days = entry.days_left(now)
+    if entry.is_revoked:
+        return "revoked"
+    if days < 0:
+        return "expired"
+    if not entry.is_current:
+        return "replaced, still valid"
+    return f"expires in {days:.0f} days" if days < WARN_DAYS else "valid"
+
+
+def _tell_issued(path: Path) -> None:
+    typer.echo(f"{path}: bring it to its site, over a way that you trust")
+
+
+def _tell_revoked(name: str, count: int, directory: Path) -> None:
+    typer.echo(
+        f"{count} certificates of {name} are revoked: bring {directory / 'revoked.pem'} to the "
+        f"site of the coordinator; it holds from the next call on"
+    )
+    if name in ("coordinator", "syncer"):
+        typer.echo(
+            f"islands do not read that list: if the key of the {name} was stolen, make a new CA "
+            f"(diloco certs init in another --dir) and start the run again with it"
+        )
+
+
+def _ca(directory: Path) -> RunCa:
+    from diloco.launch.run_ca import RunCa
+
+    return RunCa(directory, _now)
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

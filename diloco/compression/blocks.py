@@ -1,0 +1,182 @@
+"""Block codecs: blocks of 128 values, a 16-bit scale each, codes of 2, 4 or 8 bits.
+
+Of a block with largest magnitude a (the last block is filled up with zeros), and the levels of a
+format (`levels`), the largest of which is L:
+
+    scale = a / L, to 8 significant bits (bf16), int8: to 9   1 where a < 2^-100, and all codes are
+                                          those of zero there; 0 where zero is no level
+    code_i = the level nearest to x_i / scale; a always has the largest
+    x_i   ~= scale * level_i              exact in float32 (9-bit times at most 7-bit), so that
+                                          adding it to an anchor fused or unfused gives the same
+
+so int4, say, has |x_i - scale * level_i| <= scale / 2, up to rounding of the product. The payload
+is all scales, then 128 * bits / 8 bytes a block (`packing`): for 4 bits byte j holds value j in its
+low half and value j + 64 in its high half. A scale is the upper half of its float32; one of 9 bits
+the 16 bits after the sign.
+
+Stochastic rounding takes the level above or below at random, so that scale * level_i is x_i on
+average. For that the scale is rounded up: no value lies beyond the largest level.
+
+One pure formula per direction gives the same bytes eager, compiled, on CPU and on GPU. For that it
+divides once a block, in float64 (compiled float32 division on a GPU is approximate; of a short
+scale the float64 quotient rounds to the correctly rounded float32 one), and rounds scales with
+integers (compilers drop a cast to bf16 and back). It needs no denormal float32 number, so flushing
+these to zero changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from diloco.compression.base import check_finite, check_flat, check_payload
+from diloco.compression.compiled import chosen
+from diloco.compression.levels import Levels
+from diloco.compression.packing import pack, unpack
+from diloco.compression.random_bits import key_tensor, uniform
+from diloco.errors import CodecError
+
+BLOCK_NUMEL = 128
+
+_SCALE_BYTES = 2
+_ZERO_BLOCK = 2.0**-100
+_LARGEST = torch.finfo(torch.float32).max
+#: What a rounded-up scale may lie below its quotient, in units in the last place of float32: two
+#: multiplications are off by so much at most, and must not push an exact scale to the next.
+_SLACK = 4
+
+
+class BlockCodec:
+    """Send codes with a scale a block; publishes differences."""
+
+    publishes_values = False
+
+    def __init__(self, name: str, levels: Levels, *, is_stochastic: bool = False) -> None:
+        """Name a format; `is_stochastic` rounds by the key that `encode` is given."""
+        self.name = name
+        self._levels = levels
+        self._is_stochastic = is_stochastic
+        self._shift = 24 - levels.scale_bits
+        self._zero_code = 1 << (levels.bits - 1)
+        self._block_bytes = _SCALE_BYTES + BLOCK_NUMEL * levels.bits // 8
+        # Of the largest scale, the largest level is still finite: no block overflows when decoded.
+        largest = torch.tensor(_LARGEST / levels.largest).view(torch.int32)
+        self._max_scale_bits = int(largest) >> self._shift << self._shift
+        borders = self._scale_bits(torch.tensor([_ZERO_BLOCK, _LARGEST])).view(torch.float32)
+        self._min_scale, self._max_scale = borders.tolist()
+
+    def wire_bytes(self, numel: int) -> int:
+        """Return the bytes of each block of 128 values begun: int4 has 66."""
+        return -(-numel // BLOCK_NUMEL) * self._block_bytes
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, key: int = 0) -> Tensor:
+        """Quantise to levels; see `Codec.encode`."""
+        check_flat(self.name, values)
+        missing = -values.numel() % BLOCK_NUMEL
+        padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
+        if not padded.numel():
+            return values.new_empty(0, dtype=torch.uint8)
+        formula = chosen(self.quantise, padded, padded.numel())
+        drawn_by = key_tensor(key, values.device) if self._is_stochastic else None
+        largest, scales, codes = formula(padded.reshape(-1, BLOCK_NUMEL), drawn_by)
+        if not largest.isfinite().all():
+            check_finite(self.name, values)
+        return torch.cat((scales.view(torch.uint8), codes.flatten()))
+
+    @torch.no_grad()
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """Multiply levels by scales; see `Codec.decode`.
+
+        Raises:
+            CodecError: Also for a scale or a code that `encode` never gives.
+        """
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        if not numel:
+            return payload.new_empty(0, dtype=torch.float32)
+        num_blocks = payload.numel() // self._block_bytes
+        scales = self._read_scales(payload[: _SCALE_BYTES * num_blocks])
+        packed = payload[_SCALE_BYTES * num_blocks :].reshape(num_blocks, -1)
+        values, smallest = chosen(self.dequantise, packed, numel)(scales, packed)
+        if smallest < self._levels.has_zero - self._zero_code:
+            raise CodecError(
+                f"{self.name} payload has a code of -{self._zero_code}: it was damaged or made by "
+                "something else"
+            )
+        values = values.flatten()
+        return values if values.numel() == numel else values[:numel].clone()
+
+    def quantise(self, blocks: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantise whole blocks; the reference formula, without checks.
+
+        Args:
+            blocks: Shape [num_blocks, 128], float32.
+            key: Of stochastic rounding, int64 scalar; else None.
+
+        Returns:
+            Largest magnitude of each block, [num_blocks], float32, not finite where a value is not;
+            its scale on the wire, [num_blocks], int16; packed codes, [num_blocks, 16 * bits],
+            uint8.
+        """
+        largest = blocks.abs().amax(dim=1)
+        bits = self._scale_bits(largest)
+        reciprocals = bits.view(torch.float32).double().reciprocal().float()
+        # A rounded scale leaves the largest values a little beyond the largest level. The clamp
+        # also stands between the product and any sum, which compilers for GPUs would round as one.
+        # A zero block's tiny values give the code of zero as well.
+        bound = self._levels.largest
+        y = (blocks * reciprocals[:, None]).clamp(-bound, bound)
+        position = self._levels.position(y)
+        if key is None:
+            k = torch.round(position)
+        else:
+            k = torch.floor(position + uniform(key, *blocks.shape))
+        codes = (k + self._zero_code).to(torch.uint8)
+        if not self._levels.has_zero:
+            bits = torch.where(largest < _ZERO_BLOCK, 0, bits)
+        return largest, (bits >> self._shift).to(torch.int16), pack(codes, self._levels.bits)
+
+    def dequantise(self, scales: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo the packing and multiply by the scales; the reference formula, without checks.
+
+        Args:
+            scales: Shape [num_blocks], float32.
+            packed: Shape [num_blocks, 16 * bits], uint8.
+
+        Returns:
+            Values, [num_blocks, 128], float32; the smallest k, float32.
+        """
+        # The smallest k and not the smallest code: compiled, amin of uint8 gives 0 (torch 2.13.0).
+        k = unpack(packed, self._levels.bits).float() - self._zero_code
+        values = self._levels.level(k) * scales[:, None, None]
+        return values.view(-1, BLOCK_NUMEL), k.amin()
+
+    def _scale_bits(self, largest: Tensor) -> Tensor:
+        """Return the bits of the float32 scales, int32, of which the lower `_shift` are zero.
+
+        They are rounded as integers, half to even or up: each is a positive normal number.
+        """
+        quotient = torch.where(largest < _ZERO_BLOCK, 1.0, largest * (1 / self._levels.largest))
+        bits = quotient.view(torch.int32)
+        below = (1 << self._shift) - 1
+        if self._is_stochastic:
+            bits = bits + (below - _SLACK)
+        else:
+            bits = bits + (below >> 1) + ((bits >> self._shift) & 1)
+        return (bits & ~below).clamp(max=self._max_scale_bits)
+
+    def _read_scales(self, wire: Tensor) -> Tensor:
+        """Read scales from the wire, and refuse any that `encode` never gives."""
+        # A copy, since the payload may start at an odd address.
+        bits = wire.clone().view(torch.int16).to(torch.int32) & 0xFFFF
+        scales = (bits << self._shift).view(torch.float32)
+        is_valid = (scales >= self._min_scale) & (scales <= self._max_scale)
+        if not self._levels.has_zero:
+            is_valid |= bits == 0
+        if not is_valid.all():
+            block = int(is_valid.logical_not().nonzero()[0])
+            raise CodecError(
+                f"{self.name} payload has the scale {scales[block].item()} in block {block}: "
+                "it was damaged or made by something else"
+            )
+        return scales

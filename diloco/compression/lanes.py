@@ -1,0 +1,111 @@
+"""Which codec a lane has: the run's, or for tensors whose names match a pattern another one.
+
+A codec of a run is named by "int4", or "int4 *norm.weight=float32 *.bias=bfloat16": the codec of
+all tensors, then patterns (with * and ?) of names and their codecs, of which the first that matches
+counts. So configurations, headers and records say with one word how a lane is to be read.
+
+Tensors start at block borders, so that a lane is a row of runs of one codec each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from diloco.compression.base import Codec, check_flat, check_payload
+from diloco.compression.random_bits import rounding_key
+from diloco.compression.registry import get_codec
+from diloco.errors import ConfigError
+from diloco.outer.fragments import Fragment
+
+
+def lane_codec(name: str, fragment: Fragment, lane_id: int) -> Codec:
+    """Return the codec of one lane.
+
+    Raises:
+        ConfigError: If `name` names a codec that there is not.
+    """
+    main, *by_name = name.split()
+    if not by_name:
+        return get_codec(main)
+    lane = fragment.lanes[lane_id]
+    ends = [*(entry.offset for entry in fragment.entries[1:]), fragment.padded_numel]
+    parts = [
+        (_codec_of(entry.name, main, by_name), min(end, lane.end) - max(entry.offset, lane.start))
+        for entry, end in zip(fragment.entries, ends, strict=True)
+    ]
+    runs = tuple(
+        (get_codec(codec), sum(numel for _, numel in run))
+        for codec, run in groupby((p for p in parts if p[1] > 0), key=lambda part: part[0])
+    )
+    return runs[0][0] if len(runs) == 1 else MixedCodec(name, runs)
+
+
+def check_patterns(name: str, tensors: Iterable[str]) -> None:
+    """Insist that every pattern of a codec's name matches a tensor.
+
+    Raises:
+        ConfigError: Naming the pattern and some tensors.
+    """
+    known = sorted(tensors)
+    for rule in name.split()[1:]:
+        pattern = rule.rpartition("=")[0]
+        if not any(fnmatchcase(tensor, pattern) for tensor in known):
+            raise ConfigError(
+                f"outer.codec_by_name: {rule!r} matches no parameter of the model, which has "
+                f"{', '.join(known[:8])}{', ...' if len(known) > 8 else ''}: mend or remove it"
+            )
+
+
+def _codec_of(tensor: str, main: str, by_name: Sequence[str]) -> str:
+    for rule in by_name:
+        pattern, _, codec = rule.rpartition("=")
+        if fnmatchcase(tensor, pattern):
+            return codec
+    return main
+
+
+class MixedCodec:
+    """Runs of values of one lane, each in its codec, one after the other; publishes differences."""
+
+    publishes_values = False
+
+    def __init__(self, name: str, runs: Sequence[tuple[Codec, int]]) -> None:
+        """Assign only; `runs` are codecs and numbers of values, whole blocks but for the last."""
+        self.name = name
+        self._runs = runs
+
+    def wire_bytes(self, numel: int) -> int:
+        """Return the sum over the runs, which must have `numel` values together."""
+        assert numel == sum(self._numels), f"{numel} values in a lane of {self._numels}"
+        return sum(codec.wire_bytes(run) for codec, run in self._runs)
+
+    def encode(self, values: Tensor, key: int = 0) -> Tensor:
+        """Encode each run under a key of its own; see `Codec.encode`."""
+        check_flat(self.name, values)
+        payloads = [
+            codec.encode(run, rounding_key(key, i))
+            for i, ((codec, _), run) in enumerate(
+                zip(self._runs, torch.split(values, self._numels), strict=True)
+            )
+        ]
+        return torch.cat(payloads)
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """Decode each run; see `Codec.decode`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        sizes = [codec.wire_bytes(run) for codec, run in self._runs]
+        values = payload.new_empty(numel, dtype=torch.float32)
+        for (codec, run), part, into in zip(
+            self._runs, torch.split(payload, sizes), torch.split(values, self._numels), strict=True
+        ):
+            into.copy_(codec.decode(part, run))
+        return values
+
+    @property
+    def _numels(self) -> list[int]:
+        return [numel for _, numel in self._runs]

@@ -1,0 +1,114 @@
+"""Who may call what: one role a method, and an island only in its own name.
+
+Stands before every handler of coordinator and syncer. Where callers are known (certificates or
+tokens) it compares them with the method's role and with the island that the header names; known or
+not, a header that is no message, or of another protocol version, goes no further. Grants
+(`diloco.coordinator.grants`) are checked behind it. A method without a rule is served to nobody.
+
+Source: protocol.md section 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from google.protobuf.message import DecodeError, Message
+
+from protos.control_pb2 import (
+    JoinRequest,
+    LeaveRequest,
+    ReportRequest,
+    RoundReport,
+    StatusRequest,
+    SyncerHelloRequest,
+)
+from protos.fragment_pb2 import (
+    DeclineRequest,
+    FetchHeader,
+    PinRequest,
+    PollRequest,
+    SubmitHeader,
+    UploadHeader,
+)
+from transport.contracts import PROTOCOL_VERSION, Handler, Handlers, IncomingCall, Reply
+from transport.errors import FrameError, Unauthorised, VersionMismatch
+from transport.identity import Identity, Role
+
+#: Of a message, hence any: which island it speaks for.
+_IslandOf: TypeAlias = Callable[[Any], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one method asks of its caller."""
+
+    role: Role
+    message: type[Message]
+    island_of: _IslandOf | None = None
+
+
+def _granted(message: Any) -> str:
+    return str(message.grant.island)
+
+
+def _joining(message: Any) -> str:
+    return str(message.island)
+
+
+RULES: Mapping[str, Rule] = {
+    "control.join": Rule(Role.ISLAND, JoinRequest, _joining),
+    "control.report": Rule(Role.ISLAND, ReportRequest, _granted),
+    "control.leave": Rule(Role.ISLAND, LeaveRequest, _granted),
+    "control.status": Rule(Role.OPERATOR, StatusRequest),
+    "control.syncer_hello": Rule(Role.SYNCER, SyncerHelloRequest),
+    "control.round_report": Rule(Role.SYNCER, RoundReport),
+    "fragment.submit": Rule(Role.ISLAND, SubmitHeader, _granted),
+    "fragment.decline": Rule(Role.ISLAND, DeclineRequest, _granted),
+    "fragment.upload": Rule(Role.ISLAND, UploadHeader, _granted),
+    "fragment.poll": Rule(Role.ISLAND, PollRequest, _granted),
+    "fragment.fetch": Rule(Role.ISLAND, FetchHeader, _granted),
+    "fragment.pin": Rule(Role.ISLAND, PinRequest, _granted),
+}
+#: Its handler answers other versions itself, in a reply that says what to install.
+_ANSWERS_VERSIONS = "control.join"
+
+
+def guarded(handlers: Handlers) -> Handlers:
+    """Put its rule before each handler.
+
+    Raises:
+        KeyError: If a method has none.
+    """
+    return {method: _guarded(method, RULES[method], handlers[method]) for method in handlers}
+
+
+def _guarded(method: str, rule: Rule, handler: Handler) -> Handler:
+    async def handle(call: IncomingCall) -> Reply:
+        message: Any
+        try:
+            message = rule.message.FromString(call.header)
+        except DecodeError as error:
+            raise FrameError(
+                f"the header of {method} is no {rule.message.DESCRIPTOR.name}"
+            ) from error
+        if message.protocol_version != PROTOCOL_VERSION and method != _ANSWERS_VERSIONS:
+            raise VersionMismatch(
+                f"the caller speaks protocol version {message.protocol_version}, this process "
+                f"{PROTOCOL_VERSION}: run the same release at both ends"
+            )
+        if call.caller is not None:
+            _insist(call.caller, method, rule, message)
+        return await handler(call)
+
+    return handle
+
+
+def _insist(caller: Identity, method: str, rule: Rule, message: Message) -> None:
+    if caller.role is not rule.role:
+        raise Unauthorised(f"{caller.uri} may not call {method}, which is for role {rule.role}")
+    if rule.island_of is not None and rule.island_of(message) != caller.name:
+        raise Unauthorised(
+            f"{caller.uri} may not speak for island {rule.island_of(message)[:100]!r}"
+        )

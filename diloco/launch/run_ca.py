@@ -1,0 +1,229 @@
+"""The certificate authority of a run, as a directory: issues, rotates, revokes, hands out tokens.
+
+    ca.pem, revoked.pem       public; every site has the first, coordinator and syncer the second
+    ca.key        0600        stays where certificates are issued, and goes nowhere else
+    issued.json               serial number, identity and end of all that was issued
+    IDENTITY.pem  0600        certificate and key of one identity, for its site
+    tokens.json               digests; for coordinator and syncer, where join tokens are used
+    IDENTITY.token 0600       for its site
+
+Every file is old or new after a crash. What a certificate says is `transport.certificates`'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from cryptography import x509
+
+from diloco.durable import read_json, write_durably, write_json
+from diloco.errors import ConfigError
+from diloco.launch.state_dir import Held, hold, make_directory
+from transport.certificates import (
+    Authority,
+    CertificateError,
+    certificate_pem,
+    expiry_of,
+    issue,
+    key_pem,
+    make_authority,
+    make_revocation_list,
+    read_certificate,
+    read_key,
+    read_revoked,
+)
+from transport.identity import Identity
+from transport.tls import CA_FILE, REVOKED_FILE
+from transport.tokens import TABLE_FILE, digest_of, make_token
+
+KEY_FILE = "ca.key"
+ISSUED_FILE = "issued.json"
+_LOCK_FILE = "ca.lock"
+
+Clock: TypeAlias = Callable[[], datetime.datetime]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One certificate that was issued."""
+
+    identity: Identity
+    serial: int
+    expires: datetime.datetime
+    is_revoked: bool
+    #: Whether it is the newest of its identity: the one in its file.
+    is_current: bool
+
+    def days_left(self, now: datetime.datetime) -> float:
+        """Days until it expires; negative once it has."""
+        return (self.expires - now).total_seconds() / 86400
+
+
+class RunCa:
+    """One run's authority. Each change holds a lock on the directory."""
+
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        """Assign only; `clock` tells UTC."""
+        self.directory = directory
+        self._clock = clock
+
+    def create(self, run: str, days: int) -> None:
+        """Make the authority of a new run.
+
+        Raises:
+            ConfigError: If there is one already.
+        """
+        make_directory(self.directory, "the directory of certificates")
+        with self._changing():
+            if (self.directory / CA_FILE).exists():
+                raise ConfigError(
+                    f"{self.directory} holds a CA already: use it (diloco certs issue NAME), or "
+                    f"choose another --dir. A new CA makes every certificate of the old one useless"
+                )
+            authority = make_authority(run, self._clock(), days)
+            write_json(self.directory / ISSUED_FILE, [])
+            self._write(KEY_FILE, key_pem(authority.key), mode=0o600)
+            self._write(REVOKED_FILE, make_revocation_list(authority, (), self._clock()))
+            # Last: without it the directory holds no CA, and the next attempt begins anew.
+            self._write(CA_FILE, certificate_pem(authority.certificate))
+
+    def issue(self, short: str, days: int, *, again: bool) -> Path:
+        """Issue a certificate with a new key; returns its file.
+
+        Args:
+            short: Whose: coordinator, syncer, operator or island/NAME.
+            days: How long it is valid, at most until the CA's own end.
+            again: Whether there must be one already (a rotation), or must not.
+
+        Raises:
+            ConfigError: If there is one and `again` is false, or none and it is true.
+        """
+        with self._changing():
+            authority = self._authority()
+            identity = _identity(authority.run, short)
+            path = self.directory / f"{identity.file_stem}.pem"
+            if path.exists() and not again:
+                raise ConfigError(f"{path} is there: diloco certs rotate {short} replaces it")
+            if again and not path.exists():
+                raise ConfigError(f"{path} is not there: diloco certs issue {short} makes it")
+            issued = issue(authority, identity, self._clock(), days)
+            serial = f"{issued.certificate.serial_number:x}"
+            expires = expiry_of(issued.certificate).isoformat()
+            # Recorded first: what was handed out can be revoked, whatever happens next.
+            write_json(
+                self.directory / ISSUED_FILE, [*self._issued(), [serial, identity.uri, expires]]
+            )
+            self._write(path.name, issued.pem, mode=0o600)
+            return path
+
+    def revoke(self, short: str, *, keep_newest: bool) -> int:
+        """Take certificates of an identity back; returns how many.
+
+        Args:
+            short: Whose.
+            keep_newest: Whether the newest stays, as after a rotation.
+
+        Raises:
+            ConfigError: If it never had one.
+        """
+        with self._changing():
+            authority = self._authority()
+            identity = _identity(authority.run, short)
+            mine = [int(serial, 16) for serial, uri, _ in self._issued() if uri == identity.uri]
+            if not mine:
+                raise ConfigError(f"no certificate was issued to {short}: diloco certs show")
+            taken = set(mine[:-1] if keep_newest else mine)
+            before = self._revoked(authority.certificate)
+            text = make_revocation_list(authority, before | taken, self._clock())
+            self._write(REVOKED_FILE, text)
+            return len(taken - before)
+
+    def make_token(self, short: str) -> Path:
+        """Draw a token for an identity, in place of its last one; returns its file."""
+        with self._changing():
+            identity = _identity(self.run, short)
+            token = make_token()
+            path = self.directory / f"{identity.file_stem}.token"
+            table = read_json(self.directory / TABLE_FILE) or {}
+            table[identity.uri] = digest_of(token)
+            self._write(path.name, token.encode(), mode=0o600)
+            write_json(self.directory / TABLE_FILE, table)
+            return path
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self._authority().run
+
+    @property
+    def expires(self) -> datetime.datetime:
+        """End of the CA itself."""
+        return expiry_of(self._authority().certificate)
+
+    def entries(self) -> Sequence[Entry]:
+        """Return everything that was issued, oldest first."""
+        revoked = self._revoked(self._authority().certificate)
+        issued = self._issued()
+        newest = {uri: serial for serial, uri, _ in issued}
+        return [
+            Entry(
+                Identity.from_uri(uri),
+                int(serial, 16),
+                datetime.datetime.fromisoformat(expires),
+                is_revoked=int(serial, 16) in revoked,
+                is_current=newest[uri] == serial,
+            )
+            for serial, uri, expires in issued
+        ]
+
+    def _authority(self) -> Authority:
+        path, key_path = self.directory / CA_FILE, self.directory / KEY_FILE
+        try:
+            certificate = read_certificate(path.read_bytes(), str(path))
+            return Authority(certificate, read_key(key_path.read_bytes(), str(key_path)))
+        except OSError as error:
+            raise ConfigError(_no_ca(self.directory, error)) from error
+        except CertificateError as error:
+            raise ConfigError(str(error)) from error
+
+    def _issued(self) -> list[tuple[str, str, str]]:
+        rows = read_json(self.directory / ISSUED_FILE) or []
+        return [(serial, uri, expires) for serial, uri, expires in rows]
+
+    def _revoked(self, ca: x509.Certificate) -> frozenset[int]:
+        path = self.directory / REVOKED_FILE
+        return read_revoked(path.read_bytes(), ca, str(path))
+
+    def _write(self, name: str, text: bytes, mode: int = 0o644) -> None:
+        write_durably(self.directory / name, [text], mode=mode)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        try:
+            with hold(self.directory / _LOCK_FILE):
+                yield
+        except FileNotFoundError as error:
+            raise ConfigError(_no_ca(self.directory, error)) from error
+        except Held as error:
+            raise ConfigError(f"another command changes {self.directory}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"cannot change {self.directory}: {error}") from error
+
+
+def _no_ca(directory: Path, error: OSError) -> str:
+    return (
+        f"no CA with its key in {directory} ({error}): go where it was made, give --dir, or make "
+        f"one: diloco certs init RUN.toml"
+    )
+
+
+def _identity(run: str, short: str) -> Identity:
+    try:
+        return Identity.from_short(run, short)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,217 @@
+"""What one process shows to others and asks of them: certificates, tokens, or declared plaintext.
+
+Between machines there is TLS with certificates at both ends, unless `transport.insecure` says that
+the network is trusted; on loopback nothing is needed. One place decides this for every server and
+every client of the product.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from transport.addresses import is_loopback, split_address, split_candidates
+from transport.contracts import Handlers, Server, Transport
+from transport.framing import DEFAULT_CHUNK_BYTES
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
+from transport.hivemind_address import is_peer_address
+from transport.hivemind_client import HivemindTransport
+from transport.hivemind_daemon import HivemindMissing, Swarm, daemon_path
+from transport.hivemind_server import HivemindServer
+from transport.identity import SERVERS, Identity, Role
+from transport.limits import Limits
+from transport.tls import Tls
+from transport.tokens import TABLE_FILE, TokenTable, read_token
+
+if TYPE_CHECKING:  # only those who serve metrics load what serves them
+    from diloco.telemetry.prometheus import Protection
+
+logger = logging.getLogger(__name__)
+
+INSECURE_WARNING = (
+    "transport.insecure = true: traffic between the sites is not encrypted, and whoever reaches "
+    "the ports can read and change it; make certificates instead: diloco certs init RUN.toml"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """One process's part. The defaults are those of a run on loopback."""
+
+    tls: Tls | None = None
+    token: str = field(default="", repr=False)
+    tokens: TokenTable | None = None
+    insecure: bool = False
+    swarm: Swarm | None = None
+    key: Path | None = None
+
+    @classmethod
+    def of(cls, config: Config, role: Role, island: str = "") -> Security:
+        """Read the files that the run file names.
+
+        Args:
+            config: The run.
+            role: What this process is.
+            island: Of which island, for a role of islands.
+
+        Raises:
+            ConfigError: If a file is missing or cannot be used; says what to type.
+        """
+        transport, chosen = config.transport, config.transport.hivemind
+        security = cls.open(
+            Identity(config.run.name, role, island),
+            certs=transport.certs,
+            tokens=transport.tokens,
+            insecure=transport.insecure,
+        )
+        if transport.kind != "hivemind":
+            return security
+        swarm = Swarm(
+            initial_peers=chosen.initial_peers,
+            is_relayed=chosen.relayed,
+            maps_port=chosen.map_port,
+        )
+        key = Path(config.coordinator.state_dir).absolute() / f"{role}.p2p-key"
+        return replace(security, swarm=swarm, key=key)
+
+    def knowing(self, coordinator: str) -> Security:
+        """Find others through the coordinator, too, where its address is not empty."""
+        if self.swarm is None or not coordinator:
+            return self
+        peers = (coordinator, *self.swarm.initial_peers)
+        return replace(self, swarm=replace(self.swarm, initial_peers=peers))
+
+    @classmethod
+    def open(
+        cls, identity: Identity, *, certs: str, tokens: str = "", insecure: bool = False
+    ) -> Security:
+        """Read the files of one identity; an empty run means that of the certificates.
+
+        Raises:
+            ConfigError: If a file is missing or cannot be used; says what to type.
+        """
+        if insecure:
+            logger.warning("%s", INSECURE_WARNING)
+        try:
+            tls = Tls(Path(certs), identity) if certs else None
+        except ValueError as error:
+            raise ConfigError(
+                f"transport.certs = {certs}: {error}. What there is: diloco certs show --dir "
+                f"{certs}, where the CA is; a missing one: diloco certs issue {identity.short}; "
+                f"one that is not valid: diloco certs rotate {identity.short}"
+            ) from error
+        serves, calls = identity.role in SERVERS, identity.role is not Role.COORDINATOR
+        try:
+            table = TokenTable(Path(tokens) / TABLE_FILE) if tokens and serves else None
+            token_file = Path(tokens) / f"{identity.file_stem}.token"
+            token = read_token(token_file) if tokens and calls else ""
+        except ValueError as error:
+            raise ConfigError(
+                f"transport.tokens = {tokens}: {error}. Make it where the CA is: diloco certs "
+                f"token {identity.short}"
+            ) from error
+        return cls(tls, token, table, insecure)
+
+    def transport(
+        self, address: str, expects: Role, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    ) -> Transport:
+        """Make the way to a server.
+
+        Args:
+            address: HOST:PORT, or several to be tried in order; or the multiaddr of a libp2p peer,
+                which is always encrypted and proves who it is.
+            expects: What the server must prove to be, where there are certificates.
+            chunk_bytes: Chunk size of requests.
+
+        Raises:
+            ConfigError: If it is beyond this machine, and neither certificates nor a declaration
+                are there. Or if hivemind is needed, and not installed.
+        """
+        if is_peer_address(address):
+            _insist_on_hivemind()
+            return HivemindTransport(
+                address, self.swarm or Swarm(), chunk_bytes=chunk_bytes, token=self.token
+            )
+        hosts = [split_address(candidate)[0] for candidate in split_candidates(address)]
+        is_local = all(is_loopback(host) for host in hosts)
+        if not (self.tls or self.insecure or is_local):
+            raise ConfigError(
+                f"{address} is beyond this machine, and traffic would not be encrypted: set "
+                f"transport.certs (--certs) to the directory of this site's certificates, or "
+                f"transport.insecure = true (--insecure) on a network that you trust"
+            )
+        return GrpcTransport(
+            address,
+            chunk_bytes=chunk_bytes,
+            tls=self.tls,
+            expects=expects,
+            token=self.token,
+            # gRPC's own name for it; other variables of proxies are left alone.
+            proxy="" if is_local else os.environ.get("grpc_proxy", ""),  # noqa: SIM112
+        )
+
+    def server(self, bind: str, handlers: Handlers, *, limits: Limits, chunk_bytes: int) -> Server:
+        """Make a server, over libp2p where the run file says so.
+
+        Args:
+            bind: HOST:PORT.
+            handlers: Coroutines by method name.
+            limits: What is borne from callers.
+            chunk_bytes: Chunk size of replies.
+
+        Raises:
+            ConfigError: If hivemind is needed, and not installed; or if it cannot listen there.
+        """
+        if self.swarm is None or self.key is None:
+            return GrpcServer(
+                bind,
+                handlers,
+                tls=self.tls,
+                tokens=self.tokens,
+                insecure=self.insecure,
+                limits=limits,
+                chunk_bytes=chunk_bytes,
+            )
+        _insist_on_hivemind()
+        try:
+            return HivemindServer(
+                bind,
+                handlers,
+                identity=self.key,
+                swarm=self.swarm,
+                tokens=self.tokens,
+                limits=limits,
+                chunk_bytes=chunk_bytes,
+            )
+        except ValueError as error:
+            raise ConfigError(f"coordinator.listen, coordinator.syncer_listen: {error}") from error
+
+
+def _insist_on_hivemind() -> None:
+    try:
+        daemon_path()
+    except HivemindMissing as error:
+        raise ConfigError(f'transport.kind = "hivemind": {error}') from error
+
+
+def metrics_protection(config: Config, role: Role) -> Protection:
+    """Give what a server of metrics asks for and shows.
+
+    Raises:
+        ConfigError: If `telemetry.metrics_token` cannot be read.
+    """
+    from diloco.telemetry.prometheus import Protection
+
+    chosen, certs = config.telemetry.metrics_token, config.transport.certs
+    try:
+        token = read_token(Path(chosen)) if chosen else ""
+    except ValueError as error:
+        raise ConfigError(f"telemetry.metrics_token = {chosen}: {error}") from error
+    own = Identity(config.run.name, role).file_stem
+    return Protection(token, Path(certs) / f"{own}.pem" if certs else None)

@@ -1,0 +1,1 @@
+"""What a run would do elsewhere: emulated networks for real processes."""

@@ -1,0 +1,102 @@
+"""The transports under test: how to run a coroutine, and how to make the two ends.
+
+A new transport is one more entry of `KINDS`; the contract suite then runs over it.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.transport.pki import COORDINATOR, EAST, Pki
+from transport.contracts import Handlers, Server, Transport
+from transport.faulty import Faults, FaultScript, FaultyTransport, faulty_handlers
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
+from transport.hivemind_address import parse_peer_address, tcp_port
+from transport.hivemind_client import HivemindTransport
+from transport.hivemind_server import HivemindServer
+from transport.link import Link, LinkState
+from transport.loopback import LoopbackNetwork, run_virtual
+from transport.shaped import ShapedTransport
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One transport.
+
+    Attributes:
+        run: Runs a coroutine in a loop of its own.
+        serve: Makes a server of handlers, not started yet; at the address of an earlier one, or
+            anywhere where that is empty.
+        connect: Makes a way to a server's address.
+    """
+
+    run: Callable[[Coroutine[Any, Any, Any]], Any]
+    serve: Callable[[Handlers, str], Server]
+    connect: Callable[[str], Transport]
+
+
+def grpc_kind(_: Path) -> Kind:
+    return Kind(
+        asyncio.run, lambda handlers, at: GrpcServer(at or "127.0.0.1:0", handlers), GrpcTransport
+    )
+
+
+def mtls_kind(directory: Path) -> Kind:
+    pki = Pki(directory)
+    server, client = pki.tls(COORDINATOR), pki.tls(EAST)
+    return Kind(
+        asyncio.run,
+        lambda handlers, at: GrpcServer(at or "127.0.0.1:0", handlers, tls=server),
+        lambda address: GrpcTransport(address, tls=client),
+    )
+
+
+def loopback_kind(_: Path) -> Kind:
+    network = LoopbackNetwork()
+    return Kind(
+        run_virtual, lambda handlers, at: network.server(at or "hub", handlers), network.connect
+    )
+
+
+def shaped_kind(directory: Path) -> Kind:
+    inner = loopback_kind(directory)
+    link = Link(bandwidth_bps=1e9, delay_s=0.03, jitter_s=0.002, loss=0.01)
+
+    def connect(address: str) -> Transport:
+        up, down = (LinkState(link, seed=seed) for seed in (1, 2))
+        return ShapedTransport(inner.connect(address), up, down)
+
+    return Kind(inner.run, inner.serve, connect)
+
+
+def faultless_kind(directory: Path) -> Kind:
+    """The fault wrapper at both ends, with no fault in its script."""
+    inner = loopback_kind(directory)
+    script = FaultScript(seed=1)
+    return Kind(
+        inner.run,
+        lambda handlers, at: inner.serve(faulty_handlers(handlers, Faults(script, "down")), at),
+        lambda address: FaultyTransport(inner.connect(address), Faults(script, "up")),
+    )
+
+
+def hivemind_kind(directory: Path) -> Kind:
+    def serve(handlers: Handlers, at: str) -> Server:
+        port = tcp_port(parse_peer_address(at)) if at else 0
+        return HivemindServer(f"127.0.0.1:{port}", handlers, identity=directory / "peer.key")
+
+    return Kind(asyncio.run, serve, HivemindTransport)
+
+
+#: By name; each is given a directory of its own.
+KINDS: dict[str, Callable[[Path], Kind]] = {
+    "grpc": grpc_kind,
+    "mtls": mtls_kind,
+    "loopback": loopback_kind,
+    "shaped": shaped_kind,
+    "faultless": faultless_kind,
+    "hivemind": hivemind_kind,
+}

@@ -1,0 +1,118 @@
+"""Least privilege: every method has one role, and an island speaks for itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+
+from diloco.coordinator.daemon import Coordinator
+from diloco.launch.access import RULES, guarded
+from diloco.rounds.syncer import Syncer
+from protos.control_pb2 import Grant
+from tests.transport.pki import COORDINATOR, EAST, OPERATOR, SYNCER, WEST, Pki
+from transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply
+from transport.errors import FrameError, Unauthorised, VersionMismatch
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
+from transport.identity import Identity, Role
+
+WHO = {Role.ISLAND: EAST, Role.SYNCER: SYNCER, Role.OPERATOR: OPERATOR}
+
+
+class Call:
+    peer, payload_bytes = "test", 0
+
+    def __init__(self, method: str, header: bytes, caller: Identity | None) -> None:
+        self.method, self.header, self.caller = method, header, caller
+
+    async def read_payload(self) -> bytes:
+        return b""
+
+
+async def reached(call: IncomingCall) -> Reply:
+    return Reply(b"reached")
+
+
+def message(method: str, island: str, version: int = PROTOCOL_VERSION) -> Message:
+    kind: Any = RULES[method].message
+    if "grant" in kind.DESCRIPTOR.fields_by_name:
+        built: Message = kind(protocol_version=version, grant=Grant(island=island))
+    elif "island" in kind.DESCRIPTOR.fields_by_name:
+        built = kind(protocol_version=version, island=island)
+    else:
+        built = kind(protocol_version=version)
+    return built
+
+
+def ask(method: str, caller: Identity | None, header: bytes) -> bytes:
+    handlers = guarded({method: reached})
+    return asyncio.run(handlers[method](Call(method, header, caller))).header
+
+
+def test_every_method_of_every_service_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    services: list[Any] = [object.__new__(Coordinator), object.__new__(Syncer)]
+
+    assert sorted(RULES) == sorted(m for service in services for m in service.handlers)
+    with pytest.raises(KeyError, match=r"control\.new"):
+        guarded({"control.new": reached})
+
+
+@pytest.mark.parametrize("method", sorted(RULES))
+@pytest.mark.parametrize("caller", [EAST, SYNCER, OPERATOR, COORDINATOR], ids=lambda i: i.role)
+def test_a_role_may_call_its_own_methods_and_no_other(method: str, caller: Identity) -> None:
+    header = message(method, "east").SerializeToString()
+
+    if caller.role is RULES[method].role:
+        assert ask(method, caller, header) == b"reached"
+    else:
+        with pytest.raises(Unauthorised, match=f"may not call {method}, which is for role"):
+            ask(method, caller, header)
+
+
+@pytest.mark.parametrize("method", sorted(m for m, r in RULES.items() if r.island_of))
+def test_an_island_cannot_speak_for_another(method: str) -> None:
+    with pytest.raises(Unauthorised, match="island/west may not speak for island 'east'"):
+        ask(method, WEST, message(method, "east").SerializeToString())
+    with pytest.raises(Unauthorised, match="may not speak for island ''"):
+        ask(method, WEST, message(method, "").SerializeToString())
+
+
+@pytest.mark.parametrize("method", sorted(RULES))
+def test_headers_that_are_none_go_no_further(method: str) -> None:
+    with pytest.raises(FrameError, match=f"the header of {method} is no "):
+        ask(method, None, b"\xff\xff\xff")
+    if method != "control.join":  # answers it with the version to install
+        with pytest.raises(VersionMismatch, match="protocol version 99, this process"):
+            ask(method, None, message(method, "east", 99).SerializeToString())
+
+
+def test_the_identity_of_the_connection_decides(tmp_path: Path) -> None:
+    pki = Pki(tmp_path / "certs")
+    handlers = guarded(dict.fromkeys(RULES, reached))
+
+    async def run() -> None:
+        server = GrpcServer("127.0.0.1:0", handlers, tls=pki.tls(COORDINATOR))
+        await server.start()
+        west = GrpcTransport(server.address, tls=pki.tls(WEST))
+
+        async def call(method: str, island: str) -> bytes:
+            header = message(method, island).SerializeToString()
+            return (await west.call(method, header, deadline_s=30.0)).header
+
+        assert await call("fragment.submit", "west") == b"reached"
+        for method, island in [
+            ("fragment.submit", "east"),
+            ("control.join", "east"),
+            ("control.status", ""),
+            ("control.round_report", ""),
+        ]:
+            with pytest.raises(Unauthorised):
+                await call(method, island)
+        await west.close()
+        await server.stop(0.0)
+
+    asyncio.run(run())

@@ -1,0 +1,169 @@
+"""Which protection a process gets from its run file, and a whole run under certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+from pathlib import Path
+
+import pytest
+
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from diloco.launch.local import LocalRun
+from diloco.launch.run_ca import RunCa
+from diloco.launch.security import Security, metrics_protection
+from protos.control_pb2 import StatusRequest
+from tests.run_files import run_to_end, write_run
+from transport.contracts import PROTOCOL_VERSION
+from transport.errors import ConnectError, Unauthorised
+from transport.identity import Role
+from transport.tokens import make_token
+
+SHORTS = ("coordinator", "syncer", "operator", "island/east", "island/west")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A run file, and a directory with certificates and tokens of everybody."""
+    run_file = write_run(tmp_path, {"east": "", "west": ""})
+    ca = RunCa(tmp_path / "certs", lambda: datetime.datetime.now(datetime.UTC))
+    ca.create("test", 100)
+    for short in SHORTS:
+        ca.issue(short, 30, again=False)
+        ca.make_token(short)
+    return run_file
+
+
+def config(run_file: Path, *overrides: str) -> Config:
+    return load_config(run_file, overrides)
+
+
+def certs_of(run_file: Path) -> str:
+    return f"transport.certs={run_file.parent / 'certs'}"
+
+
+def tokens_of(run_file: Path) -> str:
+    return f"transport.tokens={run_file.parent / 'certs'}"
+
+
+def test_loopback_needs_nothing_and_other_machines_need_certificates(site: Path) -> None:
+    plain = Security.of(config(site), Role.ISLAND, "east")
+
+    assert plain == Security()
+    for address in ("127.0.0.1:1", "localhost:1,[::1]:2"):
+        assert plain.transport(address, Role.SYNCER).peer == address
+    for address in ("10.0.0.5:1", "127.0.0.1:1,eu.example.org:2"):
+        with pytest.raises(ConfigError, match=r"transport\.certs.*transport\.insecure = true"):
+            plain.transport(address, Role.SYNCER)
+
+
+def test_plaintext_between_machines_is_declared_and_warned_of(
+    site: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        declared = Security.of(config(site, "transport.insecure=true"), Role.ISLAND, "east")
+
+    assert declared.transport("10.0.0.5:1", Role.SYNCER)
+    assert "traffic between the sites is not encrypted" in caplog.text
+    with pytest.raises(ConfigError, match=r"transport\.certs is set, so traffic is encrypted"):
+        config(site, "transport.insecure=true", certs_of(site))
+
+
+def test_each_role_takes_its_own_files(site: Path) -> None:
+    configured = config(site, certs_of(site), tokens_of(site))
+
+    island = Security.of(configured, Role.ISLAND, "east")
+    syncer = Security.of(configured, Role.SYNCER)
+    coordinator = Security.of(configured, Role.COORDINATOR)
+
+    assert island.tls is not None
+    assert island.tls.identity.uri == "diloco://test/island/east"
+    assert island.token
+    assert island.tokens is None
+    assert syncer.token
+    assert syncer.tokens is not None
+    assert not coordinator.token
+    assert coordinator.tokens is not None
+
+
+@pytest.mark.parametrize(
+    ("missing", "role", "command"),
+    [
+        ("island-east.pem", Role.ISLAND, "diloco certs issue island/east"),
+        ("island-east.token", Role.ISLAND, "diloco certs token island/east"),
+        ("revoked.pem", Role.COORDINATOR, "revoked.pem"),
+        ("tokens.json", Role.COORDINATOR, "tokens.json"),
+    ],
+)
+def test_a_missing_file_is_named_with_the_command(
+    missing: str, role: Role, command: str, site: Path
+) -> None:
+    (site.parent / "certs" / missing).unlink()
+    configured = config(site, certs_of(site), tokens_of(site))
+
+    with pytest.raises(ConfigError, match=command):
+        Security.of(configured, role, "east" if role is Role.ISLAND else "")
+
+
+def test_no_secret_is_shown_by_what_is_printed_of_it(site: Path) -> None:
+    island = Security.of(config(site, tokens_of(site)), Role.ISLAND, "east")
+
+    assert island.token not in repr(island)
+
+
+def test_metrics_beyond_loopback_have_a_token_and_the_runs_certificate(site: Path) -> None:
+    path = site.parent / "metrics.token"
+    path.touch(mode=0o600)
+    path.write_text(make_token())
+    setting = f"telemetry.metrics_token={path}"
+
+    protection = metrics_protection(config(site, certs_of(site), setting), Role.COORDINATOR)
+
+    assert protection.token == path.read_text()
+    assert protection.certificate == site.parent / "certs" / "coordinator.pem"
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"metrics_token.*chmod 600"):
+        metrics_protection(config(site, setting), Role.COORDINATOR)
+
+
+@pytest.mark.timeout(180)
+def test_a_run_under_certificates_and_tokens_keeps_its_secrets(site: Path) -> None:
+    finished = run_to_end(site, [certs_of(site), tokens_of(site)])
+
+    assert len(finished.ending_digests()) == 1
+    certs, written = site.parent / "certs", ""
+    for path in finished.state.root.rglob("*"):
+        if path.is_file():
+            written += path.read_bytes().decode("latin-1")
+    secret = finished.state.secret.read_text()
+    assert written.count(secret) == 1  # in its own file
+    for short in SHORTS:
+        stem = certs / short.replace("/", "-")
+        assert stem.with_suffix(".token").read_text() not in written
+        key = stem.with_suffix(".pem").read_text().split("PRIVATE KEY-----\n")[1][:60]
+        assert key not in written
+
+
+@pytest.mark.timeout(180)
+def test_strangers_do_not_enter_a_run_under_way(site: Path) -> None:
+    configured = config(site, certs_of(site), "run.inner_steps=100000")
+
+    async def status(security: Security, address: str) -> bytes:
+        transport = security.transport(address, Role.COORDINATOR)
+        header = StatusRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
+        try:
+            return (await transport.call("control.status", header, deadline_s=20.0)).header
+        finally:
+            await transport.close()
+
+    with LocalRun(configured) as run:
+        run.start()
+        address = run.address
+        assert asyncio.run(status(Security.of(configured, Role.OPERATOR), address))
+        with pytest.raises(ConnectError):
+            asyncio.run(status(Security(), address))
+        with pytest.raises(Unauthorised, match=r"may not call control\.status"):
+            asyncio.run(status(Security.of(configured, Role.ISLAND, "east"), address))

@@ -1,0 +1,101 @@
+"""Metrics beyond loopback: a token, the run's certificate, and peers that hold nothing up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.core import GaugeMetricFamily
+
+from diloco.telemetry.prometheus import MetricsServer, Protection
+from tests.transport.pki import COORDINATOR, Pki
+from transport.tokens import make_token
+
+TIMEOUT_S = 30.0
+
+
+def serving(protection: Protection, claim: Callable[[str], None]) -> None:
+    async def run() -> None:
+        server = MetricsServer(
+            "127.0.0.1:0",
+            lambda: [GaugeMetricFamily("answer", "it", 42)],
+            setting="test.metrics",
+            protection=protection,
+        )
+        await server.start(is_restart=False)
+        try:
+            await asyncio.to_thread(claim, server.address)
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def scrape(url: str, token: str = "", context: ssl.SSLContext | None = None) -> str:
+    request = urllib.request.Request(url)
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as reply:
+        return str(reply.read().decode())
+
+
+def test_a_scrape_without_the_token_gets_nothing() -> None:
+    token = make_token()
+
+    def claim(address: str) -> None:
+        url = f"http://{address}/metrics"
+        for given in ("", make_token(), token[:-1]):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                scrape(url, given)
+            assert caught.value.code == 401
+            assert "answer" not in caught.value.read().decode()
+        assert "answer 42.0" in scrape(url, token)
+
+    serving(Protection(token), claim)
+
+
+def test_with_certificates_it_is_https_under_the_name_of_the_role(tmp_path: Path) -> None:
+    pki = Pki(tmp_path)
+    certificate = pki.issue(COORDINATOR)
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    context.check_hostname = False  # urllib knows no other name than the address
+
+    def claim(address: str) -> None:
+        assert "answer 42.0" in scrape(f"https://{address}/metrics", context=context)
+        with (
+            socket.create_connection(address.split(":"), timeout=TIMEOUT_S) as raw,
+            ssl.create_default_context(cafile=str(tmp_path / "ca.pem")).wrap_socket(
+                raw, server_hostname="coordinator.diloco"
+            ) as secured,
+        ):
+            assert secured.version() == "TLSv1.3"
+        with pytest.raises(OSError):
+            scrape(f"http://{address}/metrics")
+
+    serving(Protection(certificate=certificate), claim)
+
+
+def test_a_peer_that_says_nothing_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("diloco.telemetry.prometheus._SILENCE_S", 0.3)
+
+    def claim(address: str) -> None:
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as silent:
+            assert "answer 42.0" in scrape(f"http://{address}/metrics")
+            assert silent.recv(1) == b""  # closed by the server
+
+    serving(Protection(), claim)
+
+
+def test_the_token_is_not_shown_by_what_is_printed_of_it() -> None:
+    token = make_token()
+
+    assert token not in repr(Protection(token))

@@ -1,0 +1,97 @@
+"""What a server bears: pure counts, and the refusals of a real one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transport.contracts import IncomingCall, Reply
+from transport.errors import Overloaded
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
+from transport.limits import Limits, Turnstile
+
+DEADLINE_S = 30.0
+
+
+def test_each_limit_is_named_when_it_is_reached() -> None:
+    limits = Limits(calls=4, calls_per_caller=3, concurrent={"join": 1})
+    turnstile = Turnstile(limits)
+
+    turnstile.enter("a", "join", 0.0)
+    with pytest.raises(Overloaded, match="1 calls of join are in progress, 1 are allowed"):
+        turnstile.enter("b", "join", 0.0)
+    turnstile.enter("a", "poll", 0.0)
+    turnstile.enter("a", "poll", 0.0)
+    with pytest.raises(Overloaded, match="3 calls of this caller"):
+        turnstile.enter("a", "poll", 0.0)
+    turnstile.enter("b", "poll", 0.0)
+    with pytest.raises(Overloaded, match="4 calls are in progress"):
+        turnstile.enter("c", "poll", 0.0)
+
+    turnstile.leave("a", "join")
+    turnstile.enter("c", "join", 0.0)
+
+
+def test_a_rate_is_allowed_in_the_long_run_and_a_burst_after_a_pause() -> None:
+    turnstile = Turnstile(Limits(calls_per_s=10, burst=5))
+
+    def entered(now: float) -> bool:
+        try:
+            turnstile.enter("a", "poll", now)
+        except Overloaded:
+            return False
+        turnstile.leave("a", "poll")
+        return True
+
+    assert [entered(0.0) for _ in range(6)] == [True] * 5 + [False]
+    assert [entered(0.1 * n) for n in range(1, 20)] == [True] * 19
+    assert [entered(100.0) for _ in range(6)] == [True] * 5 + [False]
+
+
+@settings(max_examples=20)
+@given(st.lists(st.tuples(st.integers(0, 20_000), st.floats(0, 0.01)), max_size=300))
+def test_what_is_remembered_is_bounded(calls: list[tuple[int, float]]) -> None:
+    turnstile = Turnstile(Limits())
+    now = 0.0
+    for n in range(5000):
+        turnstile.enter(f"first-{n}", "poll", now)
+        turnstile.leave(f"first-{n}", "poll")
+    for caller, wait_s in calls:
+        now += wait_s
+        turnstile.enter(str(caller), "poll", now)
+        turnstile.leave(str(caller), "poll")
+
+    assert turnstile.num_callers <= 4096
+
+
+def test_one_caller_that_asks_too_much_does_not_slow_another() -> None:
+    async def run() -> None:
+        started, may_end = asyncio.Event(), asyncio.Event()
+
+        async def hold(call: IncomingCall) -> Reply:
+            started.set()
+            await may_end.wait()
+            return Reply(b"held")
+
+        server = GrpcServer("127.0.0.1:0", {"hold": hold}, limits=Limits(calls_per_caller=1))
+        await server.start()
+        greedy, modest = GrpcTransport(server.address), GrpcTransport(server.address)
+        first = asyncio.create_task(greedy.call("hold", b"", deadline_s=DEADLINE_S))
+        await started.wait()
+        with pytest.raises(Overloaded, match="calls of this caller are in progress") as caught:
+            await greedy.call("hold", b"", bytes(4 << 20), deadline_s=DEADLINE_S)
+        assert caught.value.is_retryable
+        other = asyncio.create_task(modest.call("hold", b"", deadline_s=DEADLINE_S))
+        await asyncio.sleep(0)
+        may_end.set()
+        assert [(await call).header for call in (first, other)] == [b"held"] * 2
+        assert (await greedy.call("hold", b"", deadline_s=DEADLINE_S)).header == b"held"
+        await greedy.close()
+        await modest.close()
+        await server.stop(0.0)
+
+    asyncio.run(run())

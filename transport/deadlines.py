@@ -1,0 +1,58 @@
+"""The deadlines of one transport's calls, all of which its `close` can end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from transport.errors import DeadlineExceeded, TransportClosed
+
+
+class Deadlines:
+    """Calls in progress to one peer."""
+
+    def __init__(self, peer: str) -> None:
+        """Make one that is open; `peer` is for messages."""
+        self._peer = peer
+        self._scopes: set[asyncio.Timeout] = set()
+        self._is_closed = False
+
+    @contextlib.asynccontextmanager
+    async def within(self, method: str, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
+        """Give what is inside `deadline_s` seconds.
+
+        Raises:
+            DeadlineExceeded: If it took longer.
+            TransportClosed: If `close` was called before or meanwhile.
+        """
+        self._check_open(method)
+        scope = asyncio.timeout(deadline_s)
+        self._scopes.add(scope)
+        try:
+            async with scope:
+                yield scope
+        except TimeoutError:
+            self._check_open(method)
+            message = f"no answer within {deadline_s:g} s"
+            raise DeadlineExceeded(message, peer=self._peer, method=method) from None
+        finally:
+            self._scopes.discard(scope)
+
+    def close(self) -> None:
+        """End what is in progress, and refuse what comes."""
+        self._is_closed = True
+        for scope in self._scopes:
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+
+    def _check_open(self, method: str) -> None:
+        if self._is_closed:
+            raise TransportClosed("this transport was closed", peer=self._peer, method=method)
+
+
+def seconds_left(scope: asyncio.Timeout) -> float:
+    """How long `scope` still has, never 0: at the very end the scope has the last word."""
+    until = scope.when()
+    assert until is not None
+    return max(until - asyncio.get_running_loop().time(), 1e-9)

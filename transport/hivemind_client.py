@@ -1,0 +1,177 @@
+"""Calls over libp2p streams, through hivemind's daemon, in checksummed chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from transport.contracts import Buffer, Reply
+from transport.deadlines import Deadlines
+from transport.errors import ConnectError, PeerReset, TransportError
+from transport.framing import (
+    DEFAULT_CHUNK_BYTES,
+    FrameReader,
+    check_call,
+    check_chunk_bytes,
+    frame_messages,
+)
+from transport.hivemind_address import parse_peer_address
+from transport.hivemind_daemon import Daemon, DaemonFailed, Stream, Swarm
+from transport.hivemind_wire import ACCEPTED, Opening, read_message, write_messages
+
+#: Seconds that a daemon is kept at least, although it does not try a peer again yet.
+_KEEP_S = 2.0
+
+
+class HivemindTransport:
+    """A way to one peer, over a libp2p daemon and hence a connection of its own.
+
+    The daemon is started by the first call and ended by `close`. It belongs to the event loop of
+    its first call.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        swarm: Swarm = Swarm(),  # noqa: B008 - frozen
+        *,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        token: str = "",
+    ) -> None:
+        """Keep where the peer is and how it is found.
+
+        Args:
+            address: Of the peer; see `hivemind_address`.
+            swarm: Through whom it is found where `address` names no way, or no good one.
+            chunk_bytes: Chunk size of requests.
+            token: Sent with every call; empty: none.
+
+        Raises:
+            ValueError: If `address` is none or `chunk_bytes` is out of range.
+        """
+        check_chunk_bytes(chunk_bytes)
+        self._address = address
+        self._peer = parse_peer_address(address)
+        self._swarm = swarm
+        self._chunk_bytes = chunk_bytes
+        self._token = token
+        self._starting: asyncio.Task[Daemon] | None = None
+        self._started_at = 0.0
+        self._deadlines = Deadlines(address)
+
+    @property
+    def peer(self) -> str:
+        """The peer's address."""
+        return self._address
+
+    async def call(
+        self,
+        method: str,
+        header: bytes,
+        payload: Buffer = b"",
+        *,
+        deadline_s: float,
+        max_reply_bytes: int = 0,
+    ) -> Reply:
+        """Call `method`; see `contracts.Transport`."""
+        check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
+        try:
+            async with self._deadlines.within(method, deadline_s):
+                return await self._exchange(
+                    Opening(method, self._token, deadline_s), header, payload, max_reply_bytes
+                )
+        except TransportError as error:
+            if error.peer:
+                raise
+            raise type(error)(str(error), peer=self._address, method=method) from error
+
+    async def close(self) -> None:
+        """End the daemon; calls in flight raise `TransportClosed`."""
+        self._deadlines.close()
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            with contextlib.suppress(DaemonFailed):
+                await (await starting).stop()
+
+    async def _exchange(
+        self, opening: Opening, header: bytes, payload: Buffer, max_reply_bytes: int
+    ) -> Reply:
+        messages = frame_messages(header, payload, self._chunk_bytes)
+        reader, writer = await self._open()
+        try:
+            writer.write(opening.to_bytes())
+            sending = asyncio.get_running_loop().create_task(write_messages(writer, messages))
+            try:
+                return await _read_reply(reader, max_reply_bytes)
+            finally:
+                await _end(sending)
+        finally:
+            writer.transport.abort()
+
+    async def _open(self) -> Stream:
+        """Open a stream, by a new daemon where the one that runs does not try.
+
+        Raises:
+            ConnectError: If the peer cannot be reached.
+        """
+        try:
+            daemon = await self._daemon()
+            try:
+                return await daemon.open(self._peer)
+            except DaemonFailed as error:
+                if not self._is_worn(daemon, error):
+                    raise
+            if self._starting is not None and self._starting.done():
+                self._starting = None
+                await daemon.stop()
+            return await (await self._daemon()).open(self._peer)
+        except DaemonFailed as error:
+            raise ConnectError(str(error)) from error
+
+    def _is_worn(self, daemon: Daemon, error: DaemonFailed) -> bool:
+        """Whether another daemon might reach the peer although this one does not.
+
+        After a failure libp2p does not dial a peer for seconds, after several for minutes, and a
+        daemon cannot be told otherwise: a peer that came back would wait that long.
+        """
+        age_s = asyncio.get_running_loop().time() - self._started_at
+        return not daemon.is_alive or (error.is_backoff and age_s >= _KEEP_S)
+
+    async def _daemon(self) -> Daemon:
+        """Return the daemon; a call that gives up meanwhile does not stop its start.
+
+        Raises:
+            DaemonFailed: If it does not start.
+        """
+        if self._starting is None:
+            loop = asyncio.get_running_loop()
+            self._started_at = loop.time()
+            self._starting = loop.create_task(Daemon.start(self._swarm))
+            self._starting.add_done_callback(self._started)
+        return await asyncio.shield(self._starting)
+
+    def _started(self, task: asyncio.Task[Daemon]) -> None:
+        if not task.cancelled() and task.exception() is not None and self._starting is task:
+            self._starting = None
+
+
+async def _read_reply(reader: asyncio.StreamReader, max_reply_bytes: int) -> Reply:
+    kind: type[TransportError] = ConnectError
+    try:
+        await reader.readexactly(len(ACCEPTED))
+        kind = PeerReset
+        frames = FrameReader(await read_message(reader))
+        frames.accept(max_reply_bytes)
+        while not frames.is_complete:
+            frames.feed(await read_message(reader))
+    except (EOFError, OSError) as error:
+        raise kind(f"the stream broke: {error}") from error
+    return Reply(frames.header, frames.payload)
+
+
+async def _end(sending: asyncio.Task[None]) -> None:
+    """Stop sending: the reply is there, or nobody listens any more."""
+    sending.cancel()
+    await asyncio.wait({sending})
+    if not sending.cancelled():
+        sending.exception()  # a broken stream, which the reading has met, too

@@ -1,0 +1,290 @@
+"""Handlers served over libp2p streams, through hivemind's daemon, in checksummed chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from transport.addresses import split_address
+from transport.contracts import Buffer, Handlers, Reply
+from transport.dispatch import as_peer_error, dispatch
+from transport.errors import FrameError, PeerReset, TransportError
+from transport.framing import (
+    DEFAULT_CHUNK_BYTES,
+    FrameReader,
+    check_chunk_bytes,
+    frame_failure,
+    frame_messages,
+)
+from transport.hivemind_address import PeerAddress, is_loopback_way, tcp_port, to_multiaddr
+from transport.hivemind_daemon import Daemon, DaemonFailed, Swarm
+from transport.hivemind_wire import ACCEPTED, Opening, read_message, read_opening, write_messages
+from transport.identity import Identity
+from transport.limits import Limits, Turnstile
+from transport.tokens import TokenTable
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two looks whether the initial peers are connected.
+MEET_INTERVAL_S = 5.0
+_RESTART_WAIT_S = 0.5
+
+
+class HivemindServer:
+    """A libp2p peer that serves calls; its identity outlives it, wherever it listens next."""
+
+    def __init__(
+        self,
+        bind: str,
+        handlers: Handlers,
+        *,
+        identity: Path,
+        swarm: Swarm = Swarm(),  # noqa: B008 - frozen
+        tokens: TokenTable | None = None,
+        limits: Limits | None = None,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    ) -> None:
+        """Keep where to listen and what to serve; nothing is bound before `start`.
+
+        Args:
+            bind: ``host:port`` of an interface; port 0 draws a free one.
+            handlers: Coroutines by method name. A handler is cancelled when its caller goes away.
+            identity: File of the private key, made when missing.
+            swarm: How it takes part in the network.
+            tokens: What every call must carry; None: no token is asked for.
+            limits: What is borne from callers; None: the usual limits.
+            chunk_bytes: Chunk size of replies.
+
+        Raises:
+            ValueError: If `bind` is not ``host:port``, the host an IP address or localhost.
+        """
+        host, port = split_address(bind)
+        check_chunk_bytes(chunk_bytes)
+        self._bind = bind
+        self._listen = to_multiaddr(f"127.0.0.1:{port}" if host == "localhost" else bind)
+        if not self._listen.startswith("/ip"):
+            raise ValueError(f"bind = {bind!r}: libp2p listens on IP addresses, not on names")
+        self._handlers = handlers
+        self._identity = identity
+        self._swarm = swarm
+        self._tokens = tokens
+        self._limits = limits or Limits()
+        self._turnstile = Turnstile(self._limits)
+        self._chunk_bytes = chunk_bytes
+        self._address: PeerAddress | None = None
+        self._daemon: Daemon | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+
+    @property
+    def address(self) -> str:
+        """The peer's multiaddr, or several, identity included; only after `start`."""
+        assert self._address, "address asked for before start"
+        return str(self._address)
+
+    async def start(self) -> None:
+        """Start the daemon and accept calls.
+
+        Raises:
+            OSError: If the address cannot be bound, another process using it included.
+        """
+        try:
+            daemon = await self._start_daemon()
+        except DaemonFailed as error:
+            raise OSError(
+                errno.EADDRINUSE,
+                f"cannot listen on {self._bind}: is another process using it? ({error})",
+            ) from error
+        found = await daemon.whereabouts()
+        beyond = tuple(way for way in found.ways if not is_loopback_way(way))
+        self._address = PeerAddress(found.peer_id, beyond or found.ways)
+        # A daemon that dies is started again where it was.
+        base, _, _ = self._listen.rpartition("/")
+        self._listen = f"{base}/{tcp_port(self._address)}"
+        self._is_stopping = False
+        self._keeper = asyncio.get_running_loop().create_task(self._keep(daemon))
+        _log.info("listening address=%s", self._address)
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Accept nothing new, let calls finish for `drain_timeout_s`, then cancel the rest."""
+        self._is_stopping = True
+        if self._calls and drain_timeout_s > 0:
+            await asyncio.wait(self._calls, timeout=drain_timeout_s)
+        keeper, self._keeper = self._keeper, None
+        for task in (*self._calls, *((keeper,) if keeper else ())):
+            task.cancel()
+        await asyncio.gather(*self._calls, *((keeper,) if keeper else ()), return_exceptions=True)
+        daemon, self._daemon = self._daemon, None
+        if daemon is not None:
+            await daemon.stop()
+
+    async def _start_daemon(self) -> Daemon:
+        daemon = await Daemon.start(self._swarm, listen=self._listen, identity=self._identity)
+        self._daemon = daemon
+        await daemon.accept(self._take)
+        return daemon
+
+    async def _keep(self, daemon: Daemon) -> None:
+        """Keep the daemon alive, and known to the initial peers."""
+        while True:
+            await daemon.meet()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(daemon.wait(), MEET_INTERVAL_S)
+            while not daemon.is_alive:
+                _log.warning("the libp2p daemon died, starting it again listen=%s", self._listen)
+                await daemon.stop()
+                try:
+                    daemon = await self._start_daemon()
+                except DaemonFailed as error:
+                    _log.warning("%s", error)
+                    await asyncio.sleep(_RESTART_WAIT_S)
+
+    def _take(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_stopping:
+            writer.transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(_Stream(peer, reader, writer)))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _serve(self, stream: _Stream) -> None:
+        limits = self._limits
+        stream.silence_s = limits.silence_s
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(limits.call_s) as scope:
+                stream.writer.write(ACCEPTED)
+                opening = await stream.opening()
+                # The caller keeps its deadline; past it nobody waits for the answer.
+                scope.reschedule(loop.time() + min(opening.deadline_s + 1.0, limits.call_s))
+                await self._answer(opening, stream)
+        except TimeoutError:
+            _log.info("call ended by its deadline peer=%s", stream.peer)
+        except (EOFError, OSError, TransportError) as error:
+            _log.debug("caller is gone peer=%s: %s", stream.peer, error)
+        finally:
+            stream.writer.transport.abort()
+
+    async def _answer(self, opening: Opening, stream: _Stream) -> None:
+        caller, method = None, opening.method
+        try:
+            if self._tokens is not None:
+                caller = self._tokens.identify(opening.token)
+            key = caller.uri if caller else stream.peer
+            self._turnstile.enter(key, method, asyncio.get_running_loop().time())
+        except TransportError as error:
+            _log.warning("call refused method=%.100s peer=%s: %s", method, stream.peer, error)
+            await stream.send((frame_failure(as_peer_error(error)),))
+            return
+        try:
+            await stream.send(await self._reply(method, stream, caller))
+        finally:
+            self._turnstile.leave(key, method)
+
+    async def _reply(
+        self, method: str, stream: _Stream, caller: Identity | None
+    ) -> Iterable[bytes]:
+        try:
+            frames = FrameReader(await stream.read())
+            reply = await self._handle(_HivemindCall(method, frames, stream, caller))
+            return frame_messages(reply.header, reply.payload, self._chunk_bytes)
+        except TransportError as error:
+            return (frame_failure(as_peer_error(error)),)
+
+    async def _handle(self, call: _HivemindCall) -> Reply:
+        """Run the handler, and end it when its caller goes away."""
+        loop = asyncio.get_running_loop()
+        work = loop.create_task(dispatch(self._handlers, call))
+        gone = loop.create_task(call.until_gone())
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                gone.result()
+            else:
+                return work.result()
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        raise EOFError("the caller went away")
+
+
+class _Stream:
+    """The pipe of one call, nothing of it waited for without end."""
+
+    def __init__(
+        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.peer = peer
+        self.writer = writer
+        self.reader = reader
+        self.silence_s = 0.0
+
+    async def opening(self) -> Opening:
+        async with asyncio.timeout(self.silence_s):
+            return await read_opening(self.reader)
+
+    async def read(self) -> bytes:
+        """Return the next message.
+
+        Raises:
+            PeerReset: If the caller went away.
+            FrameError: If none comes, or it is none.
+        """
+        try:
+            async with asyncio.timeout(self.silence_s):
+                return await read_message(self.reader)
+        except TimeoutError:
+            raise FrameError(f"the caller sent nothing for {self.silence_s:g} s") from None
+        except (EOFError, OSError) as error:
+            raise PeerReset(f"the caller went away: {error}") from error
+
+    async def send(self, messages: Iterable[bytes]) -> None:
+        """Write a reply to the end and hear the caller out: it hangs up when it has the reply."""
+        await write_messages(self.writer, messages)
+        async with asyncio.timeout(self.silence_s):
+            while await self.reader.read(DEFAULT_CHUNK_BYTES):
+                pass
+
+
+class _HivemindCall:
+    """A call whose payload still sits in the stream."""
+
+    def __init__(
+        self, method: str, frames: FrameReader, stream: _Stream, caller: Identity | None
+    ) -> None:
+        self.method = method
+        self.header = frames.header
+        self.payload_bytes = frames.payload_bytes
+        self.peer = stream.peer
+        self.caller = caller
+        self._frames: FrameReader | None = frames
+        self._stream = stream
+        self._has_all = asyncio.Event()
+        if not self.payload_bytes:
+            self._has_all.set()
+
+    async def read_payload(self) -> Buffer:
+        frames, self._frames = self._frames, None
+        assert frames is not None, "read_payload called twice"
+        frames.accept(frames.payload_bytes)
+        while not frames.is_complete:
+            frames.feed(await self._stream.read())
+        self._has_all.set()
+        return frames.payload
+
+    async def until_gone(self) -> None:
+        """Return when the caller has hung up; seen once its payload has been read.
+
+        Raises:
+            FrameError: If it sends more than it declared.
+        """
+        await self._has_all.wait()
+        with contextlib.suppress(OSError):
+            if await self._stream.reader.read(1):
+                raise FrameError(f"the caller sent more than the {self.payload_bytes} declared")

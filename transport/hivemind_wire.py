@@ -1,0 +1,81 @@
+"""What a call is on a libp2p stream, which is a pipe of bytes without half-closing.
+
+    caller   opening | message ...       peer   ACCEPTED | message ...
+
+    opening  deadline_s (8, float) | method bytes (2) | token bytes (2) | method | token
+    message  length (4) | message of `framing`
+
+Integers are little-endian. Whoever called closes the stream, once the reply is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from transport.errors import FrameError
+from transport.framing import MAX_MESSAGE_BYTES
+
+#: Sent by a server as soon as it takes a call; one that broke without it is taken for one that
+#: never arrived, though a peer that dies may take the byte with it.
+ACCEPTED = b"\x01"
+
+MAX_METHOD_BYTES = 256
+MAX_TOKEN_BYTES = 1024
+
+_OPENING = struct.Struct("<dHH")
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a caller says before its header; `deadline_s` only lets the peer give up too."""
+
+    method: str
+    token: str
+    deadline_s: float
+
+    def to_bytes(self) -> bytes:
+        """Write it."""
+        method, token = self.method.encode(), self.token.encode()
+        return _OPENING.pack(self.deadline_s, len(method), len(token)) + method + token
+
+
+async def read_opening(reader: asyncio.StreamReader) -> Opening:
+    """Read what `Opening.to_bytes` wrote.
+
+    Raises:
+        FrameError: If it is none.
+        EOFError: If the stream ends.
+    """
+    deadline_s, *sizes = _OPENING.unpack(await reader.readexactly(_OPENING.size))
+    if sizes[0] > MAX_METHOD_BYTES or sizes[1] > MAX_TOKEN_BYTES or not 0 < deadline_s < 1e9:
+        raise FrameError(f"a call opens with {deadline_s} s and texts of {sizes} bytes")
+    try:
+        method, token = [(await reader.readexactly(size)).decode() for size in sizes]
+    except UnicodeDecodeError as error:
+        raise FrameError(f"a call opens with bytes that are no text: {error}") from error
+    return Opening(method, token, deadline_s)
+
+
+async def read_message(reader: asyncio.StreamReader) -> bytes:
+    """Read one message.
+
+    Raises:
+        FrameError: If it declares more than a message may have; nothing was read of it.
+        EOFError: If the stream ends.
+    """
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > MAX_MESSAGE_BYTES:
+        raise FrameError(f"a message of {length} bytes is announced; {MAX_MESSAGE_BYTES} at most")
+    return await reader.readexactly(length)
+
+
+async def write_messages(writer: asyncio.StreamWriter, messages: Iterable[bytes]) -> None:
+    """Write messages, never more than one ahead of what the stream takes."""
+    for message in messages:
+        writer.write(_LENGTH.pack(len(message)))
+        writer.write(message)
+        await writer.drain()
