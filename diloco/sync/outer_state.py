@@ -39,7 +39,7 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class OuterState:
-    """What an outer loop goes on from: by fragment its ledger, anchor and broken sends in a row.
+    """What an outer loop goes on from: by fragment its ledger and anchor.
 
     Before `first_checkpoint_step` no checkpoint of the run can be taken (`course`).
     """
@@ -48,7 +48,6 @@ class OuterState:
     first_checkpoint_step: int
     ledgers: list[FragmentLedger]
     anchors: list[Mapping[int, Tensor]]
-    broken_in_a_row: list[int]
 
 
 class StateKeeper:
@@ -110,9 +109,7 @@ class StateKeeper:
             self._on_event(IslandRejoined(course.inner_step, lost_steps))
         elif overwritten:
             self._on_event(InitialOverwritten(course.inner_step, overwritten))
-        return OuterState(
-            course.inner_step, course.first_checkpoint_step, ledgers, anchors, [0] * len(entered)
-        )
+        return OuterState(course.inner_step, course.first_checkpoint_step, ledgers, anchors)
 
     def resuming(self, state: Mapping[str, Tensor]) -> Waits[OuterState]:
         """Restore what `capturing` returned, and submit again what was in flight."""
@@ -136,7 +133,6 @@ class StateKeeper:
             inner_step,
             [fragment.ledger for fragment in fragments],
             [fragment.lanes.anchor for fragment in fragments],
-            [fragment.broken_in_a_row for fragment in fragments],
         )
 
     def pinning(self, inner_step: int, versions: Sequence[int]) -> Waits[None]:
@@ -156,10 +152,14 @@ class StateKeeper:
         lanes: dict[int, CapturedLanes] = {}
         yield self._exchange.capture(lanes)
         # Only ranks whose lanes are broken know of it; whoever carries these lanes next must too.
-        broken = self._largest(state.broken_in_a_row)
-        declined = self._largest([int(lanes[p].is_declined) for p in range(len(state.ledgers))])
+        known = [lanes[p] for p in range(len(state.ledgers))]
+        broken = self._largest([of.broken_in_a_row for of in known])
+        declined = self._largest([int(of.is_declined) for of in known])
         fragments = [
-            CapturedFragment(ledger, replace(lanes[p], is_declined=bool(declined[p])), broken[p])
+            CapturedFragment(
+                ledger,
+                replace(known[p], is_declined=bool(declined[p]), broken_in_a_row=broken[p]),
+            )
             for p, ledger in enumerate(state.ledgers)
         ]
         return self._layout.to_tensors(self._timeline, state.inner_step, fragments)
