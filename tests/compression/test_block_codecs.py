@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.compression import compiled as compiling
-from diloco.compression.blocks import BlockCodec
+from diloco.compression.blocks import BLOCK_NUMEL, BlockCodec
 from diloco.compression.compiled import can_compile, compiled
 from diloco.compression.levels import E2M1, E3M0, INT2, INT4, INT8, Levels
 from diloco.compression.packing import unpack
