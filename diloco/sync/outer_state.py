@@ -8,6 +8,7 @@ Source: protocol.md section 9.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -26,8 +27,11 @@ from diloco.sync.ledger import FragmentLedger
 from diloco.sync.shards import LaneShards
 from diloco.telemetry.events import Event, InitialOverwritten, IslandRejoined, IslandResumed
 
+logger = logging.getLogger(__name__)
+
 #: Seconds after which a blocked rank looks at the others again.
 LOOK_S = 1.0
+_TELL_LOOKS = 10
 
 
 class Runner(Protocol):
@@ -166,12 +170,23 @@ class StateKeeper:
 
     def _entering(self) -> Waits[list[Entered]]:
         """Wait until every rank holds its anchors; they must be of the same versions."""
+        num_looks = 0
         while True:
             yield self._exchange.wait_until_entered(LOOK_S)
             views = [self._exchange.view(f.fragment_id) for f in self._plan.fragments]
             entered = entered_of(self._smallest(entry_words(views)))
             if entered is not None:
                 return entered
+            num_looks += 1
+            if num_looks % _TELL_LOOKS == 0 and self._agreement.is_leader:
+                # A warning: also a loop that set up no logging sees why nothing happens.
+                logger.warning(
+                    "still waiting to enter the run: %d of %d fragments have come. Until every "
+                    "island has joined there is nothing to enter: see who is missing by "
+                    "`diloco status` with the coordinator's address",
+                    sum(view.anchor_version >= 0 for view in views),
+                    len(views),
+                )
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         return [-value for value in self._smallest([-value for value in values])]

@@ -552,6 +552,24 @@ def test_a_version_that_is_no_longer_the_newest_is_staged_whole_and_verified(
     run_virtual(scenario())
 
 
+def test_who_waits_for_the_others_says_so_every_ten_seconds(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        a, b = WiredIsland(run, "a"), WiredIsland(run, "b")
+        waiting = asyncio.ensure_future(a.start())
+        await asyncio.sleep(25.0)
+        await asyncio.gather(waiting, b.start())
+
+    run_virtual(scenario())
+
+    told = [text for text in caplog.messages if "still waiting to enter the run: 0 of" in text]
+    assert len(told) == 2
+    assert "diloco status" in told[0]
+
+
 # -- ranks ---------------------------------------------------------------------------------------
 
 
