@@ -22,7 +22,16 @@ from transport.framing import (
     frame_failure,
     frame_messages,
 )
-from transport.grpc_wire import ACCEPTED_METADATA, SERVER_OPTIONS, SERVICE, TOKEN_METADATA
+from transport.grpc_wire import (
+    ACCEPTED_METADATA,
+    CHALLENGE_METADATA,
+    PROOF_METADATA,
+    PROVE_METHOD,
+    REVOKED_METADATA,
+    SERVER_OPTIONS,
+    SERVICE,
+    TOKEN_METADATA,
+)
 from transport.identity import Identity
 from transport.limits import Limits, Turnstile
 from transport.tls import Tls
@@ -119,7 +128,9 @@ class GrpcServer:
             await server.stop(drain_timeout_s)
 
     async def _serve(self, method: str, context: _Context) -> None:
-        await context.send_initial_metadata((ACCEPTED_METADATA,))
+        await context.send_initial_metadata((ACCEPTED_METADATA, *self._proof(context)))
+        if method == PROVE_METHOD:
+            return
         try:
             async with asyncio.timeout(self._limits.call_s):
                 await self._answer(method, context)
@@ -168,6 +179,20 @@ class GrpcServer:
         async with asyncio.timeout(self._limits.silence_s):
             while isinstance(await context.read(), bytes):
                 pass
+
+    def _proof(self, context: _Context) -> tuple[tuple[str, bytes], ...]:
+        """Answer the caller's challenge; nothing without one: it believes no reply then."""
+        found = [v for k, v in context.invocation_metadata() or () if k == CHALLENGE_METADATA]
+        if self._tls is None or len(found) != 1 or not isinstance(found[0], bytes):
+            return ()
+        pems = context.auth_context().get("x509_pem_cert", ())
+        try:
+            proof, revocations = self._tls.prove(found[0], b"".join(pems))
+        except Unauthorised as error:
+            _log.warning("challenge refused peer=%s: %s", context.peer(), error)
+            return ()
+        handed = ((REVOKED_METADATA, revocations),) if revocations else ()
+        return ((PROOF_METADATA, proof), *handed)
 
     def _identify(self, context: _Context) -> Identity | None:
         """Say who calls, by certificate and token.

@@ -19,6 +19,12 @@ SERVICE = "diloco.wire.v1"
 ACCEPTED_METADATA = ("diloco-accepted", "1")
 #: Carries a caller's token.
 TOKEN_METADATA = "diloco-token"
+#: Under TLS: a client's challenge, a server's proof, and its revocation list (`proof`).
+CHALLENGE_METADATA = "diloco-challenge-bin"
+PROOF_METADATA = "diloco-proof-bin"
+REVOKED_METADATA = "diloco-revoked-bin"
+#: Method by which a client has its server prove itself before it sends anything.
+PROVE_METHOD = "transport.prove"
 
 KEEPALIVE_TIME_MS = 20_000
 # A ping waits behind the data before it: a full socket buffer takes seconds on a thin link.
