@@ -33,7 +33,7 @@ from transport.grpc_wire import (
     TOKEN_METADATA,
 )
 from transport.identity import Identity
-from transport.limits import Limits, Turnstile
+from transport.limits import Limits, Refusals, Turnstile
 from transport.tls import Tls
 from transport.tokens import TokenTable
 
@@ -86,6 +86,7 @@ class GrpcServer:
         self._tokens = tokens
         self._limits = limits or Limits()
         self._turnstile = Turnstile(self._limits)
+        self._refusals = Refusals(self._limits)
         self._chunk_bytes = chunk_bytes
         self._address = ""
         self._server: grpc.aio.Server | None = None
@@ -140,27 +141,37 @@ class GrpcServer:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "this call took too long")
 
     async def _answer(self, method: str, context: _Context) -> None:
-        messages: Iterable[bytes]
         try:
             caller = self._identify(context)
             key = caller.uri if caller else context.peer()
             self._turnstile.enter(key, method, asyncio.get_running_loop().time())
         except TransportError as error:
-            _log.warning("call refused method=%.100s peer=%s: %s", method, context.peer(), error)
-            await self._send((frame_failure(as_peer_error(error)),), context)
+            await self._refuse(error, method, context)
             return
         try:
             try:
                 stream = _Stream(context, self._limits.silence_s)
                 call = _GrpcCall(method, FrameReader(await stream.first()), stream, caller)
             except TransportError as error:
-                _log.warning("call refused method=%.100s peer=%s: %s", method, key, error)
-                messages = (frame_failure(as_peer_error(error)),)
+                await self._refuse(error, method, context)
             else:
-                messages = await self._reply(call)
-            await self._send(messages, context)
+                await self._send(await self._reply(call), context)
         finally:
             self._turnstile.leave(key, method)
+
+    async def _refuse(self, error: TransportError, method: str, context: _Context) -> None:
+        """Tell a caller why it is not served, unless too many are being told."""
+        unsaid = self._refusals.line(asyncio.get_running_loop().time())
+        if unsaid is not None:
+            more = f" ({unsaid} more were refused before, unsaid)" if unsaid else ""
+            peer = context.peer()
+            _log.warning("call refused method=%.100s peer=%s: %s%s", method, peer, error, more)
+        if not self._refusals.enter():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "too many calls are being refused")
+        try:
+            await self._send((frame_failure(as_peer_error(error)),), context)
+        finally:
+            self._refusals.leave()
 
     async def _reply(self, call: _GrpcCall) -> Iterable[bytes]:
         try:

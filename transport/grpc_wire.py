@@ -36,6 +36,8 @@ MAX_RECONNECT_WAIT_MS = 1_000
 HANDSHAKE_TIMEOUT_MS = 20_000
 IDLE_CONNECTION_MS = 600_000
 MAX_METADATA_BYTES = 8 << 10
+#: Streams of one connection, refused calls among them: more wait at the client's end.
+MAX_STREAMS = 2048
 
 _BOTH = (
     # A payload has no limit; a message has, by the protocol, so none is received unbounded.
@@ -76,6 +78,7 @@ SERVER_OPTIONS = (
     # Whoever connects and says nothing, or never calls, is let go.
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
     ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 )
