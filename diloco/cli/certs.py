@@ -41,7 +41,10 @@ def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _D
     """Make the CA of a run, and certificates for its coordinator, syncer, operator and islands."""
     from diloco.config.load import load_config
 
-    config = load_config(run_file)
+    # As it will be: a file for several machines is refused as long as nothing protects them.
+    config = load_config(
+        run_file, [f"transport.certs={directory.absolute()}", "transport.insecure=false"]
+    )
     ca = _ca(directory)
     ca.create(config.run.name, max(days, _CA_DAYS))
     islands = [f"island/{name}" for name in sorted(config.islands)]
@@ -138,12 +141,21 @@ def token(name: _Name, directory: _Directory = _DIRECTORY) -> None:
 
 @certs.command()
 def show(directory: _Directory = _DIRECTORY) -> None:
-    """Show what was issued and how long it lasts; exit code 1 if something needs a hand."""
+    """Show what was issued and how long it lasts; exit code 1 if something needs a hand.
+
+    At a site, where the key of the CA is not, it shows what lies there.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    from transport.tls import WARN_DAYS
+    from diloco.launch.run_ca import KEY_FILE, site_certificates
+    from transport.tls import CA_FILE, WARN_DAYS
 
+    if (directory / CA_FILE).exists() and not (directory / KEY_FILE).exists():
+        found = site_certificates(directory, _now())
+        for file, state in found.items():
+            typer.echo(f"{file}: {state}")
+        raise typer.Exit(0 if all(state.startswith("valid") for state in found.values()) else 1)
     ca, now = _ca(directory), _now()
     table = Table("identity", "serial", "expires (UTC)", "state", title=f"run {ca.run}")
     needy = []

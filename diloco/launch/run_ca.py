@@ -33,6 +33,8 @@ from transport.certificates import (
     Revoked,
     certificate_pem,
     expiry_of,
+    identity_of,
+    insist_on_valid,
     issue,
     key_pem,
     make_authority,
@@ -322,6 +324,40 @@ class RunCa:
             raise ConfigError(f"another command changes {self.directory}: {error}") from error
         except OSError as error:
             raise ConfigError(f"cannot change {self.directory}: {error}") from error
+
+
+def site_certificates(directory: Path, now: datetime.datetime) -> dict[str, str]:
+    """Say of each certificate at a site, by file, whether it is valid, or why not.
+
+    Raises:
+        ConfigError: If ca.pem or revoked.pem cannot be read.
+    """
+    try:
+        cas = read_certificates((directory / CA_FILE).read_bytes(), str(directory / CA_FILE))
+        path = directory / REVOKED_FILE
+        revoked = Revoked()
+        if path.exists():
+            revoked = read_revoked(path.read_bytes(), cas, str(path))
+    except (OSError, CertificateError) as error:
+        raise ConfigError(f"cannot read what a site needs: {error}") from error
+    found = {CA_FILE: _state_of_ca(cas, now)}
+    for path in sorted(directory.glob("*.pem")):
+        if path.name in (CA_FILE, REVOKED_FILE):
+            continue
+        try:
+            certificate, *_ = read_certificates(path.read_bytes(), str(path))
+            short = insist_on_valid(certificate, cas, revoked.serials, now).short
+        except (OSError, CertificateError) as error:
+            found[path.name] = str(error)
+        else:
+            found[path.name] = f"valid until {expiry_of(certificate):%F %R} UTC, of {short}"
+    return found
+
+
+def _state_of_ca(cas: Sequence[x509.Certificate], now: datetime.datetime) -> str:
+    run, ends = identity_of(cas[0]).run, expiry_of(cas[0])
+    replaced = ", and the earlier one" if len(cas) > 1 else ""
+    return f"{'valid until' if now < ends else 'expired at'} {ends:%F}, of run {run!r}{replaced}"
 
 
 def _serial(certificate: x509.Certificate) -> str:

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco.cli.main import app
+from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.launch.run_ca import RunCa, Taken
 from diloco.launch.state_dir import hold
@@ -273,6 +274,39 @@ def test_init_makes_all_that_a_run_needs_and_says_where_it_goes(tmp_path: Path) 
     for role, name in (("coordinator", ""), ("syncer", ""), ("operator", ""), ("island", "west")):
         Tls(directory, Identity("test", Role(role), name))
     assert invoke("show", "--dir", str(directory))[0] == 0
+
+
+def test_init_takes_a_run_file_that_needs_the_certificates_it_makes(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, {"east": ""})
+    wide = (
+        'listen = "0.0.0.0:4711"\nsyncer_listen = "0.0.0.0:0"\naddress = "10.0.0.5:4711"\nstate_dir'
+    )
+    run_file.write_text(run_file.read_text().replace("state_dir", wide, 1))
+    with pytest.raises(ConfigError, match="diloco certs"):
+        load_config(run_file)
+
+    code, said = invoke("init", str(run_file), "--dir", str(tmp_path / "certs"))
+
+    assert (code, "ca.key stays here" in said) == (0, True)
+    load_config(run_file, [f"transport.certs={tmp_path / 'certs'}"])
+
+
+def test_a_site_is_shown_what_it_has(tmp_path: Path) -> None:
+    directory, site = tmp_path / "certs", tmp_path / "site"
+    site.mkdir()
+    invoke("init", str(write_run(tmp_path, {"east": ""})), "--dir", str(directory))
+    for name in ("ca.pem", "island-east.pem"):
+        shutil.copy2(directory / name, site / name)
+
+    code, said = invoke("show", "--dir", str(site))
+    assert (code, "island-east.pem: valid until" in said) == (0, True)
+    assert "of run 'test'" in said
+    assert invoke("revoke", "island/east", "--dir", str(directory))[0] == 0
+    shutil.copy2(directory / "revoked.pem", site / "revoked.pem")
+    (site / "syncer.pem").write_text("half a fi")
+    code, said = invoke("show", "--dir", str(site))
+    assert (code, "certificate of island/east was revoked" in said) == (1, True)
+    assert "syncer.pem holds no certificate" in said.replace("\n", "")
 
 
 def test_show_names_what_needs_a_hand(tmp_path: Path) -> None:
