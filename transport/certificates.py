@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -225,6 +226,7 @@ def insist_on_valid(
     return identity
 
 
+@lru_cache(maxsize=1024)
 def is_issued_by(certificate: x509.Certificate, ca: x509.Certificate) -> bool:
     """Whether `ca` has signed a certificate."""
     try:

@@ -80,7 +80,7 @@ def test_refusals_cost_a_bounded_number_of_calls_and_lines() -> None:
     assert [refusals.line(now) for now in (0.0, 1.0, 2.0, 10.0)] == [0, None, None, 2]
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.floats(0, 0.01)), max_size=300))
 def test_what_is_remembered_is_bounded(calls: list[tuple[int, float]]) -> None:
     turnstile = Turnstile(Limits())
