@@ -48,6 +48,7 @@ from transport.proof import NONCE_BYTES, make_challenge, make_proof, read_challe
 _log = logging.getLogger(__name__)
 
 CA_FILE = "ca.pem"
+KEY_FILE = "ca.key"  # of the CA; where it lies no process writes
 REVOKED_FILE = "revoked.pem"
 #: From so many days before the end on, a process warns once a day.
 WARN_DAYS = 21
@@ -173,7 +174,8 @@ class Tls:
     def take_list(self, pem: bytes) -> None:
         """Take over a revocation list that a server has handed out, if it is signed and newer.
 
-        It is written beside the certificates, for other processes of this site and later ones.
+        It is written beside the certificates, for other processes of this site and later ones; not
+        where a server runs or certificates are issued, for there it is brought by people.
         """
         try:
             handed = read_revoked(pem, self._current().cas, "the revocation list of the peer")
@@ -184,7 +186,10 @@ class Tls:
             if handed.number <= self._revoked.number:
                 return
             self._revoked = handed
+        _log.info("revocation list taken over, number=%d", handed.number)
         path = self._directory / REVOKED_FILE
+        if self._role in SERVERS or (self._directory / KEY_FILE).exists():
+            return
         try:
             _replace(path, pem)
         except OSError as error:
@@ -193,7 +198,6 @@ class Tls:
                 path,
                 error.strerror,
             )
-        _log.info("revocation list taken over, number=%d", handed.number)
 
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
         loaded = self._current()

@@ -148,8 +148,8 @@ def show(directory: _Directory = _DIRECTORY) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from diloco.launch.run_ca import KEY_FILE, site_certificates
-    from transport.tls import CA_FILE, WARN_DAYS
+    from diloco.launch.run_ca import site_certificates
+    from transport.tls import CA_FILE, KEY_FILE, WARN_DAYS
 
     if (directory / CA_FILE).exists() and not (directory / KEY_FILE).exists():
         found = site_certificates(directory, _now())

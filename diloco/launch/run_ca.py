@@ -44,10 +44,9 @@ from transport.certificates import (
     read_revoked,
 )
 from transport.identity import Identity
-from transport.tls import CA_FILE, REVOKED_FILE
+from transport.tls import CA_FILE, KEY_FILE, REVOKED_FILE
 from transport.tokens import TABLE_FILE, digest_of, make_token
 
-KEY_FILE = "ca.key"
 ISSUED_FILE = "issued.json"
 _LOCK_FILE = "ca.lock"
 

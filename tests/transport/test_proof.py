@@ -230,6 +230,33 @@ def test_only_a_newer_list_of_the_runs_own_ca_is_taken_over(pki: Pki, tmp_path: 
         tls.identify((pki.directory / "island-west.pem").read_bytes())
 
 
+@pytest.mark.parametrize("place", ["where the CA is", "where a server runs", "read-only"])
+def test_a_handed_list_is_kept_in_memory_where_it_must_not_be_written(
+    place: str, pki: Pki, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    identity = SYNCER if place == "where a server runs" else EAST
+    site = copied(pki, "site", identity)
+    if place == "where the CA is":
+        (site / "ca.key").touch()
+    if place == "read-only":  # root may write anywhere
+
+        def refuse(path: Path, text: bytes) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr("transport.tls._replace", refuse)
+    before = (site / "revoked.pem").read_bytes()
+    tls = Tls(site, identity)
+    pki.revoke([WEST])
+
+    tls.take_list((pki.directory / "revoked.pem").read_bytes())
+
+    assert tls.list_number == 2
+    assert (site / "revoked.pem").read_bytes() == before
+    with pytest.raises(Unauthorised, match="island/west was revoked"):
+        tls.identify((pki.directory / "island-west.pem").read_bytes())
+    assert ("forgotten when this process ends" in caplog.text) == (place == "read-only")
+
+
 def test_a_list_too_long_for_a_call_is_not_handed_out(pki: Pki) -> None:
     server, pem = pki.tls(COORDINATOR), (pki.directory / "island-east.pem").read_bytes()
     challenge = make_challenge(bytes(32), 0)
