@@ -38,6 +38,20 @@ HIDDEN_RANDOMNESS = (
 IMPURE = OUTSIDE_WORLD + HIDDEN_RANDOMNESS
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 
+#: Reads code where it should read data. What the ranks of one island tell each other over their own
+#: process group is one site's, and is pickled by torch.
+CODE_AS_DATA = (
+    "_pickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "numpy.load", "pickle",
+    "pickletools", "shelve", "torch.load", "torch.save", "yaml",
+)  # fmt: skip
+PICKLING_COLLECTIVES = tuple(
+    f"torch.distributed.{name}"
+    for name in (
+        "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
+        "scatter_object_list", "send_object_list",
+    )
+)  # fmt: skip
+
 #: (where, what it may not use, except where). A module stands for all below it.
 FORBIDDEN = [
     pytest.param("transport", ("torch", "torchvision"), (), id="transport-has-no-torch"),
@@ -51,6 +65,13 @@ FORBIDDEN = [
     *(
         pytest.param(f"simulations.emulate.{name}", IMPURE, (), id=f"emulate.{name}-is-pure")
         for name in ("config", "kernel", "line", "network", "packets")
+    ),
+    *(pytest.param(name, CODE_AS_DATA, (), id=f"{name}-unpickles-nothing") for name in STRATA),
+    pytest.param(
+        "diloco",
+        PICKLING_COLLECTIVES,
+        ("diloco.sync.groups", "diloco.sync.shards", "diloco.launch.checkpoint_writer"),
+        id="peers-are-not-in-process-groups",
     ),
     *(
         pytest.param(
@@ -232,6 +253,18 @@ def test_forbidden_names_are_not_used(
     ]
 
     assert not broken, report(f"{where} must not use these:", broken)
+
+
+def test_nothing_is_evaluated() -> None:
+    broken = [
+        f"{source.module}:{node.lineno}: {node.func.id}"
+        for source in sources()
+        for node in ast.walk(ast.parse(source.path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in ("eval", "exec", "compile")
+    ]
+
+    assert not broken, "\n".join(broken)
 
 
 def test_rules_name_modules_that_exist() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TypeAlias
 
 import grpc
 import grpc.aio
+from grpc import ChannelConnectivity
 
 from transport.addresses import split_candidates
+from transport.certificates import CertificateError
 from transport.contracts import Buffer, Reply
 from transport.errors import (
     ConnectError,
@@ -30,13 +32,17 @@ from transport.framing import (
 from transport.grpc_wire import (
     ACCEPTED_METADATA,
     CANDIDATE_TIMEOUT_MS,
+    CHALLENGE_METADATA,
     CHANNEL_OPTIONS,
+    PROOF_METADATA,
+    PROVE_METHOD,
+    REVOKED_METADATA,
     SERVICE,
     STATUS_ERRORS,
     TOKEN_METADATA,
 )
 from transport.identity import Role, server_name
-from transport.tls import Tls
+from transport.tls import ClientEnd, Tls
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
@@ -54,6 +60,9 @@ class GrpcTransport:
 
     A call that never arrived is made again at the next address, in order; the one that answered
     is the first that the next call tries. Names are resolved again at every reconnection.
+
+    Under TLS the server proves (`proof`) that its certificate is valid and not revoked: before
+    anything is sent over a new connection, and again before any reply is believed.
     """
 
     def __init__(
@@ -89,6 +98,7 @@ class GrpcTransport:
         self._metadata = ((TOKEN_METADATA, token),) if token else ()
         self._proxy = proxy
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._ends: dict[grpc.aio.Channel, ClientEnd] = {}
         self._stamp: object = None
         self._retiring: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -151,15 +161,28 @@ class GrpcTransport:
         max_reply_bytes: int,
     ) -> Reply:
         """Call the peer at one of its addresses."""
-        stream = self._channel(self._candidates[index]).stream_stream(
-            f"/{SERVICE}/{method}", None, None
-        )
+        channel = self._channel(self._candidates[index])
+        end = self._ends.get(channel)
+        if end and not (end.is_proved and channel.get_state() is ChannelConnectivity.READY):
+            await self._prove(channel, end, method)
+        stream = channel.stream_stream(f"/{SERVICE}/{method}", None, None)
         request = _Request(messages)
         # This end keeps the deadline; the one that travels only lets the server give up too.
         left_s = until - asyncio.get_running_loop().time()
-        call = stream(request, timeout=max(left_s, 0.0) + 1.0, metadata=self._metadata)
-        try:
+        challenge = end.challenge() if end else b""
+        asked = ((CHALLENGE_METADATA, challenge),) if end else ()
+        metadata = (*self._metadata, *asked)
+        call = stream(request, timeout=max(left_s, 0.0) + 1.0, metadata=metadata)
+        async with self._translated(call, method):
+            if end:
+                await self._insist_on_proof(call, end, challenge)
             return await self._read_reply(call, request, max_reply_bytes)
+
+    @contextlib.asynccontextmanager
+    async def _translated(self, call: _Call, method: str) -> AsyncIterator[None]:
+        """End a call, and say what went wrong with it in our own words."""
+        try:
+            yield
         except grpc.aio.AioRpcError as error:
             raise await self._translate(error, call, method) from error
         except TransportError as error:
@@ -172,11 +195,42 @@ class GrpcTransport:
         finally:
             call.cancel()
 
+    async def _prove(self, channel: grpc.aio.Channel, end: ClientEnd, method: str) -> None:
+        """Have the server of a new connection prove itself, before it is sent anything."""
+        challenge = end.challenge()
+        metadata = ((CHALLENGE_METADATA, challenge),)
+        call = channel.stream_stream(f"/{SERVICE}/{PROVE_METHOD}", None, None)(metadata=metadata)
+        async with self._translated(call, method):
+            await self._insist_on_proof(call, end, challenge)
+
+    async def _insist_on_proof(self, call: _Call, end: ClientEnd, challenge: bytes) -> None:
+        """Wait for the server's proof.
+
+        Raises:
+            ConnectError: If it is not good: this is not the peer that was called.
+        """
+        metadata = dict(await call.initial_metadata())
+        if ACCEPTED_METADATA[0] not in metadata:
+            await call.read()  # raises what went wrong
+        proof, revocations = metadata.get(PROOF_METADATA), metadata.get(REVOKED_METADATA)
+        try:
+            end.insist_on_proof(
+                challenge,
+                proof if isinstance(proof, bytes) else b"",
+                revocations if isinstance(revocations, bytes) else b"",
+                self._expects,
+            )
+        except CertificateError as error:
+            end.is_proved = False
+            raise ConnectError(f"the server is not believed: {error}") from error
+        end.is_proved = True
+
     def _channel(self, candidate: str) -> grpc.aio.Channel:
         """Return the connection to an address, a new one after a change of certificates."""
         stamp = self._tls.stamp if self._tls else None
         if stamp != self._stamp:
             retired, self._channels, self._stamp = self._channels, {}, stamp
+            self._ends.clear()
             for channel in retired.values():
                 task = asyncio.get_running_loop().create_task(_retire(channel))
                 self._retiring.add(task)
@@ -194,8 +248,12 @@ class GrpcTransport:
         if self._tls is None:
             return grpc.aio.insecure_channel(candidate, options=tuple(options.items()))
         options["grpc.ssl_target_name_override"] = server_name(self._expects)
-        credentials = self._tls.channel_credentials()
-        return grpc.aio.secure_channel(candidate, credentials, options=tuple(options.items()))
+        end = self._tls.client_end()
+        channel = grpc.aio.secure_channel(
+            candidate, end.credentials(), options=tuple(options.items())
+        )
+        self._ends[channel] = end
+        return channel
 
     async def _read_reply(self, call: _Call, request: _Request, max_reply_bytes: int) -> Reply:
         first = await call.read()

@@ -22,9 +22,18 @@ from transport.framing import (
     frame_failure,
     frame_messages,
 )
-from transport.grpc_wire import ACCEPTED_METADATA, SERVER_OPTIONS, SERVICE, TOKEN_METADATA
+from transport.grpc_wire import (
+    ACCEPTED_METADATA,
+    CHALLENGE_METADATA,
+    PROOF_METADATA,
+    PROVE_METHOD,
+    REVOKED_METADATA,
+    SERVER_OPTIONS,
+    SERVICE,
+    TOKEN_METADATA,
+)
 from transport.identity import Identity
-from transport.limits import Limits, Turnstile
+from transport.limits import Limits, Refusals, Turnstile
 from transport.tls import Tls
 from transport.tokens import TokenTable
 
@@ -77,6 +86,7 @@ class GrpcServer:
         self._tokens = tokens
         self._limits = limits or Limits()
         self._turnstile = Turnstile(self._limits)
+        self._refusals = Refusals(self._limits)
         self._chunk_bytes = chunk_bytes
         self._address = ""
         self._server: grpc.aio.Server | None = None
@@ -119,7 +129,11 @@ class GrpcServer:
             await server.stop(drain_timeout_s)
 
     async def _serve(self, method: str, context: _Context) -> None:
-        await context.send_initial_metadata((ACCEPTED_METADATA,))
+        await context.send_initial_metadata((ACCEPTED_METADATA, *self._proof(context)))
+        if method == PROVE_METHOD:
+            # gRPC hands out the status of a call without messages before its metadata, at times.
+            await context.write(b"")
+            return
         try:
             async with asyncio.timeout(self._limits.call_s):
                 await self._answer(method, context)
@@ -129,27 +143,37 @@ class GrpcServer:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "this call took too long")
 
     async def _answer(self, method: str, context: _Context) -> None:
-        messages: Iterable[bytes]
         try:
             caller = self._identify(context)
             key = caller.uri if caller else context.peer()
             self._turnstile.enter(key, method, asyncio.get_running_loop().time())
         except TransportError as error:
-            _log.warning("call refused method=%.100s peer=%s: %s", method, context.peer(), error)
-            await self._send((frame_failure(as_peer_error(error)),), context)
+            await self._refuse(error, method, context)
             return
         try:
             try:
                 stream = _Stream(context, self._limits.silence_s)
                 call = _GrpcCall(method, FrameReader(await stream.first()), stream, caller)
             except TransportError as error:
-                _log.warning("call refused method=%.100s peer=%s: %s", method, key, error)
-                messages = (frame_failure(as_peer_error(error)),)
+                await self._refuse(error, method, context)
             else:
-                messages = await self._reply(call)
-            await self._send(messages, context)
+                await self._send(await self._reply(call), context)
         finally:
             self._turnstile.leave(key, method)
+
+    async def _refuse(self, error: TransportError, method: str, context: _Context) -> None:
+        """Tell a caller why it is not served, unless too many are being told."""
+        unsaid = self._refusals.line(asyncio.get_running_loop().time())
+        if unsaid is not None:
+            more = f" ({unsaid} more were refused before, unsaid)" if unsaid else ""
+            peer = context.peer()
+            _log.warning("call refused method=%.100s peer=%s: %s%s", method, peer, error, more)
+        if not self._refusals.enter():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "too many calls are being refused")
+        try:
+            await self._send((frame_failure(as_peer_error(error)),), context)
+        finally:
+            self._refusals.leave()
 
     async def _reply(self, call: _GrpcCall) -> Iterable[bytes]:
         try:
@@ -168,6 +192,20 @@ class GrpcServer:
         async with asyncio.timeout(self._limits.silence_s):
             while isinstance(await context.read(), bytes):
                 pass
+
+    def _proof(self, context: _Context) -> tuple[tuple[str, bytes], ...]:
+        """Answer the caller's challenge; nothing without one: it believes no reply then."""
+        found = [v for k, v in context.invocation_metadata() or () if k == CHALLENGE_METADATA]
+        if self._tls is None or len(found) != 1 or not isinstance(found[0], bytes):
+            return ()
+        pems = context.auth_context().get("x509_pem_cert", ())
+        try:
+            proof, revocations = self._tls.prove(found[0], b"".join(pems))
+        except Unauthorised as error:
+            _log.warning("challenge refused peer=%s: %s", context.peer(), error)
+            return ()
+        handed = ((REVOKED_METADATA, revocations),) if revocations else ()
+        return ((PROOF_METADATA, proof), *handed)
 
     def _identify(self, context: _Context) -> Identity | None:
         """Say who calls, by certificate and token.

@@ -19,6 +19,12 @@ SERVICE = "diloco.wire.v1"
 ACCEPTED_METADATA = ("diloco-accepted", "1")
 #: Carries a caller's token.
 TOKEN_METADATA = "diloco-token"
+#: Under TLS: a client's challenge, a server's proof, and its revocation list (`proof`).
+CHALLENGE_METADATA = "diloco-challenge-bin"
+PROOF_METADATA = "diloco-proof-bin"
+REVOKED_METADATA = "diloco-revoked-bin"
+#: Method by which a client has its server prove itself before it sends anything.
+PROVE_METHOD = "transport.prove"
 
 KEEPALIVE_TIME_MS = 20_000
 # A ping waits behind the data before it: a full socket buffer takes seconds on a thin link.
@@ -30,6 +36,8 @@ MAX_RECONNECT_WAIT_MS = 1_000
 HANDSHAKE_TIMEOUT_MS = 20_000
 IDLE_CONNECTION_MS = 600_000
 MAX_METADATA_BYTES = 8 << 10
+#: Streams of one connection, refused calls among them: more wait at the client's end.
+MAX_STREAMS = 2048
 
 _BOTH = (
     # A payload has no limit; a message has, by the protocol, so none is received unbounded.
@@ -70,6 +78,7 @@ SERVER_OPTIONS = (
     # Whoever connects and says nothing, or never calls, is let go.
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
     ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 )

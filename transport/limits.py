@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from transport.errors import Overloaded
 
 _FORGET_AT = 4096
+_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,11 @@ class Limits:
         calls_per_s: Calls a second of one caller, in the long run.
         burst: Calls of one caller at once, after a pause.
         concurrent: Calls in progress of single methods, of all callers.
+        rates: Calls a second of single methods, of one caller, in the long run; ten seconds' worth
+            at once, after a pause.
+        refused: Refused calls that are heard out at once, so that their callers learn why; the
+            rest are cut off.
+        refusals_logged_per_s: Lines in the log for refused calls, in the long run.
         connections: Connections at once, beyond which new ones are closed unheard.
         silence_s: Seconds without the next message of a call in progress, or without room for it.
         call_s: Seconds of any one call, whatever deadline its caller gave.
@@ -37,6 +43,9 @@ class Limits:
     calls_per_s: float = 500.0
     burst: int = 4000
     concurrent: Mapping[str, int] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
+    refused: int = 256
+    refusals_logged_per_s: float = 10.0
     connections: int = 4096
     silence_s: float = 120.0
     call_s: float = 7200.0
@@ -44,8 +53,24 @@ class Limits:
 
 @dataclass(slots=True)
 class _Bucket:
-    tokens: float
+    """Fills with `per_s` tokens a second, up to `most`; each call takes one."""
+
+    per_s: float
+    most: float
     at: float
+    tokens: float = -1.0
+
+    def __post_init__(self) -> None:
+        self.tokens = self.most
+
+    def fill(self, now: float) -> float:
+        """Return the tokens of this moment."""
+        self.tokens = min(self.most, self.tokens + (now - self.at) * self.per_s)
+        self.at = now
+        return self.tokens
+
+    def take(self) -> None:
+        self.tokens -= 1
 
 
 class Turnstile:
@@ -57,11 +82,12 @@ class Turnstile:
         self._num_calls = 0
         self._callers: Counter[str] = Counter()
         self._methods: Counter[str] = Counter()
-        self._buckets: dict[str, _Bucket] = {}
+        #: By caller, and the rate that it counts: a method, or "" for all calls.
+        self._buckets: dict[tuple[str, str], _Bucket] = {}
 
     @property
     def num_callers(self) -> int:
-        """Callers that are remembered; bounded."""
+        """Callers that are remembered, once for each rate; bounded."""
         return len(self._buckets)
 
     def enter(self, caller: str, method: str, now: float) -> None:
@@ -79,18 +105,17 @@ class Turnstile:
         ):
             if count >= most:
                 raise Overloaded(f"{count} {what} are in progress, {most} are allowed: try later")
-        bucket = self._buckets.get(caller)
-        if bucket is None:
-            self._forget(now)
-            bucket = self._buckets[caller] = _Bucket(limits.burst, now)
-        bucket.tokens = self._filled(bucket, now)
-        bucket.at = now
-        if bucket.tokens < 1:
-            raise Overloaded(
-                f"more than {limits.calls_per_s:g} calls a second, after {limits.burst} at once: "
-                f"try later"
-            )
-        bucket.tokens -= 1
+        buckets = [self._bucket(caller, "", limits.calls_per_s, limits.burst, now)]
+        if (rate := limits.rates.get(method)) is not None:
+            buckets.append(self._bucket(caller, method, rate, _PAUSE_S * rate, now))
+        for bucket in buckets:
+            if bucket.fill(now) < 1:
+                raise Overloaded(
+                    f"more than {bucket.per_s:g} calls a second, after {bucket.most:g} at once: "
+                    f"try later"
+                )
+        for bucket in buckets:
+            bucket.take()
         self._num_calls += 1
         self._callers[caller] += 1
         self._methods[method] += 1
@@ -103,14 +128,48 @@ class Turnstile:
             if not counter[key]:
                 del counter[key]
 
-    def _filled(self, bucket: _Bucket, now: float) -> float:
-        gained = (now - bucket.at) * self._limits.calls_per_s
-        return min(float(self._limits.burst), bucket.tokens + gained)
+    def _bucket(self, caller: str, method: str, per_s: float, most: float, now: float) -> _Bucket:
+        bucket = self._buckets.get((caller, method))
+        if bucket is None:
+            self._forget(now)
+            bucket = self._buckets[caller, method] = _Bucket(per_s, max(most, 1.0), now)
+        return bucket
 
     def _forget(self, now: float) -> None:
         """Drop callers that are as good as new; a full bucket is what a stranger starts with."""
         if len(self._buckets) >= _FORGET_AT:
-            burst = self._limits.burst
-            kept = {k: b for k, b in self._buckets.items() if self._filled(b, now) < burst}
+            kept = {k: b for k, b in self._buckets.items() if b.fill(now) < b.most}
             # A flood of new connections empties no bucket: the oldest go, whatever they hold.
             self._buckets = dict(list(kept.items())[-_FORGET_AT // 2 :])
+
+
+class Refusals:
+    """What one server spends on callers that it refuses: calls heard out, lines in its log."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Assign only."""
+        self._most = limits.refused
+        self._num_heard = 0
+        per_s = limits.refusals_logged_per_s
+        self._lines = _Bucket(per_s, _PAUSE_S * per_s, 0.0)
+        self._num_unsaid = 0
+
+    def enter(self) -> bool:
+        """Whether a refused call can be heard out; then `leave` must follow."""
+        if self._num_heard >= self._most:
+            return False
+        self._num_heard += 1
+        return True
+
+    def leave(self) -> None:
+        """Count a refused call out."""
+        self._num_heard -= 1
+
+    def line(self, now: float) -> int | None:
+        """Return how many refusals went unsaid since the last line; None: this one does, too."""
+        if self._lines.fill(now) < 1:
+            self._num_unsaid += 1
+            return None
+        self._lines.take()
+        unsaid, self._num_unsaid = self._num_unsaid, 0
+        return unsaid

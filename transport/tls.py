@@ -1,22 +1,25 @@
 """TLS of one process: its certificate, the CA it believes, and what that CA took back.
 
-    ca.pem            certificate of the run's CA                        everywhere
+    ca.pem            certificate of the run's CA; while it is replaced  everywhere
+                      the new one first, then the earlier one
     IDENTITY.pem      certificate and private key of one identity, 0600  where that identity runs
-    revoked.pem       revocation list, signed by the CA                  where a server runs
+    revoked.pem       revocation list, signed by the CA                  where a server runs;
+                                                    clients are handed it and keep it there, too
 
 Files are read again when they change, so certificates are rotated and revoked under a running
-process: new connections use the new ones, and a server judges the certificate of every call, on old
-connections too. A change that cannot be read is logged and the last good files stay in force.
-
-A client does not see the serial number of a server: a *server's* stolen key is answered by a new CA
-(README.md of this directory).
+process: new connections use the new ones, and both ends judge the other's certificate at every
+call, on old connections too: a server by what the connection shows, a client by a `proof`. A change
+that cannot be read is logged and the last good files stay in force.
 """
 
 from __future__ import annotations
 
 import datetime
 import logging
+import os
+import secrets
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,25 +29,32 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from transport.certificates import (
     CertificateError,
+    Revoked,
     expiry_of,
     identity_of,
     insist_on_valid,
-    read_certificate,
+    read_certificates,
     read_key,
     read_revoked,
 )
 from transport.errors import Unauthorised
-from transport.identity import SERVERS, Identity
+from transport.identity import SERVERS, Identity, Role
+from transport.proof import NONCE_BYTES, make_challenge, make_proof, read_challenge, read_proof
 
 _log = logging.getLogger(__name__)
 
 CA_FILE = "ca.pem"
+KEY_FILE = "ca.key"  # of the CA; where it lies no process writes
 REVOKED_FILE = "revoked.pem"
 #: From so many days before the end on, a process warns once a day.
 WARN_DAYS = 21
+#: Longest revocation list that is handed to clients, about 90 serial numbers: it travels as
+#: metadata of a call. A longer one is brought to the sites by hand.
+MAX_HANDED_BYTES = 5 << 10
 _DAY_S = 86400.0
 
 _Stamp = tuple[tuple[int, int, int] | None, ...]
@@ -55,11 +65,11 @@ class _Loaded:
     """Files of one moment, judged."""
 
     stamp: _Stamp
-    ca: x509.Certificate
+    cas: tuple[x509.Certificate, ...]
     ca_pem: bytes
     pem: bytes
     certificate: x509.Certificate
-    revoked: frozenset[int]
+    key: ec.EllipticCurvePrivateKey
 
 
 class Tls:
@@ -85,6 +95,7 @@ class Tls:
         self._lock = threading.Lock()
         self._warned_at = float("-inf")
         self._refused: _Stamp | None = None
+        self._revoked = Revoked()
         self._loaded = self._load(self._stamp())
         self.identity = identity_of(self._loaded.certificate)
         self._warn()
@@ -99,10 +110,9 @@ class Tls:
         """Something that changes when other files come into force."""
         return self._current().stamp
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return what a client connects with."""
-        loaded = self._current()
-        return grpc.ssl_channel_credentials(loaded.ca_pem, loaded.pem, loaded.pem)
+    def client_end(self) -> ClientEnd:
+        """Return a client's end of a new connection."""
+        return ClientEnd(self, self._current())
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return what a server listens with: it insists on a client's certificate."""
@@ -118,13 +128,76 @@ class Tls:
         Raises:
             Unauthorised: If that is not valid, or not any more.
         """
-        loaded = self._current()
         try:
             # The handshake has judged it; it may have expired or been revoked since.
-            certificate = _parsed(pem)
-            return insist_on_valid(certificate, loaded.ca, loaded.revoked, self._now())
+            return self.judge(_parsed(pem))
         except CertificateError as error:
             raise Unauthorised(str(error)) from error
+
+    def judge(self, certificate: x509.Certificate) -> Identity:
+        """Say whom a certificate names.
+
+        Raises:
+            CertificateError: If it is not valid, or not any more.
+        """
+        cas = self._current().cas
+        return insist_on_valid(certificate, cas, self._revoked.serials, self._now())
+
+    def prove(self, challenge: bytes, pem: bytes) -> tuple[bytes, bytes]:
+        """Answer a client's challenge.
+
+        Args:
+            challenge: What it sent.
+            pem: The certificate that its connection shows.
+
+        Returns:
+            The proof, and the revocation list if the client's is older; else empty.
+
+        Raises:
+            Unauthorised: If the challenge is none, or the certificate.
+        """
+        loaded = self._current()
+        try:
+            nonce, list_number = read_challenge(challenge)
+            proof = make_proof(loaded.key, loaded.certificate, nonce, _parsed(pem))
+        except ValueError as error:
+            raise Unauthorised(str(error)) from error
+        is_news = list_number < self._revoked.number
+        fits = len(self._revoked.pem) <= MAX_HANDED_BYTES
+        return proof, self._revoked.pem if is_news and fits else b""
+
+    @property
+    def list_number(self) -> int:
+        """Number of the revocation list in force; 0: none is."""
+        return self._revoked.number
+
+    def take_list(self, pem: bytes) -> None:
+        """Take over a revocation list that a server has handed out, if it is signed and newer.
+
+        It is written beside the certificates, for other processes of this site and later ones; not
+        where a server runs or certificates are issued, for there it is brought by people.
+        """
+        try:
+            handed = read_revoked(pem, self._current().cas, "the revocation list of the peer")
+        except CertificateError as error:
+            _log.warning("not taken over: %s", error)
+            return
+        with self._lock:
+            if handed.number <= self._revoked.number:
+                return
+            self._revoked = handed
+        _log.info("revocation list taken over, number=%d", handed.number)
+        path = self._directory / REVOKED_FILE
+        if self._role in SERVERS or (self._directory / KEY_FILE).exists():
+            return
+        try:
+            _replace(path, pem)
+        except OSError as error:
+            _log.warning(
+                "cannot keep the revocation list in %s, it is forgotten when this process ends: %s",
+                path,
+                error.strerror,
+            )
 
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
         loaded = self._current()
@@ -157,50 +230,114 @@ class Tls:
         ca_pem, pem = _read(ca_path), _read(own_path)
         if stat.S_IMODE(own_path.stat().st_mode) & 0o007:
             raise CertificateError(f"{own_path} is open to everybody: chmod 600 {own_path}")
-        ca, certificate = (
-            read_certificate(ca_pem, str(ca_path)),
-            read_certificate(pem, str(own_path)),
-        )
-        revoked: frozenset[int] = frozenset()
+        cas = read_certificates(ca_pem, str(ca_path))
+        certificate, *_ = read_certificates(pem, str(own_path))
+        revoked = Revoked()
         if self._role in SERVERS or revoked_path.exists():
-            revoked = read_revoked(_read(revoked_path), ca, str(revoked_path))
-        if read_key(pem, str(own_path)).public_key() != certificate.public_key():
+            revoked = read_revoked(_read(revoked_path), cas, str(revoked_path))
+        # In force whatever else is wrong here: a list that takes back this process's certificate
+        # takes others back, too. An older list is a copy from another day, or another CA's.
+        if revoked.number >= self._revoked.number or not _is_signed(self._revoked, cas):
+            self._revoked = revoked
+        key = read_key(pem, str(own_path))
+        if key.public_key() != certificate.public_key():
             raise CertificateError(f"{own_path}: the key does not belong to the certificate")
         try:
-            identity = insist_on_valid(certificate, ca, revoked, self._now())
+            identity = insist_on_valid(certificate, cas, self._revoked.serials, self._now())
         except CertificateError as error:
             raise CertificateError(f"{own_path}: {error}") from error
-        expected = Identity(self._run or identity_of(ca).run, self._role, self._name)
+        expected = Identity(self._run or identity_of(cas[0]).run, self._role, self._name)
         if identity != expected:
             raise CertificateError(
                 f"{own_path} is the certificate of {identity.uri}, this process is {expected.uri}"
             )
-        return _Loaded(stamp, ca, ca_pem, pem, certificate, revoked)
+        return _Loaded(stamp, cas, ca_pem, pem, certificate, key)
 
     def _warn(self) -> None:
         now = self._clock()
         if now - self._warned_at < _DAY_S:
             return
         self._warned_at = now
-        left = (expiry_of(self._loaded.certificate) - self._now()).total_seconds() / _DAY_S
-        if left < WARN_DAYS:
-            short = Identity("", self._role, self._name).short
-            _log.warning(
-                "the certificate of %s %s: diloco certs rotate %s, then bring %s here; it is taken "
-                "up without a restart",
-                short,
-                f"expires in {left:.1f} days" if left > 0 else "has expired",
-                short,
-                self._files()[2],
-            )
+        short = Identity("", self._role, self._name).short
+        file = self._files()[2]
+        for what, certificate, remedy in (
+            (
+                f"certificate of {short}",
+                self._loaded.certificate,
+                f"diloco certs rotate {short}, then bring {file} here; it is taken up without a "
+                f"restart",
+            ),
+            ("CA of this run", self._loaded.cas[0], "diloco certs rotate ca, which says the rest"),
+        ):
+            left = (expiry_of(certificate) - self._now()).total_seconds() / _DAY_S
+            if left < WARN_DAYS:
+                when = f"expires in {left:.1f} days" if left > 0 else "has expired"
+                _log.warning("the %s %s: %s", what, when, remedy)
 
     def _now(self) -> datetime.datetime:
         return datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
 
 
+class ClientEnd:
+    """A client's end of one connection: what it shows there, and how its server proves itself.
+
+    `is_proved` says whether the server has, since the connection was made; who uses it keeps it.
+    """
+
+    def __init__(self, tls: Tls, loaded: _Loaded) -> None:
+        """Keep the files of this moment: the connection shows them as long as it lasts."""
+        self._tls = tls
+        self._loaded = loaded
+        self.is_proved = False
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Return what the connection is made with."""
+        loaded = self._loaded
+        return grpc.ssl_channel_credentials(loaded.ca_pem, loaded.pem, loaded.pem)
+
+    def challenge(self) -> bytes:
+        """Draw what the server must answer, once."""
+        return make_challenge(secrets.token_bytes(NONCE_BYTES), self._tls.list_number)
+
+    def insist_on_proof(
+        self, challenge: bytes, proof: bytes, revocations: bytes, expects: Role
+    ) -> None:
+        """Judge a server by its answer to `challenge`, and take over the list that it hands out.
+
+        Raises:
+            CertificateError: If it has not proved to be `expects`, with a certificate that is valid
+                and not revoked.
+        """
+        certificate = read_proof(proof, read_challenge(challenge)[0], self._loaded.certificate)
+        if revocations:
+            self._tls.take_list(revocations)
+        identity = self._tls.judge(certificate)
+        if identity.role is not expects:
+            raise CertificateError(f"the peer is {identity.short}, not the {expects}")
+
+
 @lru_cache(maxsize=256)
 def _parsed(pem: bytes) -> x509.Certificate:
-    return read_certificate(pem, "the connection")
+    certificate, *_ = read_certificates(pem, "the connection")
+    return certificate
+
+
+def _is_signed(revoked: Revoked, cas: tuple[x509.Certificate, ...]) -> bool:
+    try:
+        read_revoked(revoked.pem, cas, "the list in force")
+    except CertificateError:
+        return False
+    return True
+
+
+def _replace(path: Path, text: bytes) -> None:
+    """Write a file that others may be reading: old or new, never half."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as written:
+        written.write(text)
+        written.flush()
+        os.fsync(written.fileno())
+    os.chmod(written.name, 0o644)
+    os.replace(written.name, path)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

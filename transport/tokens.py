@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -60,7 +61,7 @@ class TokenTable:
             ValueError: If it is not there, or none.
         """
         self._path = path
-        self._stamp = 0
+        self._stamp: tuple[int, int, int] | None = None
         self._table: dict[str, Identity] = {}
         self._refresh()
 
@@ -88,11 +89,20 @@ class TokenTable:
     def _refresh(self) -> None:
         """Read a changed table; one that cannot be read admits nobody."""
         try:
-            stamp = self._path.stat().st_mtime_ns
+            found = self._path.stat()
+            # Two writes may share one tick of the clock of a disk.
+            stamp = found.st_mtime_ns, found.st_ino, found.st_size
             if stamp != self._stamp:
                 table = json.loads(self._path.read_text(encoding="utf-8"))
-                self._table = {digest: Identity.from_uri(uri) for uri, digest in table.items()}
+                self._table = {_digest(text): Identity.from_uri(uri) for uri, text in table.items()}
                 self._stamp = stamp
         except (OSError, ValueError, AttributeError) as error:
-            self._table, self._stamp = {}, 0
+            self._table, self._stamp = {}, None
             raise ValueError(f"cannot read the tokens in {self._path}: {error}") from error
+
+
+def _digest(text: object) -> str:
+    """Insist on what `digest_of` writes."""
+    if not (isinstance(text, str) and re.fullmatch(r"[0-9a-f]{64}", text)):
+        raise ValueError("an entry is no sha256")
+    return text

@@ -11,7 +11,7 @@ import typer
 from diloco.cli.options import RunFile
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from diloco.launch.run_ca import Entry, RunCa
+    from diloco.launch.run_ca import Entry, RunCa, Taken
 
 certs = typer.Typer(
     no_args_is_help=True,
@@ -28,6 +28,7 @@ _Days = Annotated[int, typer.Option(min=1, help="Days for which the certificate 
 _DIRECTORY = Path("certs")
 _DAYS = 365
 _CA_DAYS = 3650
+_CA = "ca"
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +41,10 @@ def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _D
     """Make the CA of a run, and certificates for its coordinator, syncer, operator and islands."""
     from diloco.config.load import load_config
 
-    config = load_config(run_file)
+    # As it will be: a file for several machines is refused as long as nothing protects them.
+    config = load_config(
+        run_file, [f"transport.certs={directory.absolute()}", "transport.insecure=false"]
+    )
     ca = _ca(directory)
     ca.create(config.run.name, max(days, _CA_DAYS))
     islands = [f"island/{name}" for name in sorted(config.islands)]
@@ -68,27 +72,56 @@ def issue(name: _Name, directory: _Directory = _DIRECTORY, days: _Days = _DAYS) 
 
 @certs.command()
 def rotate(
-    name: _Name,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="coordinator, syncer, operator, island/NAME, ca.")
+    ],
     directory: _Directory = _DIRECTORY,
-    days: _Days = _DAYS,
+    days: Annotated[
+        int | None,
+        typer.Option(min=1, help="Days for which it is valid; usually 365, or 3650 for ca."),
+    ] = None,
     revoke_old: Annotated[
         bool, typer.Option("--revoke", help="Take its earlier certificates back, too.")
+    ] = False,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="With ca: believe the earlier CA no longer.")
     ] = False,
 ) -> None:
     """Issue a new certificate with a new key in place of the old one.
 
     Running processes take it up without a restart once its file is at their site. Earlier ones
     stay valid until they expire; with --revoke bring the new one to its site first.
+
+    The CA is replaced in three steps, under a running run: `rotate ca`, and ca.pem to every site;
+    `rotate NAME` for each name, and its file to its site; `rotate ca --finish`, and ca.pem to every
+    site.
     """
+    from diloco.errors import ConfigError
+
     ca = _ca(directory)
-    _tell_issued(ca.issue(name, days, again=True))
+    if name == _CA:
+        if revoke_old or (finish and days):
+            raise ConfigError("rotate ca takes --days, or --finish, and neither takes --revoke")
+        if finish:
+            ca.retire_authority()
+            typer.echo(
+                f"the earlier CA is retired: bring {directory / 'ca.pem'} to every site, and "
+                f"{directory / 'revoked.pem'} to that of the coordinator"
+            )
+        else:
+            ca.replace_authority(days or _CA_DAYS)
+            _tell_replaced(ca, directory)
+        return
+    if finish:
+        raise ConfigError(f"--finish is of the CA: diloco certs rotate ca --finish, not {name}")
+    _tell_issued(ca.issue(name, days or _DAYS, again=True))
     if revoke_old:
         _tell_revoked(name, ca.revoke(name, keep_newest=True), directory)
 
 
 @certs.command()
 def revoke(name: _Name, directory: _Directory = _DIRECTORY) -> None:
-    """Take all certificates of an identity back: its next call is refused."""
+    """Take all certificates of an identity back, and its token: its next call is refused."""
     _tell_revoked(name, _ca(directory).revoke(name, keep_newest=False), directory)
 
 
@@ -108,16 +141,28 @@ def token(name: _Name, directory: _Directory = _DIRECTORY) -> None:
 
 @certs.command()
 def show(directory: _Directory = _DIRECTORY) -> None:
-    """Show what was issued and how long it lasts; exit code 1 if something needs a hand."""
+    """Show what was issued and how long it lasts; exit code 1 if something needs a hand.
+
+    At a site, where the key of the CA is not, it shows what lies there.
+    """
     from rich.console import Console
     from rich.table import Table
 
+    from diloco.launch.run_ca import site_certificates
+    from transport.tls import CA_FILE, KEY_FILE, WARN_DAYS
+
+    if (directory / CA_FILE).exists() and not (directory / KEY_FILE).exists():
+        found = site_certificates(directory, _now())
+        for file, state in found.items():
+            typer.echo(f"{file}: {state}")
+        raise typer.Exit(0 if all(state.startswith("valid") for state in found.values()) else 1)
     ca, now = _ca(directory), _now()
     table = Table("identity", "serial", "expires (UTC)", "state", title=f"run {ca.run}")
     needy = []
     for entry in ca.entries():
         state = _state(entry, now)
-        if entry.is_current and (state.startswith("expire")):
+        is_in_force = entry.is_current and not entry.is_revoked
+        if is_in_force and (state.startswith("expire") or not entry.is_of_newest_ca):
             needy.append(entry.identity.short)
         serial = f"{entry.serial:x}"
         table.add_row(
@@ -125,8 +170,16 @@ def show(directory: _Directory = _DIRECTORY) -> None:
         )
     Console().print(table)
     typer.echo(f"the CA itself expires at {ca.expires:%Y-%m-%d}")
+    if (ca.expires - now).days < WARN_DAYS:
+        needy.insert(0, _CA)
     for short in needy:
         typer.echo(f"renew it: diloco certs rotate {short} --dir {directory}")
+    if not needy and ca.is_being_replaced:
+        typer.echo(
+            f"the CA is being replaced; once every file is at its site: diloco certs rotate ca "
+            f"--finish --dir {directory}"
+        )
+        needy.append(_CA)
     raise typer.Exit(1 if needy else 0)
 
 
@@ -140,6 +193,8 @@ def _state(entry: Entry, now: datetime.datetime) -> str:
         return "expired"
     if not entry.is_current:
         return "replaced, still valid"
+    if not entry.is_of_newest_ca:
+        return "of the earlier CA"
     return f"expires in {days:.0f} days" if days < WARN_DAYS else "valid"
 
 
@@ -147,15 +202,30 @@ def _tell_issued(path: Path) -> None:
     typer.echo(f"{path}: bring it to its site, over a way that you trust")
 
 
-def _tell_revoked(name: str, count: int, directory: Path) -> None:
+def _tell_replaced(ca: RunCa, directory: Path) -> None:
     typer.echo(
-        f"{count} certificates of {name} are revoked: bring {directory / 'revoked.pem'} to the "
-        f"site of the coordinator; it holds from the next call on"
+        f"{directory / 'ca.pem'} holds a new CA and the earlier one. First bring it to every site; "
+        f"running processes then believe both. After that, and bring each file to its site:"
+    )
+    for short in sorted({e.identity.short for e in ca.entries() if not e.is_revoked}):
+        typer.echo(f"  diloco certs rotate {short} --dir {directory}")
+    typer.echo(f"At the end: diloco certs rotate ca --finish --dir {directory}")
+
+
+def _tell_revoked(name: str, taken: Taken, directory: Path) -> None:
+    files = [str(directory / "revoked.pem")]
+    what = f"{taken.num_certificates} certificates"
+    if taken.has_token:
+        files.append(str(directory / "tokens.json"))
+        what += " and the token"
+    typer.echo(
+        f"{what} of {name} are revoked: bring {' and '.join(files)} to the site of the "
+        f"coordinator; it holds from the next call on"
     )
     if name in ("coordinator", "syncer"):
         typer.echo(
-            f"islands do not read that list: if the key of the {name} was stolen, make a new CA "
-            f"(diloco certs init in another --dir) and start the run again with it"
+            f"islands refuse the {name} once they have that list, too. They are handed it by a "
+            f"server that has it and is not revoked; to be sure, bring {files[0]} to every site"
         )
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from diloco.cli import bench, certs, configuration, control, emulate, export, island, local
 from diloco.errors import DilocoError
+from diloco.launch.logs import log_to
 
 app = typer.Typer(
     name="diloco",
@@ -36,11 +37,8 @@ def _options(
     levels = logging.getLevelNamesMapping()
     if log_level.upper() not in levels:
         raise typer.BadParameter(f"{log_level!r}: choose debug, info, warning or error")
-    logging.basicConfig(
-        level=levels[log_level.upper()],
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    if not logging.getLogger().handlers:
+        log_to(logging.StreamHandler(), levels[log_level.upper()])
 
 
 for subject in (control, island, local, export, emulate, certs, bench, configuration):

@@ -48,10 +48,14 @@ from protos.control_pb2 import (
     SyncerHelloRequest,
 )
 from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
+from transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
+_MAX_START_ID = 64
+#: What an island may say that it is doing: operators read it, and metrics are named by it.
+ISLAND_STATES = frozenset({"", "waiting", "training", "flushing", "finished", "stopped", "failed"})
 
 _STATUS = {
     JoinVerdict.ACCEPTED: JOIN_STATUS_ACCEPTED,
@@ -165,6 +169,10 @@ class Coordinator:
                 f"{PROTOCOL_VERSION}: install the same version of diloco everywhere"
             )
             return _reply(JoinReply(status=JOIN_STATUS_VERSION_MISMATCH, message=message))
+        if len(request.start_id) > _MAX_START_ID:
+            raise FrameError(
+                f"a start id of {len(request.start_id)} characters; {_MAX_START_ID} are allowed"
+            )
         joined = self._membership.join(
             run=request.run,
             island=request.island,
@@ -176,7 +184,7 @@ class Coordinator:
         )
         self._keep(joined.entries)
         if joined.verdict is not JoinVerdict.ACCEPTED:
-            logger.warning("join refused, island=%s verdict=%s", request.island, joined.verdict)
+            logger.warning("join refused, island=%.100r verdict=%s", request.island, joined.verdict)
             self._end_if_over()
             return _reply(JoinReply(status=_STATUS[joined.verdict], message=joined.message))
         self._heard[request.island] = _now()
@@ -209,6 +217,8 @@ class Coordinator:
         request = ReportRequest.FromString(call.header)
         if not self._is_granted(request.grant, ROLE_ISLAND):
             return _reply(ReportReply(stop=True, reason="the grant is not valid", exit_code=30))
+        if request.state not in ISLAND_STATES:
+            raise FrameError(f"a report's state is {request.state[:40]!r}")
         grant, membership = request.grant, self._membership
         if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
             return _reply(
@@ -284,10 +294,7 @@ class Coordinator:
         for fragment in report.fragments:
             self._fragments[fragment.fragment_id] = _Seen(_now(), fragment=fragment)
         if report.record_json:
-            header = json.loads(report.record_json)
-            self._journal.index_round(
-                header["timeline"], header["fragment_id"], header["version"], report.record_json
-            )
+            self._journal.index_round(*_indexed(report.record_json), report.record_json)
         if report.fatal_reason:
             self._keep(self._failed(report.fatal_reason, report.fatal_exit_code))
             self.ended.set()
@@ -387,3 +394,19 @@ def _reply(message: Message) -> Reply:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _indexed(record_json: str) -> tuple[int, int, int]:
+    """Return timeline, fragment and version of a record's header.
+
+    Raises:
+        FrameError: If it is no header.
+    """
+    try:
+        header = json.loads(record_json)
+        key = header["timeline"], header["fragment_id"], header["version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FrameError(f"a report's record is no header: {type(error).__name__}") from error
+    if not all(type(number) is int and 0 <= number < 2**63 for number in key):
+        raise FrameError(f"a report's record is of round {key}")
+    return key

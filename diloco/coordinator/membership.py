@@ -25,6 +25,10 @@ from diloco.outer.fragments import Plan, plan_difference
 
 Entries = tuple[tuple[str, str], ...]
 
+#: Starts of one island that are remembered, the newest: an island that starts again and again does
+#: not fill the journal. One that joins again after so many later ones counts as another start.
+REMEMBERED_STARTS = 256
+
 
 class JoinVerdict(StrEnum):
     """Answer to a join."""
@@ -53,7 +57,8 @@ class Member:
 
     Args:
         slot: Its island slot.
-        incarnations: Incarnation of each start, by start id; numbered from 1 as they joined.
+        incarnations: Incarnation of each of the newest starts, by start id; numbered from 1 as they
+            joined.
         timeline: In which the newest start joined.
         exit_code: How the newest start ended; None while it is at work.
         is_stopped: Whether it ended in a graceful stop.
@@ -68,7 +73,7 @@ class Member:
     @property
     def incarnation(self) -> int:
         """Incarnation of the newest start; 0 before the first."""
-        return len(self.incarnations)
+        return max(self.incarnations.values(), default=0)
 
 
 @dataclass(slots=True)
@@ -210,7 +215,9 @@ class Membership:
                 f"checkpoint: once the coordinator has ended, diloco coordinator RUN.toml --resume",
                 entries=self.left(island, 0, is_stopped=True),
             )
-        joined = Member(member.slot, {**member.incarnations, start_id: incarnation}, self.timeline)
+        oldest = incarnation - REMEMBERED_STARTS
+        starts = {s: n for s, n in member.incarnations.items() if n > oldest}
+        joined = Member(member.slot, {**starts, start_id: incarnation}, self.timeline)
         entries = (
             ("plan", plan_json),
             ("corpus", corpus_sha256),

@@ -33,8 +33,9 @@ from transport.limits import Limits
 logger = logging.getLogger(__name__)
 
 _RETRY_WAIT_S = 0.2
-#: A join carries the whole plan and is written to the journal.
-_LIMITS = Limits(concurrent={"control.join": 32})
+#: A join carries the whole plan and is written to the journal; an island that waits for the syncer
+#: joins five times a second.
+_LIMITS = Limits(concurrent={"control.join": 32}, rates={"control.join": 10.0})
 
 
 async def listen(

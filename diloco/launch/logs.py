@@ -1,8 +1,36 @@
-"""Logs of processes, for people who ask why one ended."""
+"""Logs of processes, for people who ask why one ended.
+
+What peers say gets into them. It cannot look like a line of ours, nor command a terminal.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+class LogFormatter(logging.Formatter):
+    """One record a line, what follows of it indented; control characters as escapes."""
+
+    def __init__(self) -> None:
+        """Fix the form: time, level, logger, message."""
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write a record, its traceback included."""
+        text = super().format(record).replace("\n", "\n    ")
+        return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def log_to(handler: logging.Handler, level: int) -> None:
+    """Send what this process logs to a handler, in our form."""
+    handler.setFormatter(LogFormatter())
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(level)
 
 
 def tail(log: Path, num_lines: int = 10) -> str:

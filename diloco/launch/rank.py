@@ -43,6 +43,7 @@ from diloco.inner.trainer import InnerTrainer
 from diloco.launch.connect import connect
 from diloco.launch.island_checkpoints import IslandCheckpoints
 from diloco.launch.job import Job, meet
+from diloco.launch.logs import log_to
 from diloco.launch.record import RankRecord
 from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
@@ -74,7 +75,8 @@ def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: 
         Exit code: 0, or that of the error with which the island stopped.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    _log_to(output_dir / f"{config.island_id}-{job.island_rank}.log")
+    log = output_dir / f"{config.island_id}-{job.island_rank}.log"
+    log_to(logging.FileHandler(log), logging.INFO)
     rank = _Rank(config, job, coordinator_address, output_dir)
     try:
         with connect(config, coordinator_address) as connection:
@@ -309,14 +311,6 @@ class _Rank:
         with self.record.evaluating(), in_place:
             loss = self._trainer.evaluate()
         self.record.evaluated(self._outer.inner_step, parameters, loss)
-
-
-def _log_to(path: Path) -> None:
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -2,10 +2,13 @@
 
     ca.pem, revoked.pem       public; every site has the first, coordinator and syncer the second
     ca.key        0600        stays where certificates are issued, and goes nowhere else
-    issued.json               serial number, identity and end of all that was issued
+    issued.json               serial number, identity, end and CA of all that was issued
     IDENTITY.pem  0600        certificate and key of one identity, for its site
     tokens.json               digests; for coordinator and syncer, where join tokens are used
     IDENTITY.token 0600       for its site
+
+While the CA itself is replaced, ca.pem and ca.key hold the new one first, then the earlier one:
+sites believe both until all have certificates of the new one.
 
 Every file is old or new after a crash. What a certificate says is `transport.certificates`'.
 """
@@ -27,21 +30,23 @@ from diloco.launch.state_dir import Held, hold, make_directory
 from transport.certificates import (
     Authority,
     CertificateError,
+    Revoked,
     certificate_pem,
     expiry_of,
+    identity_of,
+    insist_on_valid,
     issue,
     key_pem,
     make_authority,
     make_revocation_list,
-    read_certificate,
-    read_key,
+    read_certificates,
+    read_keys,
     read_revoked,
 )
 from transport.identity import Identity
-from transport.tls import CA_FILE, REVOKED_FILE
+from transport.tls import CA_FILE, KEY_FILE, REVOKED_FILE
 from transport.tokens import TABLE_FILE, digest_of, make_token
 
-KEY_FILE = "ca.key"
 ISSUED_FILE = "issued.json"
 _LOCK_FILE = "ca.lock"
 
@@ -58,10 +63,20 @@ class Entry:
     is_revoked: bool
     #: Whether it is the newest of its identity: the one in its file.
     is_current: bool
+    #: Whether the newest CA issued it; an earlier one is on its way out.
+    is_of_newest_ca: bool
 
     def days_left(self, now: datetime.datetime) -> float:
         """Days until it expires; negative once it has."""
         return (self.expires - now).total_seconds() / 86400
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a revocation took back."""
+
+    num_certificates: int
+    has_token: bool
 
 
 class RunCa:
@@ -88,7 +103,7 @@ class RunCa:
             authority = make_authority(run, self._clock(), days)
             write_json(self.directory / ISSUED_FILE, [])
             self._write(KEY_FILE, key_pem(authority.key), mode=0o600)
-            self._write(REVOKED_FILE, make_revocation_list(authority, (), self._clock()))
+            self._write(REVOKED_FILE, make_revocation_list(authority, (), self._clock(), 1))
             # Last: without it the directory holds no CA, and the next attempt begins anew.
             self._write(CA_FILE, certificate_pem(authority.certificate))
 
@@ -111,22 +126,30 @@ class RunCa:
                 raise ConfigError(f"{path} is there: diloco certs rotate {short} replaces it")
             if again and not path.exists():
                 raise ConfigError(f"{path} is not there: diloco certs issue {short} makes it")
+            if (self.expires - self._clock()).days < 1:
+                raise ConfigError(
+                    f"the CA in {self.directory} itself ends at {self.expires:%F %R} UTC: replace "
+                    f"it first: diloco certs rotate ca --dir {self.directory}"
+                )
             issued = issue(authority, identity, self._clock(), days)
-            serial = f"{issued.certificate.serial_number:x}"
             expires = expiry_of(issued.certificate).isoformat()
+            row = [
+                _serial(issued.certificate),
+                identity.uri,
+                expires,
+                _serial(authority.certificate),
+            ]
             # Recorded first: what was handed out can be revoked, whatever happens next.
-            write_json(
-                self.directory / ISSUED_FILE, [*self._issued(), [serial, identity.uri, expires]]
-            )
+            write_json(self.directory / ISSUED_FILE, [*self._issued(), row])
             self._write(path.name, issued.pem, mode=0o600)
             return path
 
-    def revoke(self, short: str, *, keep_newest: bool) -> int:
-        """Take certificates of an identity back; returns how many.
+    def revoke(self, short: str, *, keep_newest: bool) -> Taken:
+        """Take certificates of an identity back, and its token; says what that was.
 
         Args:
             short: Whose.
-            keep_newest: Whether the newest stays, as after a rotation.
+            keep_newest: Whether the newest certificate and the token stay, as after a rotation.
 
         Raises:
             ConfigError: If it never had one.
@@ -134,14 +157,68 @@ class RunCa:
         with self._changing():
             authority = self._authority()
             identity = _identity(authority.run, short)
-            mine = [int(serial, 16) for serial, uri, _ in self._issued() if uri == identity.uri]
-            if not mine:
-                raise ConfigError(f"no certificate was issued to {short}: diloco certs show")
+            mine = [int(serial, 16) for serial, uri, *_ in self._issued() if uri == identity.uri]
+            has_token = not keep_newest and self._forget_token(identity)
+            if not (mine or has_token):
+                raise ConfigError(
+                    f"no certificate was issued to {short}, and no token: diloco certs show --dir "
+                    f"{self.directory}"
+                )
+            before = self._revoked().serials
             taken = set(mine[:-1] if keep_newest else mine)
-            before = self._revoked(authority.certificate)
-            text = make_revocation_list(authority, before | taken, self._clock())
-            self._write(REVOKED_FILE, text)
-            return len(taken - before)
+            self._write_list(authority, before | taken)
+            return Taken(len(taken - before), has_token)
+
+    def replace_authority(self, days: int) -> None:
+        """Make a new CA, believed beside the present one until `retire_authority`.
+
+        Raises:
+            ConfigError: If the last replacement has not ended.
+        """
+        with self._changing():
+            authority, earlier = self._authority(), self._authorities()[1:]
+            if earlier:
+                raise ConfigError(
+                    f"the CA in {self.directory} is being replaced already: diloco certs rotate ca "
+                    f"--finish --dir {self.directory} ends that"
+                )
+            new = make_authority(authority.run, self._clock(), days)
+            # The key of a CA that ca.pem does not name is never used, should this end here.
+            keys = key_pem(new.key) + key_pem(authority.key)
+            self._write(KEY_FILE, keys, mode=0o600)
+            both = certificate_pem(new.certificate) + certificate_pem(authority.certificate)
+            self._write(CA_FILE, both)
+
+    def retire_authority(self) -> None:
+        """End the replacement of the CA: what the earlier one issued is not believed any more.
+
+        Raises:
+            ConfigError: If there is none, or an identity still has a certificate of the earlier CA.
+        """
+        with self._changing():
+            authority, earlier = self._authority(), self._authorities()[1:]
+            if not earlier:
+                raise ConfigError(
+                    f"{self.directory} holds one CA, so none is to be retired: diloco certs rotate "
+                    f"ca --dir {self.directory} begins to replace it"
+                )
+            now = self._clock()
+            waiting = [
+                entry.identity.short
+                for entry in self.entries()
+                if entry.is_current and not (entry.is_of_newest_ca or entry.is_revoked)
+                if entry.days_left(now) > 0
+            ]
+            if waiting:
+                raise ConfigError(
+                    f"{', '.join(waiting)}: the certificates are of the earlier CA, and would not "
+                    f"be believed any more: diloco certs rotate NAME (or revoke NAME), bring them "
+                    f"to their sites, then again"
+                )
+            # Signed by the CA that stays, before the other goes.
+            self._write_list(authority, self._revoked().serials)
+            self._write(CA_FILE, certificate_pem(authority.certificate))
+            self._write(KEY_FILE, key_pem(authority.key), mode=0o600)
 
     def make_token(self, short: str) -> Path:
         """Draw a token for an identity, in place of its last one; returns its file."""
@@ -167,9 +244,9 @@ class RunCa:
 
     def entries(self) -> Sequence[Entry]:
         """Return everything that was issued, oldest first."""
-        revoked = self._revoked(self._authority().certificate)
+        newest_ca, revoked = _serial(self._authority().certificate), self._revoked().serials
         issued = self._issued()
-        newest = {uri: serial for serial, uri, _ in issued}
+        newest = {uri: serial for serial, uri, *_ in issued}
         return [
             Entry(
                 Identity.from_uri(uri),
@@ -177,27 +254,60 @@ class RunCa:
                 datetime.datetime.fromisoformat(expires),
                 is_revoked=int(serial, 16) in revoked,
                 is_current=newest[uri] == serial,
+                is_of_newest_ca=ca == newest_ca,
             )
-            for serial, uri, expires in issued
+            for serial, uri, expires, ca in issued
         ]
 
+    @property
+    def is_being_replaced(self) -> bool:
+        """Whether there is an earlier CA that is still believed."""
+        return len(self._authorities()) > 1
+
     def _authority(self) -> Authority:
+        """Return the one that issues."""
         path, key_path = self.directory / CA_FILE, self.directory / KEY_FILE
         try:
-            certificate = read_certificate(path.read_bytes(), str(path))
-            return Authority(certificate, read_key(key_path.read_bytes(), str(key_path)))
+            newest, *_ = self._authorities()
+            for key in read_keys(key_path.read_bytes(), str(key_path)):
+                if key.public_key() == newest.public_key():
+                    return Authority(newest, key)
+        except OSError as error:
+            raise ConfigError(_no_ca(self.directory, error)) from error
+        except CertificateError as error:
+            raise ConfigError(str(error)) from error
+        raise ConfigError(f"{key_path} is not the key of {path}: bring the right one back")
+
+    def _authorities(self) -> tuple[x509.Certificate, ...]:
+        """Return the CAs that are believed, the newest first."""
+        path = self.directory / CA_FILE
+        try:
+            return read_certificates(path.read_bytes(), str(path))
         except OSError as error:
             raise ConfigError(_no_ca(self.directory, error)) from error
         except CertificateError as error:
             raise ConfigError(str(error)) from error
 
-    def _issued(self) -> list[tuple[str, str, str]]:
+    def _issued(self) -> list[tuple[str, str, str, str]]:
         rows = read_json(self.directory / ISSUED_FILE) or []
-        return [(serial, uri, expires) for serial, uri, expires in rows]
+        return [(serial, uri, expires, ca) for serial, uri, expires, ca in rows]
 
-    def _revoked(self, ca: x509.Certificate) -> frozenset[int]:
+    def _revoked(self) -> Revoked:
         path = self.directory / REVOKED_FILE
-        return read_revoked(path.read_bytes(), ca, str(path))
+        return read_revoked(path.read_bytes(), self._authorities(), str(path))
+
+    def _write_list(self, authority: Authority, serials: frozenset[int]) -> None:
+        """Write the next revocation list."""
+        number = self._revoked().number + 1
+        text = make_revocation_list(authority, serials, self._clock(), number)
+        self._write(REVOKED_FILE, text)
+
+    def _forget_token(self, identity: Identity) -> bool:
+        table = read_json(self.directory / TABLE_FILE) or {}
+        if table.pop(identity.uri, None) is None:
+            return False
+        write_json(self.directory / TABLE_FILE, table)
+        return True
 
     def _write(self, name: str, text: bytes, mode: int = 0o644) -> None:
         write_durably(self.directory / name, [text], mode=mode)
@@ -213,6 +323,44 @@ class RunCa:
             raise ConfigError(f"another command changes {self.directory}: {error}") from error
         except OSError as error:
             raise ConfigError(f"cannot change {self.directory}: {error}") from error
+
+
+def site_certificates(directory: Path, now: datetime.datetime) -> dict[str, str]:
+    """Say of each certificate at a site, by file, whether it is valid, or why not.
+
+    Raises:
+        ConfigError: If ca.pem or revoked.pem cannot be read.
+    """
+    try:
+        cas = read_certificates((directory / CA_FILE).read_bytes(), str(directory / CA_FILE))
+        path = directory / REVOKED_FILE
+        revoked = Revoked()
+        if path.exists():
+            revoked = read_revoked(path.read_bytes(), cas, str(path))
+    except (OSError, CertificateError) as error:
+        raise ConfigError(f"cannot read what a site needs: {error}") from error
+    found = {CA_FILE: _state_of_ca(cas, now)}
+    for path in sorted(directory.glob("*.pem")):
+        if path.name in (CA_FILE, REVOKED_FILE):
+            continue
+        try:
+            certificate, *_ = read_certificates(path.read_bytes(), str(path))
+            short = insist_on_valid(certificate, cas, revoked.serials, now).short
+        except (OSError, CertificateError) as error:
+            found[path.name] = str(error)
+        else:
+            found[path.name] = f"valid until {expiry_of(certificate):%F %R} UTC, of {short}"
+    return found
+
+
+def _state_of_ca(cas: Sequence[x509.Certificate], now: datetime.datetime) -> str:
+    run, ends = identity_of(cas[0]).run, expiry_of(cas[0])
+    replaced = ", and the earlier one" if len(cas) > 1 else ""
+    return f"{'valid until' if now < ends else 'expired at'} {ends:%F}, of run {run!r}{replaced}"
+
+
+def _serial(certificate: x509.Certificate) -> str:
+    return f"{certificate.serial_number:x}"
 
 
 def _no_ca(directory: Path, error: OSError) -> str:

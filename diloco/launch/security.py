@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -152,8 +153,7 @@ class Security:
             tls=self.tls,
             expects=expects,
             token=self.token,
-            # gRPC's own name for it; other variables of proxies are left alone.
-            proxy="" if is_local else os.environ.get("grpc_proxy", ""),  # noqa: SIM112
+            proxy="" if is_local else _proxy(),
         )
 
     def server(self, bind: str, handlers: Handlers, *, limits: Limits, chunk_bytes: int) -> Server:
@@ -191,6 +191,28 @@ class Security:
             )
         except ValueError as error:
             raise ConfigError(f"coordinator.listen, coordinator.syncer_listen: {error}") from error
+
+
+def _proxy() -> str:
+    """Return the proxy that the environment asks for; empty: none.
+
+    Raises:
+        ConfigError: If it is none that gRPC understands: that would go past it in silence.
+    """
+    # gRPC's own name for it; other variables of proxies are left alone.
+    proxy = os.environ.get("grpc_proxy", "")  # noqa: SIM112
+    try:
+        parts = urlsplit(proxy)
+        is_good = parts.scheme == "http" and parts.hostname and parts.port
+        is_good = is_good and parts.path in ("", "/") and not any(map(str.isspace, proxy))
+    except ValueError:
+        is_good = False
+    if proxy and not is_good:
+        raise ConfigError(  # without the value: it may hold a password
+            "the environment's grpc_proxy is not http://[user:password@]HOST:PORT: correct it, or "
+            "leave it out (unset grpc_proxy)"
+        )
+    return proxy
 
 
 def _insist_on_hivemind() -> None:

@@ -32,6 +32,7 @@ from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, syncer_address
 from diloco.launch.disk import insist_on_room, num_unsure_checkpoints
 from diloco.launch.ending import first_of, heed_signals
+from diloco.launch.logs import log_to
 from diloco.launch.security import Security, metrics_protection
 from diloco.launch.state_dir import (
     Endpoint,
@@ -75,11 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lock-descriptor", type=int, help="the store's lock, held already")
     parsed = parser.parse_args(arguments)
     state = StateDir(parsed.state_dir.absolute())
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    log_to(logging.StreamHandler(), logging.INFO)
     try:
         with hold(state.store_lock, inherited=parsed.lock_descriptor):
             try:

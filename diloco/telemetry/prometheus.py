@@ -12,6 +12,7 @@ syncer.diloco).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import socket
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 _COLLECT_S = 5.0
 _RETRY_WAIT_S = 0.2
 _SILENCE_S = 10.0
+_SCRAPE_S = 30.0
 _MAX_SCRAPES = 64
 
 
@@ -148,9 +150,10 @@ class MetricsServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """An HTTP or HTTPS server with a bounded number of threads, which silence does not hold."""
+    """An HTTP or HTTPS server with a bounded number of threads, each for a bounded time."""
 
     daemon_threads = True
+    block_on_close = False
 
     def __init__(
         self,
@@ -161,27 +164,61 @@ class _Server(ThreadingHTTPServer):
     ) -> None:
         (self.address_family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self._room = threading.BoundedSemaphore(_MAX_SCRAPES)
+        self._certificate = certificate
+        self._stamp: object = None
         super().__init__((host, port), handler)
         if certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(certificate)
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._context.load_cert_chain(certificate)
+            self._stamp = _stamp(certificate)
             # The handshake is the handler's, in its thread and within its time.
-            self.socket = context.wrap_socket(
+            self.socket = self._context.wrap_socket(
                 self.socket, server_side=True, do_handshake_on_connect=False
             )
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, with the certificate of this moment."""
+        if self._certificate is not None and (stamp := _stamp(self._certificate)) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._context.load_cert_chain(self._certificate)
+            except (OSError, ssl.SSLError) as error:
+                logger.error("certificate changed, the last good one stays: %s", error)
+        return super().get_request()
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        self._room.acquire()
-        super().process_request(request, client_address)
+        # Who comes when all are busy is turned away: waiting here would hold up `shutdown`, too.
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        # Bytes that trickle keep any one wait short: the whole scrape has an end, too.
+        end = threading.Timer(_SCRAPE_S, _cut, [request])
+        end.daemon = True
+        end.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            end.cancel()
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("scrape failed, peer=%s", client_address, exc_info=True)
+
+
+def _cut(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(request, socket.SHUT_RDWR)  # of the connection beneath TLS
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
 
 
 def _handler(registry: CollectorRegistry, token: str) -> type[BaseHTTPRequestHandler]:

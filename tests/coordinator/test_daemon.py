@@ -12,14 +12,15 @@ import pytest
 from google.protobuf.message import Message
 
 from diloco.config.classes import identity_difference
-from diloco.coordinator.daemon import Coordinator
+from diloco.coordinator.daemon import ISLAND_STATES, Coordinator
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
 from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.sync.registration import IslandState
 from protos import control_pb2 as control
 from transport.contracts import PROTOCOL_VERSION
-from transport.errors import HandlerFailed
+from transport.errors import FrameError, HandlerFailed
 from transport.loopback import LoopbackNetwork, run_virtual
 
 SECRET = bytes(32)
@@ -431,5 +432,58 @@ def test_a_syncer_that_cannot_start_ends_this_coordinator_only(play: Play) -> No
         await desk.restart()
 
         assert not (await desk.report(east)).stop
+
+    play(story)
+
+
+# -- broken and hostile callers ------------------------------------------------------------------
+
+
+def test_an_island_that_joins_again_and_again_does_not_fill_the_journal(
+    play: Play, tmp_path: Path
+) -> None:
+    async def story(desk: Desk) -> None:
+        sizes = []
+        for n in range(600):
+            await desk.join("east", f"{n:064x}")
+            sizes.append(sum(f.stat().st_size for f in tmp_path.glob("journal.sqlite*")))
+        # The write-ahead log is folded back at 1000 pages; what a thousand starts cost is that.
+        assert max(sizes) < 8 << 20
+        connection = desk.journal._require()
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        assert (tmp_path / "journal.sqlite").stat().st_size < 200_000
+        with pytest.raises(FrameError, match="start id of 65 characters"):
+            await desk.join("east", "x" * 65)
+
+    play(story)
+
+
+@pytest.mark.parametrize("state", ["\x1b[2J", "training\n", "x" * 5000])
+def test_an_operators_terminal_is_shown_no_state_but_ours(state: str, play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+        with pytest.raises(FrameError, match="a report's state is"):
+            await desk.report(east, state=state)
+        assert (await desk.report(east, state="training")).stop is False
+
+    play(story)
+
+
+def test_the_states_of_islands_are_those_that_a_coordinator_knows() -> None:
+    assert {"", *IslandState} == ISLAND_STATES
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["[" * 5000, "{}", "null", "7", "{", '{"timeline": 1e99, "fragment_id": 0, "version": 0}',
+     '{"timeline": 0, "fragment_id": 9223372036854775808, "version": 0}'],
+)  # fmt: skip
+def test_a_record_that_is_none_is_refused_by_name(record: str, play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        grant = control.Grant(run="demo", roles=[control.ROLE_SYNCER])
+        request = control.RoundReport(grant=sign(grant, SECRET), record_json=record)
+        with pytest.raises(FrameError, match="a report's record is"):
+            await desk.call("round_report", request)
+        assert desk.journal.tape() == []
 
     play(story)

@@ -7,7 +7,13 @@ import json
 import pytest
 
 from diloco.config.classes import identity_difference
-from diloco.coordinator.membership import Entries, Joined, JoinVerdict, Membership
+from diloco.coordinator.membership import (
+    REMEMBERED_STARTS,
+    Entries,
+    Joined,
+    JoinVerdict,
+    Membership,
+)
 from diloco.outer.fragments import TensorSpec, make_plan
 
 PLAN = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=2).to_json()
@@ -54,6 +60,24 @@ def test_every_start_gets_the_next_incarnation_and_keeps_it() -> None:
     assert not membership.is_current("east", 2, 0)
     assert not membership.is_current("east", 3, 1)
     assert not membership.is_current("north", 0, 0)
+
+
+def test_an_island_that_starts_again_and_again_is_remembered_by_its_newest_starts() -> None:
+    membership, sizes = machine(), []
+
+    for n in range(3 * REMEMBERED_STARTS):
+        joined = join(membership, start_id=f"{n:032x}")
+        assert joined.incarnation == n + 1
+        sizes.append(sum(len(value) for key, value in joined.entries if key == "island/east"))
+
+    assert sizes[-1] < 1.01 * sizes[2 * REMEMBERED_STARTS] < 50 * REMEMBERED_STARTS
+    newest, oldest = membership.members["east"].incarnation, 2 * REMEMBERED_STARTS
+    assert newest == 3 * REMEMBERED_STARTS
+    assert join(membership, start_id=f"{oldest:032x}").incarnation == oldest + 1
+    assert membership.is_current("east", newest, 0)
+    again = machine()
+    again.apply([("island/east", joined.entries[0][1])])
+    assert again.members == membership.members
 
 
 def test_join_that_was_not_applied_has_changed_nothing() -> None:

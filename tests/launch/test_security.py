@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from diloco.errors import ConfigError
 from diloco.launch.local import LocalRun
 from diloco.launch.run_ca import RunCa
 from diloco.launch.security import Security, metrics_protection
-from protos.control_pb2 import StatusRequest
+from protos.control_pb2 import StatusReply, StatusRequest
 from tests.run_files import run_to_end, write_run
 from transport.contracts import PROTOCOL_VERSION
 from transport.errors import ConnectError, Unauthorised
@@ -147,23 +148,75 @@ def test_a_run_under_certificates_and_tokens_keeps_its_secrets(site: Path) -> No
         assert key not in written
 
 
-@pytest.mark.timeout(180)
-def test_strangers_do_not_enter_a_run_under_way(site: Path) -> None:
-    configured = config(site, certs_of(site), "run.inner_steps=100000")
+@pytest.mark.parametrize(
+    ("proxy", "is_good"),
+    [
+        ("http://proxy.example:3128", True),
+        ("http://user:word@10.0.0.1:80/", True),
+        ("", True),
+        ("user:word@10.0.0.1:80", False),
+        ("https://user:word@10.0.0.1:80", False),
+        ("http://user:word@10.0.0.1", False),
+        ("http://user:word@10.0.0.1:port", False),
+        ("http://user:wo rd@10.0.0.1:80", False),
+    ],
+)
+def test_a_proxy_that_would_be_passed_by_is_refused_without_its_password(
+    proxy: str, is_good: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("grpc_proxy", proxy)
+    declared = Security(insecure=True)
 
-    async def status(security: Security, address: str) -> bytes:
+    if is_good:
+        assert declared.transport("10.0.0.5:1", Role.SYNCER)
+    else:
+        with pytest.raises(ConfigError, match=r"grpc_proxy is not http://\[user") as caught:
+            declared.transport("10.0.0.5:1", Role.SYNCER)
+        assert "word@" not in str(caught.value).replace("password@", "")
+    assert declared.transport("127.0.0.1:1", Role.SYNCER)
+
+
+@pytest.mark.timeout(180)
+def test_a_run_under_way_refuses_strangers_and_takes_up_what_is_rotated_and_revoked(
+    site: Path,
+) -> None:
+    configured = config(site, certs_of(site), tokens_of(site), "run.inner_steps=100000")
+    ca = RunCa(site.parent / "certs", lambda: datetime.datetime.now(datetime.UTC))
+
+    async def status(security: Security, address: str) -> StatusReply:
         transport = security.transport(address, Role.COORDINATOR)
         header = StatusRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
         try:
-            return (await transport.call("control.status", header, deadline_s=20.0)).header
+            reply = await transport.call("control.status", header, deadline_s=20.0)
         finally:
             await transport.close()
+        return StatusReply.FromString(reply.header)
+
+    def versions(address: str) -> int:
+        reply = asyncio.run(status(Security.of(configured, Role.OPERATOR), address))
+        return min((fragment.version for fragment in reply.fragments), default=0)
+
+    def wait_for_version(version: int, address: str) -> None:
+        until = time.monotonic() + 90
+        while versions(address) < version:
+            assert time.monotonic() < until, "the run does not go on"
+            time.sleep(0.1)
 
     with LocalRun(configured) as run:
         run.start()
         address = run.address
-        assert asyncio.run(status(Security.of(configured, Role.OPERATOR), address))
+        wait_for_version(1, address)
         with pytest.raises(ConnectError):
             asyncio.run(status(Security(), address))
         with pytest.raises(Unauthorised, match=r"may not call control\.status"):
             asyncio.run(status(Security.of(configured, Role.ISLAND, "east"), address))
+
+        for short in SHORTS:
+            ca.issue(short, 30, again=True)
+        for short in SHORTS:
+            ca.revoke(short, keep_newest=True)
+        wait_for_version(versions(address) + 3, address)
+
+        ca.revoke("coordinator", keep_newest=False)
+        with pytest.raises(ConnectError, match=r"not believed: .*coordinator was revoked"):
+            versions(address)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from diloco.telemetry.prometheus import MetricsServer, Protection
 from tests.transport.pki import COORDINATOR, Pki
+from transport.certificates import read_certificates
 from transport.tokens import make_token
 
 TIMEOUT_S = 30.0
@@ -93,6 +96,57 @@ def test_a_peer_that_says_nothing_holds_up_nobody(
             assert silent.recv(1) == b""  # closed by the server
 
     serving(Protection(), claim)
+
+
+def test_peers_that_trickle_hold_up_neither_scrapes_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diloco.telemetry.prometheus._MAX_SCRAPES", 2)
+    monkeypatch.setattr("diloco.telemetry.prometheus._SCRAPE_S", 0.5)
+
+    async def run() -> None:
+        server = MetricsServer("127.0.0.1:0", list, setting="test.metrics")
+        await server.start(is_restart=False)
+        host, port = server.address.split(":")
+        tricklers = [socket.create_connection((host, int(port))) for _ in range(8)]
+
+        def trickle(trickler: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                trickler.sendall(b"GET /metrics HTTP/1.1\r\n")
+                while True:
+                    trickler.sendall(b"a: b\r\n")
+                    time.sleep(0.05)
+
+        ended = [asyncio.create_task(asyncio.to_thread(trickle, t)) for t in tricklers]
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.gather(*ended)  # each is cut off
+            await asyncio.to_thread(scrape, f"http://{server.address}/metrics")
+            again = [socket.create_connection((host, int(port))) for _ in range(8)]
+            await server.stop()
+        for connection in (*tricklers, *again):
+            connection.close()
+
+    asyncio.run(run())
+
+
+def test_a_rotated_certificate_is_taken_up(tmp_path: Path) -> None:
+    pki = Pki(tmp_path)
+    certificate = pki.issue(COORDINATOR)
+
+    def shown(address: str) -> int:
+        host, port = address.split(":")
+        pem = ssl.get_server_certificate((host, int(port)), timeout=TIMEOUT_S)
+        return read_certificates(pem.encode(), "shown")[0].serial_number
+
+    def claim(address: str) -> None:
+        for _ in range(2):
+            assert shown(address) == pki.serials[COORDINATOR]
+            pki.issue(COORDINATOR)
+        rotated = shown(address)
+        certificate.write_bytes(b"half a fi")
+        assert shown(address) == rotated
+
+    serving(Protection(certificate=certificate), claim)
 
 
 def test_the_token_is_not_shown_by_what_is_printed_of_it() -> None:

@@ -36,6 +36,7 @@ class Pki:
         directory.mkdir(parents=True, exist_ok=True)
         self.authority: Authority = make_authority(run, days_ago(300), 4000)
         self.serials: dict[Identity, int] = {}
+        self.list_number = 0
         (directory / CA_FILE).write_bytes(certificate_pem(self.authority.certificate))
         self.revoke(())
 
@@ -53,7 +54,8 @@ class Pki:
     def revoke(self, identities: Iterable[Identity]) -> None:
         """Write the list of all that is taken back."""
         serials = [self.serials[identity] for identity in identities]
-        text = make_revocation_list(self.authority, serials, days_ago(0))
+        self.list_number += 1
+        text = make_revocation_list(self.authority, serials, days_ago(0), self.list_number)
         written = self.directory / "revoked.new"
         written.write_bytes(text)
         written.replace(self.directory / REVOKED_FILE)

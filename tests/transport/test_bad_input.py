@@ -20,7 +20,7 @@ import pytest
 import xxhash
 
 from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
-from transport.errors import FrameError, MessageTooLarge
+from transport.errors import ConnectError, FrameError, MessageTooLarge
 from transport.framing import MAX_CHUNKS, FrameReader, frame_messages
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
@@ -91,6 +91,9 @@ class RawHttp2:
 
     def send(self, data: bytes) -> None:
         self._socket.sendall(frame(0, 0, 1, data))
+
+    def ping(self) -> None:
+        self._socket.sendall(frame(6, 0, 0, bytes(8)))
 
     async def read_until(self, text: bytes) -> bytes:
         """Return what came up to `text`, or to the end of the connection."""
@@ -248,6 +251,56 @@ def test_a_call_that_says_nothing_is_given_up_by_name(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         serving(claim)
     assert "call refused method=echo" in caplog.text
+
+
+def test_a_connection_without_calls_is_closed_however_it_pings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {**dict(SERVER_OPTIONS), "grpc.max_connection_idle_ms": 300}
+    monkeypatch.setattr("transport.grpc_server.SERVER_OPTIONS", tuple(options.items()))
+
+    async def claim(address: str) -> None:
+        raw = RawHttp2(address)
+        raw.ping()
+        assert await raw.read_until(b"never said")  # up to the end of the connection
+        raw.close()
+
+    serving(claim)
+
+
+def test_refused_calls_that_never_end_are_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    limits = Limits(calls_per_caller=1, refused=4, refusals_logged_per_s=0.5)
+
+    async def claim(address: str) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            method = channel.stream_stream(f"/{SERVICE}/echo", None, None)
+            calls = [method() for _ in range(60)]  # never told that they are at their end
+            waiting = {asyncio.create_task(call.read()) for call in calls}
+            done: set[asyncio.Task[object]] = set()
+            while len(done) < 59:  # the one that was let in has no answer
+                ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done |= ended
+            cut_off = [error for task in done if (error := task.exception())]
+            assert len(cut_off) == 59 - limits.refused
+            for error in cut_off:
+                assert isinstance(error, grpc.aio.AioRpcError)
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(waiting)
+        while True:  # room again, once the server has noticed
+            try:
+                transport = GrpcTransport(address)
+                assert (await transport.call("echo", b"", deadline_s=DEADLINE_S)).header == b""
+                break
+            except ConnectError:
+                await asyncio.sleep(0.05)
+            finally:
+                await transport.close()
+
+    with caplog.at_level(logging.WARNING):
+        serving(claim, limits)
+    assert caplog.text.count("call refused") <= 6
 
 
 def test_a_reader_that_never_reads_holds_its_call_for_a_bounded_time(

@@ -17,7 +17,7 @@ from transport.certificates import (
     key_pem,
     make_authority,
     make_revocation_list,
-    read_certificate,
+    read_certificates,
     read_key,
     read_revoked,
 )
@@ -35,9 +35,9 @@ def authority() -> Authority:
 def test_a_certificate_names_its_identity_and_is_judged_valid(authority: Authority) -> None:
     issued = issue(authority, EAST, NOW, 30)
 
-    read = read_certificate(issued.pem, "file")
+    (read,) = read_certificates(issued.pem, "file")
 
-    assert insist_on_valid(read, authority.certificate, frozenset(), NOW) == EAST
+    assert insist_on_valid(read, [authority.certificate], frozenset(), NOW) == EAST
     assert identity_of(authority.certificate) == Identity(RUN, Role.CA)
     assert read_key(issued.pem, "file").public_key() == read.public_key()
     assert authority.run == RUN
@@ -47,7 +47,7 @@ def test_a_site_whose_clock_is_behind_accepts_it_at_once(authority: Authority) -
     issued = issue(authority, EAST, NOW, 30)
     behind = NOW - datetime.timedelta(minutes=50)
 
-    insist_on_valid(issued.certificate, authority.certificate, frozenset(), behind)
+    insist_on_valid(issued.certificate, [authority.certificate], frozenset(), behind)
 
 
 def test_nothing_outlives_its_authority(authority: Authority) -> None:
@@ -77,25 +77,27 @@ def test_every_spoilt_certificate_is_refused_by_name(authority: Authority) -> No
 
     for certificate, taken, now, reason in cases:
         with pytest.raises(CertificateError, match=reason):
-            insist_on_valid(certificate, authority.certificate, taken, now)
+            insist_on_valid(certificate, [authority.certificate], taken, now)
 
 
 def test_a_revocation_list_is_believed_from_the_ca_alone(authority: Authority) -> None:
     other = make_authority(RUN, NOW, 1000)
-    text = make_revocation_list(authority, [7, 3], NOW)
+    text = make_revocation_list(authority, [7, 3], NOW, 5)
+    empty = make_revocation_list(other, [], NOW, 1)
 
-    assert read_revoked(text, authority.certificate, "list") == {3, 7}
-    assert not read_revoked(make_revocation_list(other, [], NOW), other.certificate, "list")
+    read = read_revoked(text, [other.certificate, authority.certificate], "list")
+    assert (read.serials, read.number, read.pem) == ({3, 7}, 5, text)
+    assert not read_revoked(empty, [other.certificate], "list").serials
     with pytest.raises(CertificateError, match="list is not signed by the CA"):
-        read_revoked(text, other.certificate, "list")
+        read_revoked(text, [other.certificate], "list")
     with pytest.raises(CertificateError, match="list is no revocation list"):
-        read_revoked(b"junk", authority.certificate, "list")
+        read_revoked(b"junk", [authority.certificate], "list")
 
 
 @pytest.mark.parametrize("text", [b"", b"junk", b"-----BEGIN CERTIFICATE-----\nAAAA\n"])
 def test_junk_is_no_certificate_and_no_key(text: bytes, authority: Authority) -> None:
     with pytest.raises(CertificateError, match="file holds no certificate"):
-        read_certificate(text, "file")
+        read_certificates(text, "file")
     with pytest.raises(CertificateError, match="file holds no private key"):
         read_key(text, "file")
     assert b"PRIVATE" in key_pem(authority.key)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +40,6 @@ SECRET = bytes(32)
 IDENTITY = json.dumps({"run.seed": 7})
 #: What a handler may raise at a caller's nonsense; anything else is a defect of ours.
 NAMED = (TransportError, DilocoError, ValueError, KeyError, PermissionError)
-#: A syncer holds the secret of the run: its nonsense needs no nicer word.
-NAMED_TO_SYNCERS = (*NAMED, TypeError, OverflowError, sqlite3.Error)
 #: A case may build a plan of a megabyte of text, on a loaded machine.
 CASE_S = 20.0
 
@@ -212,13 +209,11 @@ class Service:
     def answer(self, method: str, header: bytes, payload: bytes) -> Reply | None:
         """Answer a call, or refuse it by name; insist that the rest still works."""
 
-        named = NAMED_TO_SYNCERS if RULES[method].role is Role.SYNCER else NAMED
-
         async def once() -> Reply | None:
             try:
                 async with asyncio.timeout(600):  # of virtual time
                     return await self.handlers[method](Call(method, header, payload, None))
-            except named:
+            except NAMED:
                 return None
 
         began = time.monotonic()

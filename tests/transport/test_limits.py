@@ -12,7 +12,7 @@ from transport.contracts import IncomingCall, Reply
 from transport.errors import Overloaded
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
-from transport.limits import Limits, Turnstile
+from transport.limits import Limits, Refusals, Turnstile
 
 DEADLINE_S = 30.0
 
@@ -52,7 +52,35 @@ def test_a_rate_is_allowed_in_the_long_run_and_a_burst_after_a_pause() -> None:
     assert [entered(100.0) for _ in range(6)] == [True] * 5 + [False]
 
 
-@settings(max_examples=20)
+def test_a_method_of_its_own_rate_leaves_the_others_alone() -> None:
+    turnstile = Turnstile(Limits(rates={"join": 0.5}))
+
+    def entered(caller: str, method: str, now: float) -> bool:
+        try:
+            turnstile.enter(caller, method, now)
+        except Overloaded:
+            return False
+        turnstile.leave(caller, method)
+        return True
+
+    assert [entered("a", "join", 0.0) for _ in range(6)] == [True] * 5 + [False]
+    with pytest.raises(Overloaded, match=r"more than 0\.5 calls a second, after 5 at once"):
+        turnstile.enter("a", "join", 0.0)
+    assert entered("a", "poll", 0.0)
+    assert entered("b", "join", 0.0)
+    assert [entered("a", "join", now) for now in (2.0, 3.0, 4.0)] == [True, False, True]
+
+
+def test_refusals_cost_a_bounded_number_of_calls_and_lines() -> None:
+    refusals = Refusals(Limits(refused=2, refusals_logged_per_s=0.1))
+
+    assert [refusals.enter() for _ in range(3)] == [True, True, False]
+    refusals.leave()
+    assert refusals.enter()
+    assert [refusals.line(now) for now in (0.0, 1.0, 2.0, 10.0)] == [0, None, None, 2]
+
+
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.floats(0, 0.01)), max_size=300))
 def test_what_is_remembered_is_bounded(calls: list[tuple[int, float]]) -> None:
     turnstile = Turnstile(Limits())

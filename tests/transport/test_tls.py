@@ -87,7 +87,7 @@ def test_strangers_are_refused_in_the_handshake_and_the_log_says_why(
     expired = issue(pki.authority, EAST, days_ago(60), 30).pem
     strangers = {
         "certificate has expired": expired,
-        "certificate signature failure": foreign,
+        "unable to get local issuer certificate": foreign,
         "PEER_DID_NOT_RETURN_A_CERTIFICATE": None,
     }
 

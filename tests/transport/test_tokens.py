@@ -104,6 +104,28 @@ def test_a_table_that_cannot_be_read_admits_nobody(tmp_path: Path) -> None:
     assert table.identify(token) == EAST
 
 
+def test_a_table_replaced_within_one_tick_of_the_clock_is_read(tmp_path: Path) -> None:
+    old, new = make_token(), make_token()
+    path = write_table(tmp_path, {EAST: old})
+    table, before = TokenTable(path), path.stat().st_mtime_ns
+
+    path.rename(tmp_path / "before")
+    os.utime(write_table(tmp_path, {EAST: new}), ns=(before, before))
+
+    assert table.identify(new) == EAST
+    with pytest.raises(Unauthorised, match="or not any more"):
+        table.identify(old)
+
+
+@pytest.mark.parametrize("digest", [7, None, "", "\u00e9" * 64, "A" * 64])
+def test_an_entry_that_is_no_digest_admits_nobody(digest: object, tmp_path: Path) -> None:
+    path = tmp_path / TABLE_FILE
+    path.write_text(json.dumps({EAST.uri: digest}))
+
+    with pytest.raises(ValueError, match="an entry is no sha256"):
+        TokenTable(path)
+
+
 def test_token_and_certificate_must_be_of_the_same(tmp_path: Path) -> None:
     pki = Pki(tmp_path / "certs")
     tokens = {EAST: make_token(), WEST: make_token()}

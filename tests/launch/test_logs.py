@@ -1,0 +1,29 @@
+"""What peers say cannot forge a line of a log, nor command the terminal that shows it."""
+
+from __future__ import annotations
+
+import logging
+
+from diloco.launch.logs import LogFormatter
+
+
+def shown(message: str, error: Exception | None = None) -> str:
+    info = (type(error), error, None) if error else None
+    record = logging.LogRecord("who", logging.INFO, "", 0, "said %s", (message,), info)
+    return LogFormatter().format(record)
+
+
+def test_a_message_cannot_look_like_a_line_of_ours() -> None:
+    forged = "2026-01-01 00:00:00,000 WARNING diloco: all is well"
+
+    for text in (shown(f"x\n{forged}"), shown("x", ValueError(f"y\n{forged}"))):
+        first, *rest = text.split("\n")
+        assert " INFO who: said x" in first
+        assert rest
+        assert all(line.startswith("    ") for line in rest)
+
+
+def test_control_characters_are_shown_not_sent() -> None:
+    text = shown("a\x1b]0;title\x07b\rc\x9bd\u2028e\tf\u00e9")
+
+    assert text.endswith("said a\\x1b]0;title\\x07b\\x0dc\\x9bd\\x2028e\tf\u00e9")

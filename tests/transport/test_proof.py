@@ -1,0 +1,281 @@
+"""A server whose certificate was revoked is refused by its clients, who never see its handshake."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from tests.transport.pki import COORDINATOR, EAST, SYNCER, WEST, Pki, days_ago
+from transport.certificates import CertificateError, make_revocation_list, read_certificates
+from transport.contracts import IncomingCall, Reply
+from transport.errors import ConnectError, Unauthorised
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer, _Context
+from transport.grpc_wire import (
+    ACCEPTED_METADATA,
+    CHALLENGE_METADATA,
+    PROOF_METADATA,
+    PROVE_METHOD,
+    SERVICE,
+)
+from transport.identity import Identity
+from transport.proof import make_challenge, read_proof
+from transport.tls import MAX_HANDED_BYTES, Tls
+
+DEADLINE_S = 30.0
+PAYLOAD = b"pseudo-gradient"
+
+
+@pytest.fixture
+def pki(tmp_path: Path) -> Pki:
+    pki = Pki(tmp_path / "certs")
+    for identity in (COORDINATOR, SYNCER, EAST, WEST):
+        pki.issue(identity)
+    return pki
+
+
+def copied(pki: Pki, name: str, *identities: Identity) -> Path:
+    """What a site, or a thief, has of the certificates of this moment."""
+    directory = pki.directory.parent / name
+    directory.mkdir()
+    for file in ("ca.pem", "revoked.pem", *(f"{i.file_stem}.pem" for i in identities)):
+        shutil.copy2(pki.directory / file, directory / file)
+    return directory
+
+
+def rotate_and_revoke(pki: Pki, identity: Identity) -> None:
+    pki.revoke([identity])
+    pki.issue(identity)
+
+
+class Server(GrpcServer):
+    """Keeps what it is told, and which methods it was asked for."""
+
+    def __init__(self, tls: Tls) -> None:
+        super().__init__("127.0.0.1:0", {"tell": self._tell}, tls=tls)
+        self.told: list[bytes] = []
+        self.asked: list[tuple[str, bool]] = []
+
+    async def _tell(self, call: IncomingCall) -> Reply:
+        self.told.append(bytes(await call.read_payload()))
+        return Reply(b"heard")
+
+    async def _serve(self, method: str, context: _Context) -> None:
+        metadata = dict(context.invocation_metadata() or ())
+        self.asked.append((method, "diloco-token" in metadata))
+        await super()._serve(method, context)
+
+
+class Relay(Server):
+    """Stands between: ends the client's TLS itself, and has the real server answer challenges."""
+
+    def __init__(self, tls: Tls, real: str) -> None:
+        super().__init__(tls)
+        self._own, self._real = tls, real
+        self.relayed = 0
+
+    async def _serve(self, method: str, context: _Context) -> None:
+        challenge = dict(context.invocation_metadata() or ())[CHALLENGE_METADATA]
+        options = (("grpc.ssl_target_name_override", "coordinator.diloco"),)
+        credentials = self._own.client_end().credentials()
+        async with grpc.aio.secure_channel(self._real, credentials, options=options) as channel:
+            call = channel.stream_stream(f"/{SERVICE}/{PROVE_METHOD}", None, None)(
+                metadata=((CHALLENGE_METADATA, challenge),)
+            )
+            proof = dict(await call.initial_metadata())[PROOF_METADATA]
+            self.relayed += 1
+        await context.send_initial_metadata((ACCEPTED_METADATA, (PROOF_METADATA, proof)))
+
+
+def serving(server: Server, claim: Callable[[str], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await server.start()
+        try:
+            await claim(server.address)
+        finally:
+            await server.stop(0.0)
+
+    asyncio.run(run())
+
+
+async def tell(transport: GrpcTransport) -> bytes:
+    return (await transport.call("tell", b"", PAYLOAD, deadline_s=DEADLINE_S)).header
+
+
+@contextmanager
+def refused(reason: str) -> Iterator[None]:
+    with pytest.raises(ConnectError, match=f"the server is not believed: .*{reason}"):
+        yield
+
+
+def test_a_revoked_server_is_told_nothing(pki: Pki) -> None:
+    thief = Server(Tls(copied(pki, "thief", COORDINATOR), COORDINATOR))
+    rotate_and_revoke(pki, COORDINATOR)
+
+    async def claim(address: str) -> None:
+        transport = GrpcTransport(address, tls=pki.tls(EAST), token="t" * 43)
+        for _ in range(2):
+            with refused("coordinator was revoked"):
+                await tell(transport)
+        await transport.close()
+
+    serving(thief, claim)
+    assert thief.told == []
+    assert thief.asked == [(PROVE_METHOD, False)] * 2
+
+
+def test_a_server_is_refused_as_soon_as_it_is_revoked_on_an_open_connection(pki: Pki) -> None:
+    server = Server(Tls(copied(pki, "server", COORDINATOR), COORDINATOR))
+
+    async def claim(address: str) -> None:
+        transport = GrpcTransport(address, tls=pki.tls(EAST))
+        assert await tell(transport) == b"heard"
+        pki.revoke([COORDINATOR])
+        with refused("coordinator was revoked"):
+            await tell(transport)
+        await transport.close()
+
+    serving(server, claim)
+
+
+def test_a_relayed_proof_is_not_believed(pki: Pki) -> None:
+    stolen = copied(pki, "thief", COORDINATOR)
+    rotate_and_revoke(pki, COORDINATOR)
+
+    async def claim(real: str) -> None:
+        relay = Relay(Tls(stolen, COORDINATOR), real)
+        await relay.start()
+        transport = GrpcTransport(relay.address, tls=pki.tls(EAST))
+        with refused("somebody stands between"):
+            await tell(transport)
+        await transport.close()
+        await relay.stop(0.0)
+        assert relay.relayed == 1
+
+    serving(Server(Tls(pki.directory, COORDINATOR)), claim)
+
+
+def test_an_answer_to_another_challenge_is_not_believed(pki: Pki) -> None:
+    server, east, west = pki.tls(COORDINATOR), pki.tls(EAST), pki.tls(WEST)
+    certificates = {
+        i: (pki.directory / f"{i.file_stem}.pem").read_bytes() for i in (EAST, WEST, COORDINATOR)
+    }
+    end = east.client_end()
+    challenge = end.challenge()
+    proof, _ = server.prove(challenge, certificates[EAST])
+
+    end.insist_on_proof(challenge, proof, b"", COORDINATOR.role)
+    for other_challenge, other_proof, reason in [
+        (end.challenge(), proof, "somebody stands between"),
+        (challenge, server.prove(challenge, certificates[WEST])[0], "somebody stands between"),
+        (challenge, b"", "does not prove who it is"),
+        (challenge, proof[:40], "does not prove who it is"),
+        (challenge, west.prove(challenge, certificates[EAST])[0], "the peer is island/west"),
+    ]:
+        with pytest.raises(CertificateError, match=reason):
+            end.insist_on_proof(other_challenge, other_proof, b"", COORDINATOR.role)
+    with pytest.raises(Unauthorised, match="a challenge has 40 bytes"):
+        server.prove(b"short", certificates[EAST])
+    (client,) = read_certificates(certificates[EAST], "file")
+    with pytest.raises(CertificateError):
+        read_proof(b"\xff" * 300, bytes(32), client)
+
+
+def test_a_client_is_handed_the_newest_list_and_keeps_it_for_its_site(pki: Pki) -> None:
+    site = copied(pki, "site", EAST, WEST)
+    leader, other = Tls(site, EAST), Tls(site, WEST)
+    stolen = copied(pki, "thief", SYNCER)
+    pki.revoke([SYNCER])
+    newest = (pki.directory / "revoked.pem").read_bytes()
+
+    async def claim(address: str) -> None:
+        transport = GrpcTransport(address, tls=leader)
+        await tell(transport)
+        assert (site / "revoked.pem").read_bytes() == newest
+        assert await tell(transport) == b"heard"  # over a new connection
+        await transport.close()
+
+        thief = Server(Tls(stolen, SYNCER))
+        await thief.start()
+        second = GrpcTransport(thief.address, tls=other, expects=SYNCER.role)
+        with refused("syncer was revoked"):
+            await tell(second)
+        await second.close()
+        await thief.stop(0.0)
+
+    serving(Server(Tls(pki.directory, COORDINATOR)), claim)
+    assert not list(site.glob("revoked.pem?*"))
+
+
+def test_only_a_newer_list_of_the_runs_own_ca_is_taken_over(pki: Pki, tmp_path: Path) -> None:
+    old = (pki.directory / "revoked.pem").read_bytes()
+    pki.revoke([WEST])
+    tls = pki.tls(EAST)
+    other = Pki(tmp_path / "other")
+    other.list_number = 50
+    other.revoke(())
+
+    for handed in (old, (other.directory / "revoked.pem").read_bytes(), b"junk"):
+        tls.take_list(handed)
+        assert tls.list_number == 2
+    # Nor is a file of another day.
+    (pki.directory / "revoked.pem").write_bytes(old)
+    with pytest.raises(Unauthorised, match="island/west was revoked"):
+        tls.identify((pki.directory / "island-west.pem").read_bytes())
+
+
+@pytest.mark.parametrize("place", ["where the CA is", "where a server runs", "read-only"])
+def test_a_handed_list_is_kept_in_memory_where_it_must_not_be_written(
+    place: str, pki: Pki, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    identity = SYNCER if place == "where a server runs" else EAST
+    site = copied(pki, "site", identity)
+    if place == "where the CA is":
+        (site / "ca.key").touch()
+    if place == "read-only":  # root may write anywhere
+
+        def refuse(path: Path, text: bytes) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr("transport.tls._replace", refuse)
+    before = (site / "revoked.pem").read_bytes()
+    tls = Tls(site, identity)
+    pki.revoke([WEST])
+
+    tls.take_list((pki.directory / "revoked.pem").read_bytes())
+
+    assert tls.list_number == 2
+    assert (site / "revoked.pem").read_bytes() == before
+    with pytest.raises(Unauthorised, match="island/west was revoked"):
+        tls.identify((pki.directory / "island-west.pem").read_bytes())
+    assert ("forgotten when this process ends" in caplog.text) == (place == "read-only")
+
+
+def test_a_list_too_long_for_a_call_is_not_handed_out(pki: Pki) -> None:
+    server, pem = pki.tls(COORDINATOR), (pki.directory / "island-east.pem").read_bytes()
+    challenge = make_challenge(bytes(32), 0)
+    assert server.prove(challenge, pem)[1]
+    text = make_revocation_list(pki.authority, range(1, 400), days_ago(0), 9)
+    assert len(text) > MAX_HANDED_BYTES
+
+    (pki.directory / "revoked.pem").write_bytes(text)
+
+    assert not server.prove(challenge, pem)[1]
+    assert server.list_number == 9
+
+
+def test_a_server_that_is_revoked_itself_still_refuses_the_others_of_its_list(pki: Pki) -> None:
+    server = pki.tls(COORDINATOR)
+    west = (pki.directory / "island-west.pem").read_bytes()
+    server.identify(west)
+
+    pki.revoke([COORDINATOR, WEST])
+
+    with pytest.raises(Unauthorised, match="island/west was revoked"):
+        server.identify(west)
