@@ -8,7 +8,13 @@ import pytest
 
 from tests.contract.kinds import KINDS, Kind
 from transport.contracts import IncomingCall, Reply, Transport
-from transport.errors import DeadlineExceeded, PeerReset, TransportError
+from transport.errors import (
+    ConnectError,
+    DeadlineExceeded,
+    HandlerFailed,
+    PeerReset,
+    TransportError,
+)
 from transport.faulty import Fault, Faults, FaultScript, FaultyTransport, faulty_handlers
 
 DEADLINE_S = 30.0
@@ -162,6 +168,88 @@ def test_a_call_is_overtaken_by_the_next(play: Callable[..., Faults]) -> None:
 
     faults = play(Fault.REORDER, claim, rate=0.5, delay_s=SHORT_S)
     assert 0 < faults.fired[Fault.REORDER] < 6
+
+
+def test_all_that_fires_as_reorder_is_out_of_order(tmp_path: Path) -> None:
+    async def claim(faulty: Faulty) -> None:
+        calls = []
+        for index in range(8):
+            calls.append(asyncio.create_task(faulty.call(b"%d" % index)))
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*calls)
+        heard.extend(int(header) for header, _ in faulty.heard)
+
+    heard: list[int] = []
+    faults = Faults(FaultScript(seed=1, rates={Fault.REORDER: 1.0}, delay_s=1.0), "link")
+    kind = KINDS["loopback"](tmp_path)
+    kind.run(Faulty(kind, "client", faults).run(claim))
+
+    assert heard == [1, 0, 3, 2, 5, 4, 7, 6]
+    assert faults.fired == {Fault.REORDER: 4}
+
+
+def test_a_call_that_is_lost_overtakes_nobody(tmp_path: Path) -> None:
+    async def claim(faulty: Faulty) -> None:
+        assert isinstance(faulty.transport, FaultyTransport)
+        began = asyncio.get_running_loop().time()
+        held = asyncio.create_task(faulty.call(b"held"))
+        await asyncio.sleep(0.1)
+        with pytest.raises(DeadlineExceeded):
+            await faulty.call(b"dropped", deadline_s=0.1)
+        await held
+        # The loopback's clock is virtual: it waits for as long as the script says, and no more.
+        assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.01)
+
+    script = FaultScript(seed=1, rates={Fault.REORDER: 0.5, Fault.DROP: 0.5}, delay_s=1.0)
+    wanted = [Fault.REORDER, Fault.DROP]
+    link = next(
+        name
+        for name in map(str, range(1000))
+        if [script.fault_of(name, index) for index in range(2)] == wanted
+    )
+    faults = Faults(script, link)
+    kind = KINDS["loopback"](tmp_path)
+    kind.run(Faulty(kind, "client", faults).run(claim))
+
+    assert faults.fired == {Fault.DROP: 1}
+
+
+@pytest.mark.parametrize("fault", [Fault.DUPLICATE, Fault.CORRUPT, Fault.RESET])
+def test_what_nobody_heard_has_not_fired(tmp_path: Path, fault: Fault) -> None:
+    kind = KINDS["loopback"](tmp_path)
+    script = FaultScript(seed=1, rates={fault: 1.0})
+    link = next(name for name in map(str, range(1000)) if script.draw(name, 0, "when") >= 0.5)
+    faults = Faults(script, link)
+
+    async def run() -> None:
+        transport = FaultyTransport(kind.connect("nobody"), faults)
+        with pytest.raises(ConnectError):
+            await transport.call("echo", b"", PAYLOAD, deadline_s=DEADLINE_S)
+        await transport.close()
+
+    kind.run(run())
+    assert faults.fired == {}
+
+
+def test_damage_that_the_peer_refuses_has_fired(tmp_path: Path) -> None:
+    kind = KINDS["loopback"](tmp_path)
+    faults = Faults(FaultScript(seed=1, rates={Fault.CORRUPT: 1.0}), "link")
+
+    async def refuse(call: IncomingCall) -> Reply:
+        assert bytes(await call.read_payload()) != PAYLOAD
+        raise ValueError("damaged")
+
+    async def run() -> None:
+        server = kind.serve({"refuse": refuse}, "")
+        await server.start()
+        transport = FaultyTransport(kind.connect(server.address), faults)
+        with pytest.raises(HandlerFailed, match="damaged"):
+            await transport.call("refuse", b"", PAYLOAD, deadline_s=DEADLINE_S)
+        await transport.close()
+        await server.stop(0.0)
+
+    kind.run(run())
+    assert faults.fired == {Fault.CORRUPT: 1}
 
 
 def test_nobody_overtakes_the_only_call(play: Callable[..., Faults]) -> None:
