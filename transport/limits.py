@@ -27,7 +27,8 @@ class Limits:
         calls_per_s: Calls a second of one caller, in the long run.
         burst: Calls of one caller at once, after a pause.
         concurrent: Calls in progress of single methods, of all callers.
-        connections: Connections at once, beyond which new ones are closed unheard.
+        connections: Connections at once, beyond which new ones are closed unheard. Over libp2p a
+            stream, which is a call, counts as one, and half of them may be of one peer.
         silence_s: Seconds without the next message of a call in progress, or without room for it.
         call_s: Seconds of any one call, whatever deadline its caller gave.
     """
