@@ -168,7 +168,7 @@ class Daemon:
 
     async def whereabouts(self) -> Whereabouts:
         """Ask who it is and where."""
-        reply, _, writer = await self._ask(identify_request())
+        reply, _, writer = await self._ask(identify_request(), within_s=_LOCAL_S)
         writer.transport.abort()
         return parse_whereabouts(reply)
 
@@ -223,7 +223,7 @@ class Daemon:
             )
         except OSError as error:
             raise DaemonFailed(f"cannot accept streams at {path}: {error}") from error
-        _, _, writer = await self._ask(accept_request(path, PROTOCOL))
+        _, _, writer = await self._ask(accept_request(path, PROTOCOL), within_s=_LOCAL_S)
         writer.transport.abort()
 
     async def stop(self) -> None:
@@ -264,7 +264,7 @@ class Daemon:
         if not is_ready:
             said = " | ".join(self._last_lines)
             raise DaemonFailed(f"the libp2p daemon did not start: {said or 'it said nothing'}")
-        _, _, self._life = await self._ask(bind_life_request())
+        _, _, self._life = await self._ask(bind_life_request(), within_s=_LOCAL_S)
 
     async def _read_output(self, ready: asyncio.Future[bool]) -> None:
         assert self._child.stdout is not None
@@ -307,7 +307,7 @@ class Daemon:
         return True
 
     async def _ask(
-        self, request: bytes, *, within_s: float = _LOCAL_S
+        self, request: bytes, *, within_s: float
     ) -> tuple[bytes, asyncio.StreamReader, asyncio.StreamWriter]:
         """Ask the daemon; the socket stays open, for the caller to use or to end.
 
