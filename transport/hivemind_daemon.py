@@ -68,9 +68,10 @@ class Swarm:
     """How a process takes part in the peer-to-peer network.
 
     Attributes:
-        initial_peers: Addresses of peers through which others are found; they relay, too.
+        initial_peers: Addresses of peers through which others are found.
         is_relayed: Whether a server asks the initial peers to relay calls to it: behind NAT, where
-            nobody can dial it.
+            nobody can dial it. A relayed connection is cut after 128 KiB or two minutes, so this
+            is for small calls, which are tried again, and not for payloads.
         maps_port: Whether a server asks its router to forward its port (UPnP, NAT-PMP).
     """
 
@@ -368,7 +369,11 @@ def _arguments(swarm: Swarm, listen: str, identity: Path | None, sockets: Path) 
         "autonat": bool(listen) and swarm.is_relayed,
         "autoRelay": bool(listen) and swarm.is_relayed,
         "forceReachabilityPrivate": bool(listen) and swarm.is_relayed,
-        "relayService": False,  # nobody's traffic but our own
+        # A daemon relays whatever is said here, within libp2p's usual limits: p2pd registers that
+        # service itself. With this one on, the two race, and the limits are those of the last.
+        "relayService": False,
+        # The initial peers and nobody else; discovery would wait minutes for more of them.
+        "relayDiscovery": False,
         "natPortMap": bool(listen) and swarm.maps_port,
         "relay": True,
         "tls": True,

@@ -8,6 +8,7 @@ import errno
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from transport.addresses import split_address
@@ -21,7 +22,14 @@ from transport.framing import (
     frame_failure,
     frame_messages,
 )
-from transport.hivemind_address import PeerAddress, is_loopback_way, tcp_port, to_multiaddr
+from transport.hivemind_address import (
+    PeerAddress,
+    is_loopback_way,
+    parse_peer_address,
+    tcp_port,
+    through,
+    to_multiaddr,
+)
 from transport.hivemind_control import Whereabouts
 from transport.hivemind_daemon import Daemon, DaemonFailed, Swarm
 from transport.hivemind_wire import ACCEPTED, Opening, read_message, read_opening, write_messages
@@ -107,10 +115,15 @@ class HivemindServer:
                 f"cannot listen on {self._bind}: is another process using it? ({error})",
             ) from error
         beyond = tuple(way for way in found.ways if not is_loopback_way(way))
-        self._address = PeerAddress(found.peer_id, beyond or found.ways)
         # A daemon that dies is started again where it was.
-        base, _, _ = self._listen.rpartition("/")
-        self._listen = f"{base}/{tcp_port(self._address)}"
+        address = PeerAddress(found.peer_id, beyond or found.ways)
+        base, _, asked = self._listen.rpartition("/")
+        self._listen = f"{base}/{tcp_port(address) or asked}"
+        if self._swarm.is_relayed:
+            relays = map(parse_peer_address, self._swarm.initial_peers)
+            relayed = (way for relay in relays for way in through(relay))
+            address = replace(address, ways=tuple(dict.fromkeys((*address.ways, *relayed))))
+        self._address = address
         self._is_stopping = False
         self._keeper = asyncio.get_running_loop().create_task(self._keep(daemon))
         self._keeper.add_done_callback(self._kept)
