@@ -9,6 +9,7 @@ import pytest
 from tests.contract.kinds import KINDS, Kind
 from transport.contracts import IncomingCall, Reply, Transport
 from transport.errors import (
+    ChecksumMismatch,
     ConnectError,
     DeadlineExceeded,
     HandlerFailed,
@@ -16,6 +17,8 @@ from transport.errors import (
     TransportError,
 )
 from transport.faulty import Fault, Faults, FaultScript, FaultyTransport, faulty_handlers
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
 
 DEADLINE_S = 30.0
 SHORT_S = 0.3
@@ -261,6 +264,45 @@ def test_nobody_overtakes_the_only_call(play: Callable[..., Faults]) -> None:
         await faulty.call()
 
     assert play(Fault.REORDER, claim).fired == {}
+
+
+def test_a_bit_that_the_wire_flips_is_a_checksum_mismatch() -> None:
+    """CORRUPT is above the checksums of frames; this is below them."""
+
+    async def claim(address: str, damaged: asyncio.Event) -> None:
+        transport = GrpcTransport(address)
+        await transport.call("echo", b"", b"sound", deadline_s=DEADLINE_S, max_reply_bytes=5)
+        damaged.set()
+        with pytest.raises(ChecksumMismatch, match="the chunk at byte 0 of 4096"):
+            await transport.call("echo", b"", b"A" * 4096, deadline_s=DEADLINE_S)
+        await transport.close()
+
+    async def run() -> None:
+        faulty = Faulty(KINDS["grpc"](Path()), "none", Faults(FaultScript(seed=1), "link"))
+        server = GrpcServer("127.0.0.1:0", {"echo": faulty.echo})
+        await server.start()
+        host, port = server.address.rsplit(":", 1)
+        damaged = asyncio.Event()
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                writer.write(data.replace(b"AAAA", b"AAAB", 1) if damaged.is_set() else data)
+            writer.close()
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(
+                pass_on(reader, far_writer), pass_on(far_reader, writer), return_exceptions=True
+            )
+
+        proxy = await asyncio.start_server(relay, "127.0.0.1", 0)
+        address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        await claim(address, damaged)
+        assert [payload for _, payload in faulty.heard] == [b"sound"]
+        proxy.close()
+        await server.stop(0.0)
+
+    asyncio.run(run())
 
 
 def test_a_script_plays_the_same_way_again(kind: Kind) -> None:

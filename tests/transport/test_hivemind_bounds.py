@@ -174,6 +174,16 @@ def silent_peer() -> Any:
         yield listening, f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}"
 
 
+def test_a_caller_may_read_the_run_file_of_relayed_servers(tmp_path: Path) -> None:
+    async def claim(server: HivemindServer) -> None:
+        swarm = Swarm(initial_peers=(server.address,), is_relayed=True)
+        transport = HivemindTransport(server.address, swarm)
+        await transport.call("echo", b"", deadline_s=DEADLINE_S)
+        await transport.close()
+
+    serving(tmp_path, claim)
+
+
 def test_a_peer_that_can_be_dialled_is_not_asked_others_for(tmp_path: Path) -> None:
     async def claim(server: HivemindServer) -> None:
         with silent_peer() as (listening, silent):
