@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.transport.test_hivemind import DEADLINE_S, daemons_of, echo, echoed, make, serving
-from transport import hivemind_daemon, hivemind_directory
+from transport import hivemind_client, hivemind_daemon, hivemind_directory
 from transport.errors import DeadlineExceeded, TransportError
 from transport.hivemind_address import PeerAddress, parse_peer_address
 from transport.hivemind_client import HivemindTransport
@@ -116,6 +117,7 @@ def test_a_worn_daemon_is_replaced_once_and_ended_in_nobodys_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hivemind_daemon, "_END_S", 0.2)
+    monkeypatch.setattr(hivemind_client, "_KEEP_S", 0.0)
     before = directories()
     both_failed = asyncio.Barrier(2)
 
@@ -131,7 +133,6 @@ def test_a_worn_daemon_is_replaced_once_and_ended_in_nobodys_time(
         daemon = await transport._starting
         (old,) = set(daemons_of(os.getpid())) - {own}
         os.kill(old, signal.SIGSTOP)  # it does not heed SIGTERM
-        transport._started_at -= 60.0
         monkeypatch.setattr(daemon, "open", worn.__get__(daemon))
 
         await asyncio.gather(echoed(transport, b"one"), echoed(transport, b"two"))
@@ -247,7 +248,9 @@ def test_a_daemon_that_answers_nothing_is_given_up(
     hung: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hivemind_daemon, "_LOCAL_S", 0.2)
-    before = directories()
+    left = Path(tempfile.mkdtemp(prefix=hivemind_directory.PREFIX, dir=hivemind_directory.PLACE))
+    os.utime(left, (time.time() - 3600,) * 2)
+    before = directories() - {left}
 
     with pytest.raises(DaemonFailed, match=r"of this process said nothing for 0\.2 s"):
         asyncio.run(Daemon.start(Swarm()))
