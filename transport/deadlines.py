@@ -23,7 +23,7 @@ class Deadlines:
         """Give what is inside `deadline_s` seconds.
 
         Raises:
-            DeadlineExceeded: If it took longer.
+            DeadlineExceeded: If it took longer; a `TimeoutError` from inside is left as it is.
             TransportClosed: If `close` was called before or meanwhile.
         """
         self._check_open(method)
@@ -33,6 +33,8 @@ class Deadlines:
             async with scope:
                 yield scope
         except TimeoutError:
+            if not scope.expired():  # somebody else's, such as the kernel's ETIMEDOUT
+                raise
             self._check_open(method)
             message = f"no answer within {deadline_s:g} s"
             raise DeadlineExceeded(message, peer=self._peer, method=method) from None

@@ -4,14 +4,15 @@
     DELAY        it arrives `delay_s` late
     CORRUPT      one bit of its payload, else of the reply's, is wrong: below no checksum of ours
     DUPLICATE    it arrives twice, the second time after the first was answered
-    REORDER      it is overtaken by the next call of this link, if one comes within `delay_s`
+    REORDER      it waits until a later call of this link was answered, `delay_s` at most
     RESET        the connection breaks, before or after the peer has done what it was asked
     HALF_OPEN    the peer does it, and its answer never comes
     SLOW_READER  payloads move at `slow_bps`
 
 Which call meets which fault is a hash of (seed, link, number of the call on that link), so a script
 plays the same way again as long as each link makes the same calls in the same order. At most one
-fault a call; `Faults.fired` counts those that took effect.
+fault a call; one that can overtake another meets no REORDER of its own. `Faults.fired` counts those
+that took effect: CORRUPT and DUPLICATE once the peer has answered what it heard so.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import xxhash
 
 from transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply, Transport
 from transport.deadlines import Deadlines, seconds_left
-from transport.errors import PeerReset
+from transport.errors import PeerReset, TransportError
 from transport.framing import check_call
 from transport.identity import Identity
 
@@ -55,7 +56,8 @@ class FaultScript:
         seed: Decides which calls are met.
         rates: Probability of each fault, in [0, 1], together at most 1; one left out has 0.
         methods: Calls that faults may meet; empty: all.
-        delay_s: Seconds of DELAY; longest wait of REORDER.
+        delay_s: Seconds of DELAY; longest wait of REORDER, which does nothing to a call that
+            nobody overtakes by then.
         slow_bps: Bits per second of SLOW_READER; > 0.
     """
 
@@ -106,7 +108,8 @@ class Faults:
         self.script = script
         self._link = link
         self._num_calls = 0
-        self._passing = asyncio.Event()
+        self._held_index = -1
+        self._overtaken = asyncio.Event()
 
     async def play(
         self,
@@ -131,23 +134,36 @@ class Faults:
         if script.methods and method not in script.methods:
             return await attempt(_unchanged)
         index, self._num_calls = self._num_calls, self._num_calls + 1
-        self._passing.set()  # whoever is held back may follow
+        reply = await self._meet(index, method, payload_bytes, attempt, peer)
+        if 0 <= self._held_index < index:
+            self._overtaken.set()
+        return reply
+
+    async def _meet(
+        self,
+        index: int,
+        method: str,
+        payload_bytes: int,
+        attempt: Callable[[_Tamper], Awaitable[Reply]],
+        peer: str,
+    ) -> Reply:
+        script = self.script
         match script.fault_of(self._link, index):
             case Fault.DROP:
                 await self._for_ever(Fault.DROP)
             case Fault.DELAY:
                 self.fired[Fault.DELAY] += 1
                 await asyncio.sleep(script.delay_s)
-            case Fault.REORDER:
-                await self._be_overtaken()
+            case Fault.REORDER if self._held_index < 0:
+                await self._be_overtaken(index)
             case Fault.RESET:
-                self.fired[Fault.RESET] += 1
                 if script.draw(self._link, index, "when") >= 0.5:
                     await attempt(_unchanged)
+                self.fired[Fault.RESET] += 1
                 raise PeerReset(_RESET, peer=peer, method=method)
             case Fault.DUPLICATE:
-                self.fired[Fault.DUPLICATE] += 1
                 await attempt(_unchanged)
+                self.fired[Fault.DUPLICATE] += 1
             case Fault.HALF_OPEN:
                 await attempt(_unchanged)
                 await self._for_ever(Fault.HALF_OPEN)
@@ -166,34 +182,44 @@ class Faults:
         await asyncio.Event().wait()  # until the caller's deadline
         raise AssertionError("nobody sets it")
 
-    async def _be_overtaken(self) -> None:
-        passing = self._passing = asyncio.Event()
+    async def _be_overtaken(self, index: int) -> None:
+        self._held_index, self._overtaken = index, asyncio.Event()
         try:
             async with asyncio.timeout(self.script.delay_s):
-                await passing.wait()
+                await self._overtaken.wait()
+            self.fired[Fault.REORDER] += 1
         except TimeoutError:
             return
-        self.fired[Fault.REORDER] += 1
-        await asyncio.sleep(self.script.delay_s)
+        finally:
+            self._held_index = -1
 
     async def _corrupted(
         self, payload_bytes: int, attempt: Callable[[_Tamper], Awaitable[Reply]], index: int
     ) -> Reply:
         where = self.script.draw(self._link, index, "where")
+        is_damaged = False
 
         def tamper(payload: Buffer) -> Buffer:
+            nonlocal is_damaged
             view = memoryview(payload).cast("B")
             if not view:
                 return payload
-            self.fired[Fault.CORRUPT] += 1
+            is_damaged = True
             damaged = bytearray(view)
             damaged[int(where * len(damaged))] ^= 1
             return damaged
 
-        if payload_bytes:
-            return await attempt(tamper)
-        reply = await attempt(_unchanged)
-        return Reply(reply.header, tamper(reply.payload))
+        try:
+            reply = await attempt(tamper if payload_bytes else _unchanged)
+        except Exception as error:
+            if is_damaged and not (isinstance(error, TransportError) and error.is_retryable):
+                self.fired[Fault.CORRUPT] += 1  # whoever heard it refused it
+            raise
+        if not payload_bytes:
+            reply = Reply(reply.header, tamper(reply.payload))
+        if is_damaged:
+            self.fired[Fault.CORRUPT] += 1
+        return reply
 
     async def _crawl(self, num_bytes: int) -> None:
         await asyncio.sleep(8 * num_bytes / self.script.slow_bps)

@@ -92,9 +92,14 @@ def to_multiaddr(address: str) -> str:
 
 
 def tcp_port(address: PeerAddress) -> int:
-    """Give the TCP port of the first way that has one; 0 when none has."""
-    ports = [match["port"] for way in address.ways if (match := _TCP.match(way))]
+    """Give the TCP port of the first way that has one, relays' apart; 0 when none has."""
+    ports = [match["port"] for way in address.ways if (match := _TCP.fullmatch(way))]
     return int(ports[0]) if ports else 0
+
+
+def through(relay: PeerAddress) -> tuple[str, ...]:
+    """Give the ways to a peer that `relay` relays to."""
+    return tuple(f"{way}/p2p/{relay.peer_id}/p2p-circuit" for way in relay.ways)
 
 
 def is_loopback_way(way: str) -> bool:

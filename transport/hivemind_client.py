@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from transport.contracts import Buffer, Reply
 from transport.deadlines import Deadlines
@@ -16,7 +15,7 @@ from transport.framing import (
     frame_messages,
 )
 from transport.hivemind_address import parse_peer_address
-from transport.hivemind_daemon import Daemon, DaemonFailed, Stream, Swarm
+from transport.hivemind_daemon import Daemon, DaemonFailed, HivemindMissing, Stream, Swarm
 from transport.hivemind_wire import ACCEPTED, Opening, read_message, write_messages
 
 #: Seconds that a daemon is kept at least, although it does not try a peer again yet.
@@ -57,6 +56,7 @@ class HivemindTransport:
         self._token = token
         self._starting: asyncio.Task[Daemon] | None = None
         self._started_at = 0.0
+        self._ending: set[asyncio.Task[None]] = set()
         self._deadlines = Deadlines(address)
 
     @property
@@ -73,7 +73,11 @@ class HivemindTransport:
         deadline_s: float,
         max_reply_bytes: int = 0,
     ) -> Reply:
-        """Call `method`; see `contracts.Transport`."""
+        """Call `method`; see `contracts.Transport`.
+
+        Raises:
+            TransportError: In addition, if hivemind is not installed; trying again is no use.
+        """
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
         try:
             async with self._deadlines.within(method, deadline_s):
@@ -88,10 +92,11 @@ class HivemindTransport:
     async def close(self) -> None:
         """End the daemon; calls in flight raise `TransportClosed`."""
         self._deadlines.close()
-        starting, self._starting = self._starting, None
-        if starting is not None:
-            with contextlib.suppress(DaemonFailed):
-                await (await starting).stop()
+        if self._starting is not None:
+            self._starting.cancel()  # one that is not there yet is not waited for
+            self._retire(self._starting)
+        while self._ending:
+            await asyncio.wait(self._ending)
 
     async def _exchange(
         self, opening: Opening, header: bytes, payload: Buffer, max_reply_bytes: int
@@ -115,18 +120,19 @@ class HivemindTransport:
             ConnectError: If the peer cannot be reached.
         """
         try:
-            daemon = await self._daemon()
+            starting = self._start()
+            daemon = await asyncio.shield(starting)
             try:
                 return await daemon.open(self._peer)
             except DaemonFailed as error:
                 if not self._is_worn(daemon, error):
                     raise
-            if self._starting is not None and self._starting.done():
-                self._starting = None
-                await daemon.stop()
-            return await (await self._daemon()).open(self._peer)
+            self._retire(starting)
+            return await (await asyncio.shield(self._start())).open(self._peer)
         except DaemonFailed as error:
             raise ConnectError(str(error)) from error
+        except HivemindMissing as error:
+            raise TransportError(str(error)) from error
 
     def _is_worn(self, daemon: Daemon, error: DaemonFailed) -> bool:
         """Whether another daemon might reach the peer although this one does not.
@@ -137,22 +143,32 @@ class HivemindTransport:
         age_s = asyncio.get_running_loop().time() - self._started_at
         return not daemon.is_alive or (error.is_backoff and age_s >= _KEEP_S)
 
-    async def _daemon(self) -> Daemon:
-        """Return the daemon; a call that gives up meanwhile does not stop its start.
-
-        Raises:
-            DaemonFailed: If it does not start.
-        """
+    def _start(self) -> asyncio.Task[Daemon]:
+        """Return the start of the daemon; a call that gives up meanwhile does not stop it."""
         if self._starting is None:
             loop = asyncio.get_running_loop()
             self._started_at = loop.time()
             self._starting = loop.create_task(Daemon.start(self._swarm))
             self._starting.add_done_callback(self._started)
-        return await asyncio.shield(self._starting)
+        return self._starting
+
+    def _retire(self, starting: asyncio.Task[Daemon]) -> None:
+        """Have a daemon ended, in no call's time, unless another took its place already."""
+        if self._starting is starting:
+            self._starting = None
+            ending = asyncio.get_running_loop().create_task(_stop(starting))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
 
     def _started(self, task: asyncio.Task[Daemon]) -> None:
         if not task.cancelled() and task.exception() is not None and self._starting is task:
             self._starting = None
+
+
+async def _stop(starting: asyncio.Task[Daemon]) -> None:
+    await asyncio.wait({starting})
+    if not starting.cancelled() and starting.exception() is None:
+        await starting.result().stop()
 
 
 async def _read_reply(reader: asyncio.StreamReader, max_reply_bytes: int) -> Reply:

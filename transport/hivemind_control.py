@@ -23,6 +23,7 @@ from transport.hivemind_address import (
 )
 
 _MAX_BYTES = 1 << 20
+_MAX_VARINT_BYTES = 10
 _UNIX = 400
 
 
@@ -120,7 +121,7 @@ def parse_whereabouts(reply: bytes) -> Whereabouts:
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
     prefix = b""
-    while not prefix or prefix[-1] >= 0x80:
+    while not prefix or (prefix[-1] >= 0x80 and len(prefix) < _MAX_VARINT_BYTES):
         prefix += await reader.readexactly(1)
     size, _ = from_varint(prefix, 0)
     if size > _MAX_BYTES:

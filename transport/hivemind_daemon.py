@@ -17,14 +17,12 @@ import importlib.util
 import logging
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -43,6 +41,7 @@ from transport.hivemind_control import (
     read_stream_peer,
     write_request,
 )
+from transport.hivemind_directory import SocketDirectory, sweep
 
 _log = logging.getLogger(__name__)
 
@@ -52,10 +51,15 @@ PROTOCOL = "/diloco/wire/1"
 _CONTROL = "control"
 _READY = b"Peer ID:"
 _START_S = 60.0
+#: For what a daemon does alone.
+_LOCAL_S = 30.0
+#: For what it does with a peer, for which it gives itself 60 s.
+_REMOTE_S = 70.0
 _END_S = 5.0
 _LAST_LINES = 5
 _BACKOFF = "dial backoff"
 
+_T = TypeVar("_T")
 Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -64,9 +68,10 @@ class Swarm:
     """How a process takes part in the peer-to-peer network.
 
     Attributes:
-        initial_peers: Addresses of peers through which others are found; they relay, too.
+        initial_peers: Addresses of peers through which others are found.
         is_relayed: Whether a server asks the initial peers to relay calls to it: behind NAT, where
-            nobody can dial it.
+            nobody can dial it. A relayed connection is cut after 128 KiB or two minutes, so this
+            is for small calls, which are tried again, and not for payloads.
         maps_port: Whether a server asks its router to forward its port (UPnP, NAT-PMP).
     """
 
@@ -91,15 +96,19 @@ class DaemonFailed(Exception):
 class Daemon:
     """A running daemon; made by `start`."""
 
-    def __init__(self, child: asyncio.subprocess.Process, sockets: Path, swarm: Swarm) -> None:
+    def __init__(
+        self, child: asyncio.subprocess.Process, directory: SocketDirectory, swarm: Swarm
+    ) -> None:
         """Take over a daemon that runs."""
         self._child = child
-        self._sockets = sockets
+        self._directory = directory
+        self._sockets = directory.path
         self._initial = [parse_peer_address(peer) for peer in swarm.initial_peers]
         self._known: set[str] = set()
         self._life: asyncio.StreamWriter | None = None
         self._server: asyncio.Server | None = None
-        self._greetings: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # of whatever result
+        self._ending: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._output: asyncio.Task[None] | None = None
 
@@ -113,45 +122,35 @@ class Daemon:
             identity: File of its private key, made when missing; None: nobody in particular.
 
         Raises:
-            DaemonFailed: If it does not start, `listen` being in use included.
+            DaemonFailed: If it does not start, `listen` being in use included, or this process
+                having no file left.
             HivemindMissing: If it is not installed.
         """
         program = daemon_path()
-        if listen:
-            _insist_on_free(listen)
-        # Beside hivemind's own; one below TMPDIR may be too long for a socket.
-        sockets = Path(tempfile.mkdtemp(prefix="diloco-p2pd-", dir="/tmp"))  # 0700
-        switches = {
-            "noListenAddrs": not listen,
-            "dhtServer": bool(listen),
-            "dhtClient": not listen,
-            "autonat": bool(listen) and swarm.is_relayed,
-            "autoRelay": bool(listen) and swarm.is_relayed,
-            "forceReachabilityPrivate": bool(listen) and swarm.is_relayed,
-            "relayService": False,  # nobody's traffic but our own
-            "natPortMap": bool(listen) and swarm.maps_port,
-            "relay": True,
-            "tls": True,
-            "noise": True,
-            "connManager": True,
-        }
-        arguments = [f"-{name}={int(on)}" for name, on in switches.items()]
-        arguments += [f"-listen=/unix{sockets / _CONTROL}", f"-idleTimeout={_START_S:g}s"]
-        arguments += [f"-hostAddrs={listen}"] if listen else []
-        if swarm.is_relayed:
-            arguments.append(f"-trustedRelays={','.join(swarm.initial_peers)}")
-        if identity is not None:
-            _make_identity(identity)
-            arguments.append(f"-id={identity}")
-        child = await asyncio.create_subprocess_exec(
-            program,
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process, which may still need it
-        )
-        daemon = cls(child, sockets, swarm)
+        try:
+            if listen:
+                _insist_on_free(listen)
+            if identity is not None:
+                _make_identity(identity)
+            sweep()
+            directory = SocketDirectory()
+        except OSError as error:
+            raise DaemonFailed(f"cannot prepare the libp2p daemon: {error}") from error
+        try:
+            child = await asyncio.create_subprocess_exec(
+                program,
+                *_arguments(swarm, listen, identity, directory.path),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for this process, which may still need it
+            )
+        except BaseException as error:
+            directory.remove()
+            if isinstance(error, OSError):
+                raise DaemonFailed(f"cannot execute {program}: {error}") from error
+            raise
+        daemon = cls(child, directory, swarm)
         try:
             await daemon._begin()
         except BaseException:
@@ -170,30 +169,27 @@ class Daemon:
 
     async def whereabouts(self) -> Whereabouts:
         """Ask who it is and where."""
-        reply, _, writer = await self._ask(identify_request())
+        reply, _, writer = await self._ask(identify_request(), within_s=_LOCAL_S)
         writer.transport.abort()
         return parse_whereabouts(reply)
 
     async def meet(self) -> None:
         """Connect to those initial peers that are not connected; one that is away is for later."""
-        for peer in self._initial:
-            try:
-                await self._connect(peer)
-            except DaemonFailed as error:
-                _log.debug("initial peer is away peer=%s: %s", peer, error)
+        await asyncio.gather(*self._meetings())
 
     async def open(self, peer: PeerAddress) -> Stream:
-        """Open a stream to a peer, by the ways of its address or those that the DHT knows.
+        """Open a stream to a peer, by the ways of its address, else those that the DHT knows.
 
         Raises:
             DaemonFailed: If it cannot be reached.
         """
-        if peer.peer_id not in self._known:
-            await self.meet()
-            with contextlib.suppress(DaemonFailed):  # the DHT may know better
-                await self._connect(peer)
+        if peer.peer_id not in self._known and not await self._reach(peer):
+            for meeting in asyncio.as_completed(self._meetings()):
+                if await meeting:
+                    break  # the others are met meanwhile, for the next attempt
+        request = open_request(peer.peer_id, PROTOCOL)
         try:
-            _, reader, writer = await self._ask(open_request(peer.peer_id, PROTOCOL))
+            _, reader, writer = await self._ask(request, within_s=_REMOTE_S)
         except DaemonFailed:
             self._known.discard(peer.peer_id)
             raise
@@ -211,27 +207,36 @@ class Daemon:
 
         async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                peer = await read_stream_peer(reader)
+                async with asyncio.timeout(_LOCAL_S):
+                    peer = await read_stream_peer(reader)
             except (OSError, EOFError, ValueError):
                 writer.transport.abort()
             else:
                 handle(peer, reader, writer)
 
         def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.get_running_loop().create_task(greet(reader, writer))
-            self._greetings.add(task)
-            task.add_done_callback(self._greetings.discard)
+            self._own(greet(reader, writer))
 
         path = str(self._sockets / "streams")
-        self._server = await asyncio.start_unix_server(accepted, path, limit=DEFAULT_CHUNK_BYTES)
-        _, _, writer = await self._ask(accept_request(path, PROTOCOL))
+        try:
+            self._server = await asyncio.start_unix_server(
+                accepted, path, limit=DEFAULT_CHUNK_BYTES
+            )
+        except OSError as error:
+            raise DaemonFailed(f"cannot accept streams at {path}: {error}") from error
+        _, _, writer = await self._ask(accept_request(path, PROTOCOL), within_s=_LOCAL_S)
         writer.transport.abort()
 
     async def stop(self) -> None:
-        """End the daemon; its streams break."""
+        """End the daemon; its streams break. Whoever gives up waiting does not stop its end."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
         if self._server is not None:
             self._server.close()
-        for task in self._greetings:
+        for task in self._tasks:
             task.cancel()
         if self._life is not None:
             self._life.transport.abort()
@@ -245,8 +250,8 @@ class Daemon:
             self._child.kill()
             await self._child.wait()
         if self._output is not None:
-            await self._output
-        shutil.rmtree(self._sockets, ignore_errors=True)
+            await asyncio.wait({self._output})
+        self._directory.remove()
 
     async def _begin(self) -> None:
         """Wait until the daemon listens, and tie its life to this process."""
@@ -260,11 +265,17 @@ class Daemon:
         if not is_ready:
             said = " | ".join(self._last_lines)
             raise DaemonFailed(f"the libp2p daemon did not start: {said or 'it said nothing'}")
-        _, _, self._life = await self._ask(bind_life_request())
+        _, _, self._life = await self._ask(bind_life_request(), within_s=_LOCAL_S)
 
     async def _read_output(self, ready: asyncio.Future[bool]) -> None:
         assert self._child.stdout is not None
-        while line := await self._child.stdout.readline():
+        while True:
+            try:
+                line = await self._child.stdout.readline()
+            except ValueError:  # longer than asyncio keeps; what it kept is dropped
+                continue
+            if not line:
+                break
             if line.startswith(_READY) and not ready.done():
                 ready.set_result(True)
             text = line.decode(errors="replace").rstrip()
@@ -273,15 +284,47 @@ class Daemon:
         if not ready.done():
             ready.set_result(False)
 
-    async def _connect(self, peer: PeerAddress) -> None:
-        if peer.ways:
-            _, _, writer = await self._ask(connect_request(peer))
-            writer.transport.abort()
+    def _own(self, work: Coroutine[object, object, _T]) -> asyncio.Task[_T]:
+        """Run `work` until it ends or the daemon is stopped."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _meetings(self) -> list[asyncio.Task[bool]]:
+        """Begin to connect to all initial peers."""
+        return [self._own(self._reach(peer)) for peer in self._initial]
+
+    async def _reach(self, peer: PeerAddress) -> bool:
+        """Whether a peer is connected now, by the ways of its address."""
+        if not peer.ways:
+            return False
+        try:
+            _, _, writer = await self._ask(connect_request(peer), within_s=_REMOTE_S)
+        except DaemonFailed as error:
+            _log.debug("cannot connect peer=%s: %s", peer, error)
+            return False
+        writer.transport.abort()
+        return True
 
     async def _ask(
+        self, request: bytes, *, within_s: float
+    ) -> tuple[bytes, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Ask the daemon; the socket stays open, for the caller to use or to end.
+
+        Raises:
+            DaemonFailed: If it refuses, is gone, or says nothing for `within_s`.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._exchange(request)
+        except TimeoutError as error:
+            silence = f"the libp2p daemon of this process said nothing for {within_s:g} s"
+            raise DaemonFailed(silence) from error
+
+    async def _exchange(
         self, request: bytes
     ) -> tuple[bytes, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Ask the daemon; the socket stays open, for the caller to use or to end."""
         try:
             reader, writer = await asyncio.open_unix_connection(
                 self._sockets / _CONTROL, limit=DEFAULT_CHUNK_BYTES
@@ -316,6 +359,35 @@ def daemon_path() -> Path:
     raise HivemindMissing(
         "hivemind, which brings the libp2p daemon, is not installed: pip install 'diloco[hivemind]'"
     )
+
+
+def _arguments(swarm: Swarm, listen: str, identity: Path | None, sockets: Path) -> list[str]:
+    switches = {
+        "noListenAddrs": not listen,
+        "dhtServer": bool(listen),
+        "dhtClient": not listen,
+        "autonat": bool(listen) and swarm.is_relayed,
+        "autoRelay": bool(listen) and swarm.is_relayed,
+        "forceReachabilityPrivate": bool(listen) and swarm.is_relayed,
+        # A daemon relays whatever is said here, within libp2p's usual limits: p2pd registers that
+        # service itself. With this one on, the two race, and the limits are those of the last.
+        "relayService": False,
+        # The initial peers and nobody else; discovery would wait minutes for more of them.
+        "relayDiscovery": False,
+        "natPortMap": bool(listen) and swarm.maps_port,
+        "relay": True,
+        "tls": True,
+        "noise": True,
+        "connManager": True,
+    }
+    arguments = [f"-{name}={int(on)}" for name, on in switches.items()]
+    arguments += [f"-listen=/unix{sockets / _CONTROL}", f"-idleTimeout={_START_S:g}s"]
+    arguments += [f"-hostAddrs={listen}"] if listen else []
+    if listen and swarm.is_relayed:
+        arguments.append(f"-trustedRelays={','.join(swarm.initial_peers)}")
+    if identity is not None:
+        arguments.append(f"-id={identity}")
+    return arguments
 
 
 def _insist_on_free(listen: str) -> None:

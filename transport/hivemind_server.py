@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import errno
 import logging
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from transport.addresses import split_address
@@ -20,7 +22,15 @@ from transport.framing import (
     frame_failure,
     frame_messages,
 )
-from transport.hivemind_address import PeerAddress, is_loopback_way, tcp_port, to_multiaddr
+from transport.hivemind_address import (
+    PeerAddress,
+    is_loopback_way,
+    parse_peer_address,
+    tcp_port,
+    through,
+    to_multiaddr,
+)
+from transport.hivemind_control import Whereabouts
 from transport.hivemind_daemon import Daemon, DaemonFailed, Swarm
 from transport.hivemind_wire import ACCEPTED, Opening, read_message, read_opening, write_messages
 from transport.identity import Identity
@@ -32,6 +42,8 @@ _log = logging.getLogger(__name__)
 #: Seconds between two looks whether the initial peers are connected.
 MEET_INTERVAL_S = 5.0
 _RESTART_WAIT_S = 0.5
+#: Seconds within which a stream says what it wants, and a caller that was refused hangs up.
+_OPENING_S = 10.0
 
 
 class HivemindServer:
@@ -79,6 +91,8 @@ class HivemindServer:
         self._daemon: Daemon | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
+        self._peers: Counter[str] = Counter()
+        self._is_full = False
         self._is_stopping = False
 
     @property
@@ -94,20 +108,25 @@ class HivemindServer:
             OSError: If the address cannot be bound, another process using it included.
         """
         try:
-            daemon = await self._start_daemon()
+            daemon, found = await self._start_daemon()
         except DaemonFailed as error:
             raise OSError(
                 errno.EADDRINUSE,
                 f"cannot listen on {self._bind}: is another process using it? ({error})",
             ) from error
-        found = await daemon.whereabouts()
         beyond = tuple(way for way in found.ways if not is_loopback_way(way))
-        self._address = PeerAddress(found.peer_id, beyond or found.ways)
         # A daemon that dies is started again where it was.
-        base, _, _ = self._listen.rpartition("/")
-        self._listen = f"{base}/{tcp_port(self._address)}"
+        address = PeerAddress(found.peer_id, beyond or found.ways)
+        base, _, asked = self._listen.rpartition("/")
+        self._listen = f"{base}/{tcp_port(address) or asked}"
+        if self._swarm.is_relayed:
+            relays = map(parse_peer_address, self._swarm.initial_peers)
+            relayed = (way for relay in relays for way in through(relay))
+            address = replace(address, ways=tuple(dict.fromkeys((*address.ways, *relayed))))
+        self._address = address
         self._is_stopping = False
         self._keeper = asyncio.get_running_loop().create_task(self._keep(daemon))
+        self._keeper.add_done_callback(self._kept)
         _log.info("listening address=%s", self._address)
 
     async def stop(self, drain_timeout_s: float) -> None:
@@ -123,11 +142,16 @@ class HivemindServer:
         if daemon is not None:
             await daemon.stop()
 
-    async def _start_daemon(self) -> Daemon:
+    async def _start_daemon(self) -> tuple[Daemon, Whereabouts]:
         daemon = await Daemon.start(self._swarm, listen=self._listen, identity=self._identity)
+        try:
+            found = await daemon.whereabouts()
+            await daemon.accept(self._take)
+        except BaseException:
+            await daemon.stop()
+            raise
         self._daemon = daemon
-        await daemon.accept(self._take)
-        return daemon
+        return daemon, found
 
     async def _keep(self, daemon: Daemon) -> None:
         """Keep the daemon alive, and known to the initial peers."""
@@ -139,18 +163,44 @@ class HivemindServer:
                 _log.warning("the libp2p daemon died, starting it again listen=%s", self._listen)
                 await daemon.stop()
                 try:
-                    daemon = await self._start_daemon()
-                except DaemonFailed as error:
+                    daemon, _ = await self._start_daemon()
+                except (DaemonFailed, OSError) as error:
                     _log.warning("%s", error)
                     await asyncio.sleep(_RESTART_WAIT_S)
 
+    def _kept(self, keeper: asyncio.Task[None]) -> None:
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            _log.error(
+                "nobody keeps the libp2p daemon any more listen=%s: start this process again",
+                self._listen,
+                exc_info=error,
+            )
+
     def _take(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_stopping:
+        if self._is_stopping or not self._has_room(peer):
             writer.transport.abort()
             return
         task = asyncio.get_running_loop().create_task(self._serve(_Stream(peer, reader, writer)))
         self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        self._peers[peer] += 1
+        task.add_done_callback(lambda task: self._done(task, peer))
+
+    def _done(self, task: asyncio.Task[None], peer: str) -> None:
+        self._calls.discard(task)
+        self._peers[peer] -= 1
+        if not self._peers[peer]:
+            del self._peers[peer]
+
+    def _has_room(self, peer: str) -> bool:
+        """Whether a stream is taken; a peer has half of them at most, so that others get in."""
+        most, own = self._limits.connections, self._peers[peer]
+        was_full, self._is_full = self._is_full, len(self._calls) >= most or own >= (most + 1) // 2
+        if self._is_full and not was_full:
+            _log.warning(
+                "streams are closed unheard: %d are open, %d of them of peer=%s, %d are allowed",
+                len(self._calls), own, peer, most,
+            )  # fmt: skip
+        return not self._is_full
 
     async def _serve(self, stream: _Stream) -> None:
         limits = self._limits
@@ -159,7 +209,11 @@ class HivemindServer:
         try:
             async with asyncio.timeout(limits.call_s) as scope:
                 stream.writer.write(ACCEPTED)
-                opening = await stream.opening()
+                try:
+                    opening = await stream.opening()
+                except FrameError as error:
+                    await self._refuse("", stream, stream.peer, error)
+                    return
                 # The caller keeps its deadline; past it nobody waits for the answer.
                 scope.reschedule(loop.time() + min(opening.deadline_s + 1.0, limits.call_s))
                 await self._answer(opening, stream)
@@ -178,20 +232,30 @@ class HivemindServer:
             key = caller.uri if caller else stream.peer
             self._turnstile.enter(key, method, asyncio.get_running_loop().time())
         except TransportError as error:
-            _log.warning("call refused method=%.100s peer=%s: %s", method, stream.peer, error)
-            await stream.send((frame_failure(as_peer_error(error)),))
+            await self._refuse(method, stream, stream.peer, error)
             return
         try:
-            await stream.send(await self._reply(method, stream, caller))
+            try:
+                call = _HivemindCall(method, FrameReader(await stream.read()), stream, caller)
+            except PeerReset:
+                raise
+            except TransportError as error:
+                await self._refuse(method, stream, key, error)
+            else:
+                await stream.send(await self._reply(call))
         finally:
             self._turnstile.leave(key, method)
 
-    async def _reply(
-        self, method: str, stream: _Stream, caller: Identity | None
-    ) -> Iterable[bytes]:
+    async def _refuse(
+        self, method: str, stream: _Stream, caller: str, error: TransportError
+    ) -> None:
+        _log.warning("call refused method=%.100s peer=%s: %s", method, caller, error)
+        stream.silence_s = min(stream.silence_s, _OPENING_S)
+        await stream.send((frame_failure(as_peer_error(error)),))
+
+    async def _reply(self, call: _HivemindCall) -> Iterable[bytes]:
         try:
-            frames = FrameReader(await stream.read())
-            reply = await self._handle(_HivemindCall(method, frames, stream, caller))
+            reply = await self._handle(call)
             return frame_messages(reply.header, reply.payload, self._chunk_bytes)
         except TransportError as error:
             return (frame_failure(as_peer_error(error)),)
@@ -226,8 +290,18 @@ class _Stream:
         self.silence_s = 0.0
 
     async def opening(self) -> Opening:
-        async with asyncio.timeout(self.silence_s):
-            return await read_opening(self.reader)
+        """Return what the caller wants.
+
+        Raises:
+            FrameError: If it does not say so in time, or it is nothing of ours.
+            EOFError: If it went away.
+        """
+        within_s = min(self.silence_s, _OPENING_S)
+        try:
+            async with asyncio.timeout(within_s):
+                return await read_opening(self.reader)
+        except TimeoutError:
+            raise FrameError(f"the caller sent no opening for {within_s:g} s") from None
 
     async def read(self) -> bytes:
         """Return the next message.

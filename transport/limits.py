@@ -33,7 +33,8 @@ class Limits:
         refused: Refused calls that are heard out at once, so that their callers learn why; the
             rest are cut off.
         refusals_logged_per_s: Lines in the log for refused calls, in the long run.
-        connections: Connections at once, beyond which new ones are closed unheard.
+        connections: Connections at once, beyond which new ones are closed unheard. Over libp2p a
+            stream, which is a call, counts as one, and half of them may be of one peer.
         silence_s: Seconds without the next message of a call in progress, or without room for it.
         call_s: Seconds of any one call, whatever deadline its caller gave.
     """

@@ -370,12 +370,13 @@ class HivemindConfig(Section):
     initial_peers: Local[Annotated[tuple[str, ...], BeforeValidator(tuples)]] = Field(
         default=(),
         description="Multiaddrs (/ip4/.../tcp/.../p2p/IDENTITY) of peers through which others are "
-        "found and relayed; the coordinator is always one",
+        "found, and which relay; the coordinator is always one",
     )
     relayed: Local[bool] = Field(
         default=False,
         description="Whether coordinator and syncer have initial_peers relay calls to them: behind "
-        "NAT, where nobody can dial them; libp2p's own relays cut a call at 128 KiB",
+        "NAT, where nobody can dial them; a relayed connection is cut after 128 KiB or two "
+        "minutes, so only a syncer that can be dialled gets contributions",
     )
     map_port: Local[bool] = Field(
         default=False,

@@ -8,8 +8,17 @@ import pytest
 
 from tests.contract.kinds import KINDS, Kind
 from transport.contracts import IncomingCall, Reply, Transport
-from transport.errors import DeadlineExceeded, PeerReset, TransportError
+from transport.errors import (
+    ChecksumMismatch,
+    ConnectError,
+    DeadlineExceeded,
+    HandlerFailed,
+    PeerReset,
+    TransportError,
+)
 from transport.faulty import Fault, Faults, FaultScript, FaultyTransport, faulty_handlers
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
 
 DEADLINE_S = 30.0
 SHORT_S = 0.3
@@ -58,7 +67,10 @@ class Faulty:
         return bytes(reply.payload)
 
 
-@pytest.fixture(params=["loopback", "grpc"])
+_SLOW_KINDS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mtls", "hivemind")]
+
+
+@pytest.fixture(params=["loopback", "grpc", *_SLOW_KINDS])
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
     return KINDS[request.param](tmp_path)
 
@@ -84,7 +96,7 @@ async def seconds(call: Awaitable[object]) -> float:
 def test_a_dropped_call_is_never_heard(play: Callable[..., Faults]) -> None:
     async def claim(faulty: Faulty) -> None:
         with pytest.raises(DeadlineExceeded):
-            await faulty.call(deadline_s=SHORT_S)
+            await faulty.call(deadline_s=2.0)  # the first call makes the connection, too
         assert faulty.heard == []
 
     assert play(Fault.DROP, claim).fired == {Fault.DROP: 1}
@@ -151,12 +163,13 @@ def test_a_reset_comes_before_or_after_the_work(kind: Kind) -> None:
 
 def test_a_call_is_overtaken_by_the_next(play: Callable[..., Faults]) -> None:
     async def claim(faulty: Faulty) -> None:
+        await faulty.call(b"-1")  # makes the connection
         calls = []
         for index in range(6):
             calls.append(asyncio.create_task(faulty.call(b"%d" % index)))
             await asyncio.sleep(0.05)
         assert await asyncio.gather(*calls) == [PAYLOAD] * 6
-        order = [int(header) for header, _ in faulty.heard]
+        order = [int(header) for header, _ in faulty.heard][1:]
         assert sorted(order) == list(range(6))
         assert order != sorted(order)
 
@@ -164,11 +177,132 @@ def test_a_call_is_overtaken_by_the_next(play: Callable[..., Faults]) -> None:
     assert 0 < faults.fired[Fault.REORDER] < 6
 
 
+def test_all_that_fires_as_reorder_is_out_of_order(tmp_path: Path) -> None:
+    async def claim(faulty: Faulty) -> None:
+        calls = []
+        for index in range(8):
+            calls.append(asyncio.create_task(faulty.call(b"%d" % index)))
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*calls)
+        heard.extend(int(header) for header, _ in faulty.heard)
+
+    heard: list[int] = []
+    faults = Faults(FaultScript(seed=1, rates={Fault.REORDER: 1.0}, delay_s=1.0), "link")
+    kind = KINDS["loopback"](tmp_path)
+    kind.run(Faulty(kind, "client", faults).run(claim))
+
+    assert heard == [1, 0, 3, 2, 5, 4, 7, 6]
+    assert faults.fired == {Fault.REORDER: 4}
+
+
+def test_a_call_that_is_lost_overtakes_nobody(tmp_path: Path) -> None:
+    async def claim(faulty: Faulty) -> None:
+        assert isinstance(faulty.transport, FaultyTransport)
+        began = asyncio.get_running_loop().time()
+        held = asyncio.create_task(faulty.call(b"held"))
+        await asyncio.sleep(0.1)
+        with pytest.raises(DeadlineExceeded):
+            await faulty.call(b"dropped", deadline_s=0.1)
+        await held
+        # The loopback's clock is virtual: it waits for as long as the script says, and no more.
+        assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.01)
+
+    script = FaultScript(seed=1, rates={Fault.REORDER: 0.5, Fault.DROP: 0.5}, delay_s=1.0)
+    wanted = [Fault.REORDER, Fault.DROP]
+    link = next(
+        name
+        for name in map(str, range(1000))
+        if [script.fault_of(name, index) for index in range(2)] == wanted
+    )
+    faults = Faults(script, link)
+    kind = KINDS["loopback"](tmp_path)
+    kind.run(Faulty(kind, "client", faults).run(claim))
+
+    assert faults.fired == {Fault.DROP: 1}
+
+
+@pytest.mark.parametrize("fault", [Fault.DUPLICATE, Fault.CORRUPT, Fault.RESET])
+def test_what_nobody_heard_has_not_fired(tmp_path: Path, fault: Fault) -> None:
+    kind = KINDS["loopback"](tmp_path)
+    script = FaultScript(seed=1, rates={fault: 1.0})
+    link = next(name for name in map(str, range(1000)) if script.draw(name, 0, "when") >= 0.5)
+    faults = Faults(script, link)
+
+    async def run() -> None:
+        transport = FaultyTransport(kind.connect("nobody"), faults)
+        with pytest.raises(ConnectError):
+            await transport.call("echo", b"", PAYLOAD, deadline_s=DEADLINE_S)
+        await transport.close()
+
+    kind.run(run())
+    assert faults.fired == {}
+
+
+def test_damage_that_the_peer_refuses_has_fired(tmp_path: Path) -> None:
+    kind = KINDS["loopback"](tmp_path)
+    faults = Faults(FaultScript(seed=1, rates={Fault.CORRUPT: 1.0}), "link")
+
+    async def refuse(call: IncomingCall) -> Reply:
+        assert bytes(await call.read_payload()) != PAYLOAD
+        raise ValueError("damaged")
+
+    async def run() -> None:
+        server = kind.serve({"refuse": refuse}, "")
+        await server.start()
+        transport = FaultyTransport(kind.connect(server.address), faults)
+        with pytest.raises(HandlerFailed, match="damaged"):
+            await transport.call("refuse", b"", PAYLOAD, deadline_s=DEADLINE_S)
+        await transport.close()
+        await server.stop(0.0)
+
+    kind.run(run())
+    assert faults.fired == {Fault.CORRUPT: 1}
+
+
 def test_nobody_overtakes_the_only_call(play: Callable[..., Faults]) -> None:
     async def claim(faulty: Faulty) -> None:
         await faulty.call()
 
     assert play(Fault.REORDER, claim).fired == {}
+
+
+def test_a_bit_that_the_wire_flips_is_a_checksum_mismatch() -> None:
+    """CORRUPT is above the checksums of frames; this is below them."""
+
+    async def claim(address: str, damaged: asyncio.Event) -> None:
+        transport = GrpcTransport(address)
+        await transport.call("echo", b"", b"sound", deadline_s=DEADLINE_S, max_reply_bytes=5)
+        damaged.set()
+        with pytest.raises(ChecksumMismatch, match="the chunk at byte 0 of 4096"):
+            await transport.call("echo", b"", b"A" * 4096, deadline_s=DEADLINE_S)
+        await transport.close()
+
+    async def run() -> None:
+        faulty = Faulty(KINDS["grpc"](Path()), "none", Faults(FaultScript(seed=1), "link"))
+        server = GrpcServer("127.0.0.1:0", {"echo": faulty.echo})
+        await server.start()
+        host, port = server.address.rsplit(":", 1)
+        damaged = asyncio.Event()
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                writer.write(data.replace(b"AAAA", b"AAAB", 1) if damaged.is_set() else data)
+            writer.close()
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(
+                pass_on(reader, far_writer), pass_on(far_reader, writer), return_exceptions=True
+            )
+
+        proxy = await asyncio.start_server(relay, "127.0.0.1", 0)
+        address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        await claim(address, damaged)
+        assert [payload for _, payload in faulty.heard] == [b"sound"]
+        proxy.close()
+        await server.stop(0.0)
+
+    asyncio.run(run())
 
 
 def test_a_script_plays_the_same_way_again(kind: Kind) -> None:

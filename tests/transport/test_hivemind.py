@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from transport.contracts import Handlers, IncomingCall, Reply
-from transport.errors import ConnectError, PeerReset, TransportError, Unauthorised
+from transport.errors import ConnectError, FrameError, PeerReset, TransportError, Unauthorised
+from transport.framing import FrameReader
 from transport.hivemind_address import PeerAddress, parse_peer_address, tcp_port
 from transport.hivemind_client import HivemindTransport
 from transport.hivemind_daemon import Daemon, DaemonFailed, HivemindMissing, Swarm, daemon_path
 from transport.hivemind_server import HivemindServer
-from transport.hivemind_wire import ACCEPTED, Opening
+from transport.hivemind_wire import ACCEPTED, Opening, read_message
 from transport.identity import Identity, Role
 from transport.limits import Limits
 from transport.retry import RetryPolicy, retry
@@ -239,24 +240,30 @@ def test_a_token_says_who_calls_and_a_wrong_one_is_refused(tmp_path: Path) -> No
     serving(tmp_path, claim, tokens=TokenTable(table))
 
 
-def test_streams_that_are_no_calls_end_and_the_server_goes_on(tmp_path: Path) -> None:
+def test_streams_that_are_no_calls_are_told_so_and_the_server_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     opening = Opening("echo", "", 5.0).to_bytes()
     garbage = {
-        "nothing": b"",
-        "http": b"GET / HTTP/1.1\r\n\r\n",
-        "half an opening": opening[:7],
-        "a message of 4 GiB": opening + b"\xff\xff\xff\xff",
-        "no frame": opening + b"\x08\x00\x00\x00garbage!",
+        b"": r"no opening for 0\.5 s",
+        b"GET / HTTP/1.1\r\n\r\n": "a call opens with .* texts of",
+        opening[:7]: r"no opening for 0\.5 s",
+        Opening("\0", "", 5.0).to_bytes()[:-1] + b"\xff": "bytes that are no text",
+        opening + b"\xff\xff\xff\xff": "a message of 4294967295 bytes is announced",
+        opening + b"\x08\x00\x00\x00garbage!": "too few for a frame",
     }
 
     async def claim(server: HivemindServer) -> None:
         daemon = await Daemon.start(Swarm())
-        for what, sent in garbage.items():
+        for sent, reason in garbage.items():
+            caplog.clear()
             reader, writer = await daemon.open(parse_peer_address(server.address))
             writer.write(sent)
             async with asyncio.timeout(DEADLINE_S):
-                answer = await reader.read()
-            assert answer.startswith(ACCEPTED) or not answer, what
+                assert await reader.readexactly(len(ACCEPTED)) == ACCEPTED
+                with pytest.raises(FrameError, match=reason):
+                    FrameReader(await read_message(reader))
+            assert caplog.text.count("call refused") == 1
             writer.transport.abort()
         await daemon.stop()
         transport = HivemindTransport(server.address)

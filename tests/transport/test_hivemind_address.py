@@ -1,6 +1,7 @@
 import pytest
 
 from transport.hivemind_address import (
+    PeerAddress,
     is_peer_address,
     multiaddr_from_bytes,
     multiaddr_to_bytes,
@@ -8,6 +9,7 @@ from transport.hivemind_address import (
     peer_id_from_bytes,
     peer_id_to_bytes,
     tcp_port,
+    through,
     to_multiaddr,
 )
 
@@ -97,3 +99,13 @@ def test_bytes_that_are_no_multiaddr_are_refused(data: str) -> None:
 def test_host_and_port_become_a_multiaddr(address: str, multiaddr: str, port: int) -> None:
     assert to_multiaddr(address) == multiaddr
     assert tcp_port(parse_peer_address(f"{multiaddr}/p2p/{PEER}")) == port
+
+
+def test_a_way_through_a_relay_is_none_of_the_peers_own_ports() -> None:
+    relay = parse_peer_address(f"/ip4/192.0.2.7/tcp/4711/p2p/{RSA_PEER}")
+    (way,) = through(relay)
+
+    assert way == f"/ip4/192.0.2.7/tcp/4711/p2p/{RSA_PEER}/p2p-circuit"
+    assert multiaddr_from_bytes(multiaddr_to_bytes(way)) == way
+    assert tcp_port(PeerAddress(PEER, (way,))) == 0
+    assert tcp_port(PeerAddress(PEER, (way, "/ip4/192.0.2.9/tcp/12"))) == 12
