@@ -17,6 +17,8 @@ from torch.utils.dlpack import from_dlpack
 from diloco.errors import CodecError
 from transport.contracts import Buffer
 
+_FLAT = torch.contiguous_format
+
 
 class Codec(Protocol):
     """Encode and decode flat float32 vectors; the same bytes on every device.
@@ -61,6 +63,13 @@ class Codec(Protocol):
 
         Raises:
             CodecError: If the payload has another size, or cannot be decoded to finite values.
+        """
+
+    def check(self, payload: Tensor, numel: int) -> None:
+        """Refuse exactly what `decode` refuses, at a fraction of its time and memory.
+
+        Raises:
+            CodecError: As `decode` does.
         """
 
 
@@ -109,6 +118,14 @@ def is_finite(values: Tensor) -> bool:
     NaN passes through both ends; `values.isfinite().all()` takes twenty times as long.
     """
     return not values.numel() or all(end.isfinite() for end in values.aminmax())
+
+
+def values_of(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read flat bytes as values of `dtype`: in place, or from a copy if they start oddly."""
+    size = dtype.itemsize
+    is_aligned = payload.storage_offset() % size == 0 and payload.data_ptr() % size == 0
+    is_readable = is_aligned and payload.is_contiguous()
+    return (payload if is_readable else payload.clone(memory_format=_FLAT)).view(dtype)
 
 
 def check_finite(name: str, values: Tensor) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from diloco.compression.base import check_finite, check_flat, check_payload
 from diloco.compression.compiled import chosen
 from diloco.compression.levels import Levels
-from diloco.compression.packing import pack, unpack
+from diloco.compression.packing import pack, smallest_code, unpack
 from diloco.compression.random_bits import key_tensor, shifted, uniform
 from diloco.errors import CodecError
 
@@ -108,26 +108,29 @@ class BlockCodec:
         check_payload(self.name, payload, self.wire_bytes(numel), numel)
         if not numel:
             return payload.new_empty(0, dtype=torch.float32)
-        num_blocks = payload.numel() // self._block_bytes
-        scales = self._read_scales(payload[: _SCALE_BYTES * num_blocks])
-        packed = payload[_SCALE_BYTES * num_blocks :].reshape(num_blocks, -1)
+        scales, packed = self._read(payload)
         formula = chosen(self.dequantise, packed, numel)
-        tiles = _tiles(num_blocks, is_eager=formula == self.dequantise and packed.is_cpu)
-        size = (0 if len(tiles) == 1 else num_blocks, BLOCK_NUMEL)
+        tiles = _tiles(len(packed), is_eager=formula == self.dequantise and packed.is_cpu)
+        size = (0 if len(tiles) == 1 else len(packed), BLOCK_NUMEL)
         values = payload.new_empty(size, dtype=torch.float32)
         for tile in tiles:
             decoded, smallest = formula(scales[tile], packed[tile])
-            if smallest < self._levels.has_zero - self._zero_code:
-                raise CodecError(
-                    f"{self.name} payload has a code of -{self._zero_code}: it was damaged or made "
-                    "by something else"
-                )
+            self._insist_on_code(int(smallest) + self._zero_code)
             if len(tiles) == 1:
                 values = decoded
             else:
                 values[tile] = decoded
         flat = values.flatten()
         return flat if flat.numel() == numel else flat[:numel].clone()
+
+    @torch.no_grad()
+    def check(self, payload: Tensor, numel: int) -> None:
+        """Look at scales and codes; see `Codec.check`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        if numel:
+            _, packed = self._read(payload)
+            if self._levels.has_zero:
+                self._insist_on_code(smallest_code(packed, self._levels.bits))
 
     def quantise(self, blocks: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantise whole blocks; the reference formula, without checks.
@@ -187,6 +190,20 @@ class BlockCodec:
         else:
             bits = bits + (below >> 1) + ((bits >> self._shift) & 1)
         return (bits & ~below).clamp(max=self._max_scale_bits)
+
+    def _read(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """Split a payload of at least one block into valid scales and rows of packed codes."""
+        num_blocks = payload.numel() // self._block_bytes
+        scales = self._read_scales(payload[: _SCALE_BYTES * num_blocks])
+        return scales, payload[_SCALE_BYTES * num_blocks :].reshape(num_blocks, -1)
+
+    def _insist_on_code(self, smallest: int) -> None:
+        """Refuse the code of no level: 0, where zero is a level."""
+        if smallest < self._levels.has_zero:
+            raise CodecError(
+                f"{self.name} payload has a code of -{self._zero_code}: it was damaged or made by "
+                "something else"
+            )
 
     def _read_scales(self, wire: Tensor) -> Tensor:
         """Read scales from the wire, and refuse any that `encode` never gives."""

@@ -106,6 +106,13 @@ class MixedCodec:
             into.copy_(codec.decode(part, run))
         return values
 
+    def check(self, payload: Tensor, numel: int) -> None:
+        """Check each run; see `Codec.check`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        sizes = [codec.wire_bytes(run) for codec, run in self._runs]
+        for (codec, run), part in zip(self._runs, torch.split(payload, sizes), strict=True):
+            codec.check(part, run)
+
     @property
     def _numels(self) -> list[int]:
         return [numel for _, numel in self._runs]

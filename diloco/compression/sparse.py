@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.compression.base import check_finite, check_flat, check_payload
+from diloco.compression.base import check_finite, check_flat, check_payload, values_of
 from diloco.compression.packing import pack, unpack
 from diloco.errors import CodecError
 
@@ -82,25 +82,36 @@ class TopKCodec:
             CodecError: Also for magnitudes or indices that `encode` never gives.
         """
         check_payload(self.name, payload, self.wire_bytes(numel), numel)
-        num_chunks = payload.numel() // sum(self._sections)
-        if not num_chunks:
+        magnitudes, indices, packed = self._read(payload)
+        if not len(indices):
             return payload.new_empty(0, dtype=torch.float32)
-        parts = torch.split(payload, [num_chunks * size for size in self._sections])
-        # A copy, since the payload may start at an odd address.
-        magnitudes = parts[0].clone().view(torch.bfloat16).float().view(num_chunks, 2)
         low, high = magnitudes[:, :1], magnitudes[:, 1:]
-        indices = _unpack_indices(parts[1].reshape(num_chunks, -1))
+        codes = unpack(packed, 2).flatten(1)
+        picked = torch.where(codes > 1, high, low)
+        picked = torch.where((codes & 1) > 0, -picked, picked)
+        values = picked.new_zeros(len(indices), CHUNK_NUMEL).scatter_(1, indices, picked).flatten()
+        return values if values.numel() == numel else values[:numel].clone()
+
+    @torch.no_grad()
+    def check(self, payload: Tensor, numel: int) -> None:
+        """Look at magnitudes and indices; see `Codec.check`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        self._read(payload)
+
+    def _read(self, payload: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return every chunk's two magnitudes, indices and packed values, all valid."""
+        num_chunks = payload.numel() // sum(self._sections)
+        parts = torch.split(payload, [num_chunks * size for size in self._sections])
+        magnitudes = values_of(parts[0], torch.bfloat16).float().view(num_chunks, 2)
+        indices = _unpack_indices(parts[1].reshape(num_chunks, self._sections[1]))
+        low, high = magnitudes[:, :1], magnitudes[:, 1:]
         is_valid = (low <= high) & high.isfinite() & ((low == 0) | (low >= _SMALLEST_NORMAL))
         if not (is_valid.all() and (indices[:, 1:] > indices[:, :-1]).all()):
             raise CodecError(
                 f"{self.name} payload has magnitudes or indices out of order: it was damaged or "
                 "made by something else"
             )
-        codes = unpack(parts[2].reshape(num_chunks, -1), 2).flatten(1)
-        picked = torch.where(codes > 1, high, low)
-        picked = torch.where((codes & 1) > 0, -picked, picked)
-        values = picked.new_zeros(num_chunks, CHUNK_NUMEL).scatter_(1, indices, picked).flatten()
-        return values if values.numel() == numel else values[:numel].clone()
+        return magnitudes, indices, parts[2].reshape(num_chunks, self._sections[2])
 
     def _largest(self, bits: Tensor) -> Tensor:
         """Return the ascending indices of the k largest, [num_chunks, k], int64."""
