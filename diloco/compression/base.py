@@ -27,10 +27,12 @@ class Codec(Protocol):
         name: What the configuration and message headers call it.
         publishes_values: Whether a syncer publishes parameters themselves with it (float32 only)
             or the difference to what was published before.
+        has_zero: Whether a zero comes back as zero, whatever its neighbours are: not of int2.
     """
 
     name: str
     publishes_values: bool
+    has_zero: bool
 
     def wire_bytes(self, numel: int) -> int:
         """Return the size in bytes of `numel` >= 0 encoded values, everything included."""

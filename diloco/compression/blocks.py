@@ -42,6 +42,7 @@ _SCALE_BYTES = 2
 #: Blocks that an eager formula on a CPU takes at once: what it allocates stays in the CPU's caches.
 _TILE = 1024
 _ZERO_BLOCK = 2.0**-100
+_LARGEST_SCALE = 2.0**126
 _LARGEST = torch.finfo(torch.float32).max
 #: What a rounded-up scale may lie below its quotient, in units in the last place of float32: two
 #: multiplications are off by so much at most, and must not push an exact scale to the next.
@@ -61,13 +62,15 @@ class BlockCodec:
     def __init__(self, name: str, levels: Levels, *, is_stochastic: bool = False) -> None:
         """Name a format; `is_stochastic` rounds by the key that `encode` is given."""
         self.name = name
+        self.has_zero = levels.has_zero
         self._levels = levels
         self._is_stochastic = is_stochastic
         self._shift = 24 - levels.scale_bits
         self._zero_code = 1 << (levels.bits - 1)
         self._block_bytes = _SCALE_BYTES + BLOCK_NUMEL * levels.bits // 8
-        # Of the largest scale, the largest level is still finite: no block overflows when decoded.
-        largest = torch.tensor(_LARGEST / levels.largest).view(torch.int32)
+        # Of the largest scale, the largest level is still finite: no block overflows when decoded;
+        # and its reciprocal is no denormal (int2's could be; 3 * 2^126 is near enough to any a).
+        largest = torch.tensor(min(_LARGEST / levels.largest, _LARGEST_SCALE)).view(torch.int32)
         self._max_scale_bits = int(largest) >> self._shift << self._shift
         borders = self._scale_bits(torch.tensor([_ZERO_BLOCK, _LARGEST])).view(torch.float32)
         self._min_scale, self._max_scale = borders.tolist()

@@ -23,6 +23,7 @@ class Float16Codec:
     """Send values rounded to 16 bits, half to even; publishes differences."""
 
     publishes_values = False
+    has_zero = True
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         """Name a 16-bit format."""

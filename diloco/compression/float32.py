@@ -13,6 +13,7 @@ class Float32Codec:
 
     name = "float32"
     publishes_values = True
+    has_zero = True
 
     def wire_bytes(self, numel: int) -> int:
         """Return 4 * numel."""

@@ -214,6 +214,20 @@ def test_a_payload_of_another_dtype_is_refused(codec: Codec) -> None:
         codec.decode(torch.zeros(codec.wire_bytes(128), dtype=torch.int8), 128)
 
 
+def test_hosts_that_flush_denormals_send_and_read_the_same(codec: Codec) -> None:
+    for values in vectors(codec, 2 * CHUNK).values():
+        payload = codec.encode(values, 5)
+        decoded = codec.decode(payload, len(values))
+        try:
+            assert torch.set_flush_denormal(True)
+            flushed = codec.encode(values, 5), codec.decode(payload, len(values))
+        finally:
+            torch.set_flush_denormal(False)
+
+        assert torch.equal(flushed[0], payload)
+        assert torch.equal(flushed[1], decoded)
+
+
 @pytest.mark.parametrize("numel", [0, 1, BLOCK + 1, CHUNK + 1])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_check_refuses_what_decode_refuses(codec: Codec, numel: int, offset: int) -> None:
