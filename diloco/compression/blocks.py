@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from diloco.compression.base import check_finite, check_flat, check_payload
-from diloco.compression.compiled import chosen
+from diloco.compression.compiled import COMPILE_NUMEL, chosen, is_prepared, prepare
 from diloco.compression.levels import Levels
 from diloco.compression.packing import pack, smallest_code, unpack
 from diloco.compression.random_bits import key_tensor, shifted, uniform
@@ -134,6 +134,24 @@ class BlockCodec:
             _, packed = self._read(payload)
             if self._levels.has_zero:
                 self._insist_on_code(smallest_code(packed, self._levels.bits))
+
+    @torch.no_grad()
+    def warm_up(self, device: str = "cpu") -> bool:
+        """Compile both formulas for vectors of COMPILE_NUMEL values and more; may take seconds.
+
+        Returns:
+            Whether they are compiled; with an unusable compiler they stay eager, with a warning.
+        """
+        blocks = torch.zeros(COMPILE_NUMEL // BLOCK_NUMEL, BLOCK_NUMEL, device=device)
+        key = key_tensor(0, blocks.device) if self._is_stochastic else None
+        packed = blocks.to(torch.uint8)[:, : BLOCK_NUMEL * self._levels.bits // 8].contiguous()
+        scales = blocks[:, 0].contiguous()
+        is_fast = prepare(self.quantise, blocks, key)
+        return prepare(self.dequantise, scales, packed) and is_fast
+
+    def is_warm(self, device: str = "cpu") -> bool:
+        """Tell whether `warm_up` was called; another call returns at once."""
+        return all(is_prepared(f, device) for f in (self.quantise, self.dequantise))
 
     def quantise(self, blocks: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantise whole blocks; the reference formula, without checks.
