@@ -4,7 +4,8 @@ Of a block with largest magnitude a (the last block is filled up with zeros), an
 format (`levels`), the largest of which is L:
 
     scale = a / L, to 8 significant bits (bf16), int8: to 9   1 where a < 2^-100, and all codes are
-                                          those of zero there; 0 where zero is no level
+                                          those of zero there; 0 where zero is no level. At most
+                                          2^126, of which the reciprocal is no denormal
     code_i = the level nearest to x_i / scale; a always has the largest
     x_i   ~= scale * level_i              exact in float32 (9-bit times at most 7-bit), so that
                                           adding it to an anchor fused or unfused gives the same

@@ -143,6 +143,7 @@ def reference(levels: Levels, blocks: Tensor) -> tuple[Tensor, Tensor]:
     rounded = np.ldexp(np.rint(mantissa * unit) / unit, exponent)
     is_over = rounded > bound
     rounded[is_over] = np.ldexp(np.floor(mantissa * unit) / unit, exponent)[is_over]
+    rounded = np.minimum(rounded, 2.0**126)  # whose reciprocal is no denormal
     scales = np.where(largest < 2.0**-100, 1.0, rounded).astype(np.float32)
     reciprocals = np.float32(1) / scales
     position = levels.position(torch.from_numpy(blocks.numpy() * reciprocals[:, None]))
