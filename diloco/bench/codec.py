@@ -2,14 +2,14 @@
 
 Encode and decode run on one thread, on normal values whose size differs from block to block, and
 are timed in CPU seconds, so that other load on the machine does less harm; the best of several
-repetitions counts, copies in between. Just below the size from which production compiles they run
-eagerly, from it on compiled.
+repetitions counts, copies in between. Formulas run as in a run: eagerly at first, and from their
+`warm_up` on compiled. On a GPU, if there is one, the clock is that on the wall.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,11 @@ from torch import Tensor
 from diloco.bench.report import Column, Report, Requirement
 from diloco.compression.base import Codec
 from diloco.compression.blocks import BLOCK_NUMEL, BlockCodec
-from diloco.compression.compiled import COMPILE_NUMEL, can_compile
+from diloco.compression.compiled import can_compile
 from diloco.compression.registry import CODECS, get_codec
+
+#: Codec -> GB/s of compiled encode and decode, at least.
+Bars = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +31,42 @@ class Setting:
     """What is measured.
 
     Attributes:
-        numel: Values encoded at once, COMPILE_NUMEL or more.
+        lane_numel: Values of a lane as runs have them, COMPILE_NUMEL or more.
+        numel: Values encoded at once of which compiled formulas are measured, too.
+        gpu_numel: The same on a GPU.
         repetitions: Of which the fastest counts.
-        bars: Codec -> GB/s of compiled encode and decode, at least.
+        bars: What compiled formulas must reach on one CPU, at both sizes.
+        stretch: What is hoped for.
+        gpu_codecs: What is measured on a GPU.
+        gpu_share: What they must reach there, as a share of copying.
     """
 
+    lane_numel: int
     numel: int
+    gpu_numel: int
     repetitions: int
-    bars: dict[str, tuple[float, float]]
+    bars: Bars
+    stretch: Bars
+    gpu_codecs: Sequence[str]
+    gpu_share: float
 
 
 #: The bars of issue 4; copies took 6.1 to 6.5 GB/s on the machine they are from (measured.md B3).
-SETTING = Setting(COMPILE_NUMEL, 7, {"int4": (3.0, 1.6), "e2m1": (1.0, 1.0)})
+SETTING = Setting(
+    lane_numel=1536 << 10,  # one of 16 of a fragment of 25 million parameters
+    numel=4 << 20,
+    gpu_numel=256 << 20,
+    repetitions=7,
+    bars={"int4": (3.0, 1.6), "e2m1": (1.0, 1.0)},
+    stretch={"int4": (3.0, 2.5), "e2m1": (1.5, 1.5)},
+    gpu_codecs=("int8", "int4", "e2m1", "e3m0"),
+    gpu_share=0.5,
+)
 
 _COLUMNS = (
     Column("codec", "codec"),
     Column("mode", ""),
+    Column("numel", "values", ","),
     Column("bytes_per_value", "B/value", ".3f"),
     Column("relative_error", "error", ".4f"),
     Column("encode_gb_per_s", "encode", ".2f"),
@@ -53,65 +76,126 @@ _COLUMNS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A row: a codec, how it is run (which column "mode" says), and on how much."""
+
+    codec: Codec
+    mode: str
+    numel: int
+    device: str = "cpu"
+
+
 def run_codec(
     setting: Setting, names: Sequence[str], on_progress: Callable[[int, int], None]
 ) -> Report:
     """Measure codecs, all or those named; `on_progress` hears of rows done and of rows in all.
 
+    Call it in a process that has not warmed codecs up yet.
+
     Raises:
         ConfigError: If there is no codec of a name.
     """
     began = time.monotonic()
-    codecs = [get_codec(name) for name in names or CODECS]
-    wanted = [(codec, mode) for codec in codecs for mode in _modes(codec)]
+    wanted = [
+        row for codec in [get_codec(n) for n in names or CODECS] for row in _rows(codec, setting)
+    ]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     try:
-        for codec, mode in wanted:
+        for row in wanted:
             on_progress(len(rows), len(wanted))
-            rows.append(_measure(codec, mode, setting))
+            rows.append(_measure(row, setting.repetitions))
         on_progress(len(rows), len(wanted))
     finally:
         torch.set_num_threads(num_threads)
-    requirements = [
-        Requirement(f"{name} {what}, compiled", _figure(rows, name, what), bar, "GB/s", True)
-        for name, bars in setting.bars.items()
-        if get_codec(name) in codecs
-        for what, bar in zip(("encode", "decode"), bars, strict=True)
+    described = {
+        "lane_numel": setting.lane_numel,
+        "numel": setting.numel,
+        "gpu_numel": setting.gpu_numel if torch.cuda.is_available() else None,
+        "repetitions": setting.repetitions,
+        "threads": 1,
+    }
+    judged = _requirements(rows, setting, names or list(CODECS))
+    return Report("codec", described, _COLUMNS, rows, judged, time.monotonic() - began)
+
+
+def _rows(codec: Codec, setting: Setting) -> list[_Wanted]:
+    """List a codec's rows, eager ones first: a formula of blocks is compiled, if it can be here."""
+    rows = [_Wanted(codec, "eager", setting.lane_numel)]
+    if isinstance(codec, BlockCodec) and can_compile():
+        sizes = (setting.lane_numel, setting.numel)
+        rows += [_Wanted(codec, "compiled", numel) for numel in sizes]
+    if torch.cuda.is_available() and codec.name in setting.gpu_codecs and can_compile("cuda"):
+        rows.append(_Wanted(codec, "GPU", setting.gpu_numel, "cuda"))
+    return rows
+
+
+def _requirements(
+    rows: Sequence[dict[str, Any]], setting: Setting, names: Sequence[str]
+) -> list[Requirement]:
+    """Judge what was measured; a row that is not there for want of a compiler is a miss."""
+    judged = [
+        Requirement(
+            f"{name} {what}, compiled, {numel:,} values",
+            _figure(rows, name, "compiled", numel, f"{what}_gb_per_s"),
+            bar,
+            "GB/s",
+            is_at_least=True,
+            is_stretch=is_stretch,
+        )
+        for bars, is_stretch in ((setting.bars, False), (setting.stretch, True))
+        for name in bars
+        if name in names
+        for numel in (setting.lane_numel, setting.numel)
+        for what, bar in zip(("encode", "decode"), bars[name], strict=True)
+        if not is_stretch or bar > setting.bars[name][what == "decode"]
     ]
-    described = {"numel": setting.numel, "repetitions": setting.repetitions, "threads": 1}
-    return Report("codec", described, _COLUMNS, rows, requirements, time.monotonic() - began)
+    if torch.cuda.is_available():
+        judged += [
+            Requirement(
+                f"{name} {what}, GPU",
+                _figure(rows, name, "GPU", setting.gpu_numel, f"{what}_of_copy"),
+                setting.gpu_share,
+                "of a copy",
+                is_at_least=True,
+            )
+            for name in setting.gpu_codecs
+            if name in names
+            for what in ("encode", "decode")
+        ]
+    return judged
 
 
-def _modes(codec: Codec) -> tuple[str, ...]:
-    """Say how a codec can run here: a formula of blocks is compiled, if a compiler is there."""
-    return ("eager", "compiled") if isinstance(codec, BlockCodec) and can_compile() else ("eager",)
+def _figure(rows: Sequence[dict[str, Any]], name: str, mode: str, numel: int, key: str) -> float:
+    """Find a figure; NaN, which misses every bar, where there is no such row."""
+    found = (r for r in rows if (r["codec"], r["mode"], r["numel"]) == (name, mode, numel))
+    return float(next(found, {}).get(key, float("nan")))
 
 
-def _figure(rows: Sequence[dict[str, Any]], name: str, what: str) -> float:
-    """Find a compiled figure; NaN, which misses every bar, where there is no compiler."""
-    found = (row for row in rows if (row["codec"], row["mode"]) == (name, "compiled"))
-    return float(next(found, {}).get(f"{what}_gb_per_s", float("nan")))
-
-
-def _measure(codec: Codec, mode: str, setting: Setting) -> dict[str, Any]:
+def _measure(wanted: _Wanted, repetitions: int) -> dict[str, Any]:
     """Give one row: JSON values, hence `Any`."""
-    values = _values(setting.numel if mode == "compiled" else COMPILE_NUMEL - BLOCK_NUMEL)
-    numel, copy = len(values), torch.empty_like(values)
+    codec, numel, seconds_of = wanted.codec, wanted.numel, _CLOCKS[wanted.device]
+    values = _values(numel).to(wanted.device)
+    copy = torch.empty_like(values)
     first = time.monotonic()
+    if wanted.mode != "eager":
+        assert isinstance(codec, BlockCodec)
+        codec.warm_up(wanted.device)
     payload = codec.encode(values)
     decoded = codec.decode(payload, numel)
     first_s = time.monotonic() - first
     seconds: dict[str, list[float]] = {"copy": [], "encode": [], "decode": []}
-    for _ in range(setting.repetitions):
-        seconds["copy"].append(_cpu_s(lambda: copy.copy_(values)))
-        seconds["encode"].append(_cpu_s(lambda: codec.encode(values)))
-        seconds["decode"].append(_cpu_s(lambda: codec.decode(payload, numel)))
+    for _ in range(repetitions):
+        seconds["copy"].append(seconds_of(lambda: copy.copy_(values)))
+        seconds["encode"].append(seconds_of(lambda: codec.encode(values)))
+        seconds["decode"].append(seconds_of(lambda: codec.decode(payload, numel)))
     speed = {what: 4e-9 * numel / min(times) for what, times in seconds.items()}
     return {
         "codec": codec.name,
-        "mode": mode,
+        "mode": wanted.mode,
+        "numel": numel,
         "bytes_per_value": len(payload) / numel,
         "relative_error": ((decoded - values).norm() / values.norm()).item(),
         "copy_gb_per_s": speed["copy"],
@@ -136,3 +220,15 @@ def _cpu_s(work: Callable[[], object]) -> float:
     began = time.thread_time()
     work()
     return time.thread_time() - began
+
+
+def _gpu_s(work: Callable[[], object]) -> float:
+    """Seconds until the GPU has done `work`."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+_CLOCKS = {"cpu": _cpu_s, "cuda": _gpu_s}

@@ -19,6 +19,7 @@ class Requirement:
         limit: Largest figure that meets the requirement, or smallest if `is_at_least`.
         unit: Of both.
         is_at_least: Whether more is better.
+        is_stretch: Whether it is only hoped for: said, and never missed.
     """
 
     what: str
@@ -26,6 +27,7 @@ class Requirement:
     limit: float
     unit: str
     is_at_least: bool = False
+    is_stretch: bool = False
 
     @property
     def is_met(self) -> bool:
@@ -35,10 +37,11 @@ class Requirement:
     def as_text(self) -> str:
         """Say figure and bar in one line."""
         sign = ">=" if self.is_at_least else "<="
-        verdict = "met" if self.is_met else "MISSED"
+        verdict = "met" if self.is_met else "not met" if self.is_stretch else "MISSED"
+        asked = "hoped for" if self.is_stretch else "required"
         return (
             f"{verdict}: {self.what}: {self.figure:.4g} {self.unit}, "
-            f"required {sign} {self.limit:g} {self.unit}"
+            f"{asked} {sign} {self.limit:g} {self.unit}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -49,6 +52,7 @@ class Requirement:
             "limit": self.limit,
             "unit": self.unit,
             "is_at_least": self.is_at_least,
+            "is_stretch": self.is_stretch,
             "is_met": self.is_met,
         }
 
@@ -80,8 +84,8 @@ class Report:
 
     @property
     def missed(self) -> list[Requirement]:
-        """Requirements that were not met."""
-        return [requirement for requirement in self.requirements if not requirement.is_met]
+        """Requirements that were not met, those only hoped for left out."""
+        return [r for r in self.requirements if not (r.is_met or r.is_stretch)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values; what a column shows is a part of what a row has."""

@@ -4,7 +4,8 @@ Of a block with largest magnitude a (the last block is filled up with zeros), an
 format (`levels`), the largest of which is L:
 
     scale = a / L, to 8 significant bits (bf16), int8: to 9   1 where a < 2^-100, and all codes are
-                                          those of zero there; 0 where zero is no level
+                                          those of zero there; 0 where zero is no level. At most
+                                          2^126, of which the reciprocal is no denormal
     code_i = the level nearest to x_i / scale; a always has the largest
     x_i   ~= scale * level_i              exact in float32 (9-bit times at most 7-bit), so that
                                           adding it to an anchor fused or unfused gives the same
@@ -30,9 +31,9 @@ import torch
 from torch import Tensor
 
 from diloco.compression.base import check_finite, check_flat, check_payload
-from diloco.compression.compiled import chosen
+from diloco.compression.compiled import COMPILE_NUMEL, chosen, is_prepared, prepare
 from diloco.compression.levels import Levels
-from diloco.compression.packing import pack, unpack
+from diloco.compression.packing import pack, smallest_code, unpack
 from diloco.compression.random_bits import key_tensor, shifted, uniform
 from diloco.errors import CodecError
 
@@ -42,6 +43,7 @@ _SCALE_BYTES = 2
 #: Blocks that an eager formula on a CPU takes at once: what it allocates stays in the CPU's caches.
 _TILE = 1024
 _ZERO_BLOCK = 2.0**-100
+_LARGEST_SCALE = 2.0**126
 _LARGEST = torch.finfo(torch.float32).max
 #: What a rounded-up scale may lie below its quotient, in units in the last place of float32: two
 #: multiplications are off by so much at most, and must not push an exact scale to the next.
@@ -61,13 +63,15 @@ class BlockCodec:
     def __init__(self, name: str, levels: Levels, *, is_stochastic: bool = False) -> None:
         """Name a format; `is_stochastic` rounds by the key that `encode` is given."""
         self.name = name
+        self.has_zero = levels.has_zero
         self._levels = levels
         self._is_stochastic = is_stochastic
         self._shift = 24 - levels.scale_bits
         self._zero_code = 1 << (levels.bits - 1)
         self._block_bytes = _SCALE_BYTES + BLOCK_NUMEL * levels.bits // 8
-        # Of the largest scale, the largest level is still finite: no block overflows when decoded.
-        largest = torch.tensor(_LARGEST / levels.largest).view(torch.int32)
+        # Of the largest scale, the largest level is still finite: no block overflows when decoded;
+        # and its reciprocal is no denormal (int2's could be; 3 * 2^126 is near enough to any a).
+        largest = torch.tensor(min(_LARGEST / levels.largest, _LARGEST_SCALE)).view(torch.int32)
         self._max_scale_bits = int(largest) >> self._shift << self._shift
         borders = self._scale_bits(torch.tensor([_ZERO_BLOCK, _LARGEST])).view(torch.float32)
         self._min_scale, self._max_scale = borders.tolist()
@@ -108,26 +112,47 @@ class BlockCodec:
         check_payload(self.name, payload, self.wire_bytes(numel), numel)
         if not numel:
             return payload.new_empty(0, dtype=torch.float32)
-        num_blocks = payload.numel() // self._block_bytes
-        scales = self._read_scales(payload[: _SCALE_BYTES * num_blocks])
-        packed = payload[_SCALE_BYTES * num_blocks :].reshape(num_blocks, -1)
+        scales, packed = self._read(payload)
         formula = chosen(self.dequantise, packed, numel)
-        tiles = _tiles(num_blocks, is_eager=formula == self.dequantise and packed.is_cpu)
-        size = (0 if len(tiles) == 1 else num_blocks, BLOCK_NUMEL)
+        tiles = _tiles(len(packed), is_eager=formula == self.dequantise and packed.is_cpu)
+        size = (0 if len(tiles) == 1 else len(packed), BLOCK_NUMEL)
         values = payload.new_empty(size, dtype=torch.float32)
         for tile in tiles:
             decoded, smallest = formula(scales[tile], packed[tile])
-            if smallest < self._levels.has_zero - self._zero_code:
-                raise CodecError(
-                    f"{self.name} payload has a code of -{self._zero_code}: it was damaged or made "
-                    "by something else"
-                )
+            self._insist_on_code(int(smallest) + self._zero_code)
             if len(tiles) == 1:
                 values = decoded
             else:
                 values[tile] = decoded
         flat = values.flatten()
         return flat if flat.numel() == numel else flat[:numel].clone()
+
+    @torch.no_grad()
+    def check(self, payload: Tensor, numel: int) -> None:
+        """Look at scales and codes; see `Codec.check`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        if numel:
+            _, packed = self._read(payload)
+            if self._levels.has_zero:
+                self._insist_on_code(smallest_code(packed, self._levels.bits))
+
+    @torch.no_grad()
+    def warm_up(self, device: str = "cpu") -> bool:
+        """Compile both formulas for vectors of COMPILE_NUMEL values and more; may take seconds.
+
+        Returns:
+            Whether they are compiled; with an unusable compiler they stay eager, with a warning.
+        """
+        blocks = torch.zeros(COMPILE_NUMEL // BLOCK_NUMEL, BLOCK_NUMEL, device=device)
+        key = key_tensor(0, blocks.device) if self._is_stochastic else None
+        packed = blocks.to(torch.uint8)[:, : BLOCK_NUMEL * self._levels.bits // 8].contiguous()
+        scales = blocks[:, 0].contiguous()
+        is_fast = prepare(self.quantise, blocks, key)
+        return prepare(self.dequantise, scales, packed) and is_fast
+
+    def is_warm(self, device: str = "cpu") -> bool:
+        """Tell whether `warm_up` was called; another call returns at once."""
+        return all(is_prepared(f, device) for f in (self.quantise, self.dequantise))
 
     def quantise(self, blocks: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Quantise whole blocks; the reference formula, without checks.
@@ -187,6 +212,20 @@ class BlockCodec:
         else:
             bits = bits + (below >> 1) + ((bits >> self._shift) & 1)
         return (bits & ~below).clamp(max=self._max_scale_bits)
+
+    def _read(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """Split a payload of at least one block into valid scales and rows of packed codes."""
+        num_blocks = payload.numel() // self._block_bytes
+        scales = self._read_scales(payload[: _SCALE_BYTES * num_blocks])
+        return scales, payload[_SCALE_BYTES * num_blocks :].reshape(num_blocks, -1)
+
+    def _insist_on_code(self, smallest: int) -> None:
+        """Refuse the code of no level: 0, where zero is a level."""
+        if smallest < self._levels.has_zero:
+            raise CodecError(
+                f"{self.name} payload has a code of -{self._zero_code}: it was damaged or made by "
+                "something else"
+            )
 
     def _read_scales(self, wire: Tensor) -> Tensor:
         """Read scales from the wire, and refuse any that `encode` never gives."""

@@ -1,6 +1,8 @@
-"""Formulas compiled for large vectors on CPUs, where this host has a compiler.
+"""Formulas compiled for large vectors, where this host has a compiler.
 
-Eager and compiled formulas give the same bytes, so each host chooses for itself.
+Eager and compiled formulas give the same bytes, so each host chooses for itself. Compiling takes
+seconds, so that no call compiles: `prepare` does, before a process takes part in a run, and what
+was not prepared stays eager.
 """
 
 from __future__ import annotations
@@ -9,25 +11,60 @@ import functools
 import logging
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
 
-#: From this many values on, CPU vectors are coded by the compiled formula if a compiler is there.
-COMPILE_NUMEL = 4 << 20
+#: From this many values on, vectors are coded by the compiled formula. On one CPU it is faster from
+#: 128 Ki on, and from here on at least twice as fast for every codec, both ways, which pays for
+#: the seconds of compiling (`diloco bench codec`).
+COMPILE_NUMEL = 512 << 10
 
 _Formula = TypeVar("_Formula", bound=Callable[..., Any])
 
+#: Formula and kind of device -> the formula compiled for it.
+_prepared: dict[tuple[Callable[..., Any], str], Callable[..., Any]] = {}
+
 
 def chosen(formula: _Formula, operand: Tensor, numel: int) -> _Formula:
-    """Return `formula`, compiled if `numel` is worth it, on the CPU, where a compiler is there."""
-    is_worth_it = operand.is_cpu and numel >= COMPILE_NUMEL
-    return compiled(formula) if is_worth_it and can_compile() else formula
+    """Return `formula`, or what `prepare` made of it if `numel` is worth it; never compiles."""
+    if numel < COMPILE_NUMEL:
+        return formula
+    return cast(_Formula, _prepared.get((formula, operand.device.type), formula))
+
+
+def prepare(formula: Callable[..., Any], *operands: Tensor | None) -> bool:
+    """Compile a formula for operands like these, of any length; `chosen` then gives it.
+
+    Returns:
+        Whether it is compiled. If a compiler fails, a warning says so, and the formula stays eager
+        as long as this process lives.
+    """
+    device = next(operand.device.type for operand in operands if operand is not None)
+    if (formula, device) not in _prepared:
+        fast = compiled(formula)
+        try:
+            fast(*operands)
+        except (RuntimeError, OSError) as error:  # dynamo's and inductor's are RuntimeErrors
+            logger.warning(
+                "large vectors are coded eagerly and slower, compiling failed: %s; mend the "
+                "compiler, or empty inductor's cache (TORCHINDUCTOR_CACHE_DIR)",
+                str(error).partition("\n")[0],
+            )
+            fast = formula
+        _prepared[formula, device] = fast
+    return _prepared[formula, device] != formula
+
+
+def is_prepared(formula: Callable[..., Any], device: str) -> bool:
+    """Tell whether `prepare` was called for a formula and a kind of device."""
+    return (formula, device) in _prepared
 
 
 @functools.cache
@@ -37,10 +74,20 @@ def compiled(formula: _Formula) -> _Formula:
     The first dimension of every operand is dynamic and nothing else: `dynamic=True` would make
     variables of a codec's constants, too. Codecs share a formula's code object, and dynamo gives up
     at eight compilations of one; isolated, each formula has its own count.
+
+    On a CPU it runs on the calling thread alone: kernels for several crash in a thread for which
+    torch has another number of them, which would have to be compiled for, too. Lanes can be coded
+    side by side instead.
     """
     # mypy cannot choose between the overloads for a TypeVar, hence the cast of the function.
     compile_ = cast(Callable[..., Callable[..., Any]], torch.compile)
-    fast = compile_(formula, fullgraph=True, dynamic=False, isolate_recompiles=True)
+    fast = compile_(
+        formula,
+        fullgraph=True,
+        dynamic=False,
+        isolate_recompiles=True,
+        options={"guard_filter_fn": _is_of_operands, "cpp.threads": 1},
+    )
 
     def call(*operands: Tensor | None) -> Any:
         for operand in operands:
@@ -51,11 +98,28 @@ def compiled(formula: _Formula) -> _Formula:
     return cast(_Formula, call)
 
 
+# Entries have a type private to dynamo, hence `Any`.
+def _is_of_operands(guards: Sequence[Any]) -> list[bool]:
+    """Keep what depends on operands and constants.
+
+    Dropped is the state of the calling thread, such as the number of its threads, gradient mode and
+    default device: these change nothing here, and another thread would compile again.
+    """
+    return [bool(guard.name) or guard.guard_type == "SHAPE_ENV" for guard in guards]
+
+
 @functools.cache
-def can_compile() -> bool:
-    """Tell whether this host can build CPU kernels: it has `g++` and Python's headers."""
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
-    if shutil.which("g++") and headers.exists():
-        return True
-    logger.info("codecs code large vectors eagerly and slower: no g++ or no %s", headers)
-    return False
+def can_compile(device: str = "cpu") -> bool:
+    """Tell whether this host can build kernels, and say it once if not.
+
+    For CPUs that takes `g++` and Python's headers, for CUDA triton.
+    """
+    if device == "cuda":
+        needed, is_there = "triton", has_triton()
+    else:
+        headers = Path(sysconfig.get_path("include")) / "Python.h"
+        needed = f"g++ or no {headers}"
+        is_there = shutil.which("g++") is not None and headers.exists()
+    if not is_there:
+        logger.info("codecs code large vectors eagerly and slower on %s: no %s", device, needed)
+    return is_there

@@ -9,7 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.compression.base import check_finite, check_flat, check_payload, is_finite
+from diloco.compression.base import (
+    check_finite,
+    check_flat,
+    check_payload,
+    is_finite,
+    values_of,
+)
 from diloco.errors import CodecError
 
 
@@ -17,6 +23,7 @@ class Float16Codec:
     """Send values rounded to 16 bits, half to even; publishes differences."""
 
     publishes_values = False
+    has_zero = True
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         """Name a 16-bit format."""
@@ -53,3 +60,8 @@ class Float16Codec:
         values = payload.clone(memory_format=torch.contiguous_format).view(self._dtype).float()
         check_finite(self.name, values)
         return values
+
+    def check(self, payload: Tensor, numel: int) -> None:
+        """Look for a value that is not finite; see `Codec.check`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        check_finite(self.name, values_of(payload, self._dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.compression.base import check_finite, check_flat, check_payload
+from diloco.compression.base import check_finite, check_flat, check_payload, values_of
 
 
 class Float32Codec:
@@ -13,6 +13,7 @@ class Float32Codec:
 
     name = "float32"
     publishes_values = True
+    has_zero = True
 
     def wire_bytes(self, numel: int) -> int:
         """Return 4 * numel."""
@@ -32,3 +33,8 @@ class Float32Codec:
         values = payload.clone(memory_format=torch.contiguous_format).view(torch.float32)
         check_finite(self.name, values)
         return values
+
+    def check(self, payload: Tensor, numel: int) -> None:
+        """Look for a value that is not finite; see `Codec.check`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        check_finite(self.name, values_of(payload, torch.float32))

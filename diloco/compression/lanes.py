@@ -4,7 +4,8 @@ A codec of a run is named by "int4", or "int4 *norm.weight=float32 *.bias=bfloat
 all tensors, then patterns (with * and ?) of names and their codecs, of which the first that matches
 counts. So configurations, headers and records say with one word how a lane is to be read.
 
-Tensors start at block borders, so that a lane is a row of runs of one codec each.
+Tensors start at block borders, so that a lane is a row of runs of one codec each. What fills up a
+tensor's last block stays zero, also where a codec has no zero (int2).
 """
 
 from __future__ import annotations
@@ -29,20 +30,29 @@ def lane_codec(name: str, fragment: Fragment, lane_id: int) -> Codec:
     Raises:
         ConfigError: If `name` names a codec that there is not.
     """
+    runs = lane_runs(name, fragment, lane_id)
+    padding = () if all(codec.has_zero for codec, _ in runs) else _padding(fragment, lane_id)
+    return runs[0][0] if len(runs) == 1 and not padding else MixedCodec(name, runs, padding)
+
+
+def lane_runs(name: str, fragment: Fragment, lane_id: int) -> tuple[tuple[Codec, int], ...]:
+    """Return the codecs of one lane and how many values each has, in order.
+
+    Raises:
+        ConfigError: If `name` names a codec that there is not.
+    """
     main, *by_name = name.split()
-    if not by_name:
-        return get_codec(main)
     lane = fragment.lanes[lane_id]
-    ends = [*(entry.offset for entry in fragment.entries[1:]), fragment.padded_numel]
+    if not by_name:
+        return ((get_codec(main), lane.numel),)
     parts = [
         (_codec_of(entry.name, main, by_name), min(end, lane.end) - max(entry.offset, lane.start))
-        for entry, end in zip(fragment.entries, ends, strict=True)
+        for entry, end in zip(fragment.entries, _ends(fragment), strict=True)
     ]
-    runs = tuple(
+    return tuple(
         (get_codec(codec), sum(numel for _, numel in run))
         for codec, run in groupby((p for p in parts if p[1] > 0), key=lambda part: part[0])
     )
-    return runs[0][0] if len(runs) == 1 else MixedCodec(name, runs)
 
 
 def check_patterns(name: str, tensors: Iterable[str]) -> None:
@@ -54,7 +64,7 @@ def check_patterns(name: str, tensors: Iterable[str]) -> None:
     known = sorted(tensors)
     for rule in name.split()[1:]:
         pattern = rule.rpartition("=")[0]
-        if not any(fnmatchcase(tensor, pattern) for tensor in known):
+        if not any(_matches(tensor, pattern) for tensor in known):
             raise ConfigError(
                 f"outer.codec_by_name: {rule!r} matches no parameter of the model, which has "
                 f"{', '.join(known[:8])}{', ...' if len(known) > 8 else ''}: mend or remove it"
@@ -64,9 +74,30 @@ def check_patterns(name: str, tensors: Iterable[str]) -> None:
 def _codec_of(tensor: str, main: str, by_name: Sequence[str]) -> str:
     for rule in by_name:
         pattern, _, codec = rule.rpartition("=")
-        if fnmatchcase(tensor, pattern):
+        if _matches(tensor, pattern):
             return codec
     return main
+
+
+def _matches(tensor: str, pattern: str) -> bool:
+    """Match with * and ? only: names may have brackets, which are no class of characters here."""
+    return fnmatchcase(tensor, pattern.replace("[", "[[]"))
+
+
+def _ends(fragment: Fragment) -> list[int]:
+    """Return where the place of each tensor ends, padding included."""
+    return [*(entry.offset for entry in fragment.entries[1:]), fragment.padded_numel]
+
+
+def _padding(fragment: Fragment, lane_id: int) -> tuple[slice, ...]:
+    """Return the places in a lane that belong to no tensor."""
+    lane = fragment.lanes[lane_id]
+    gaps = (
+        (entry.offset + entry.end - entry.start, end)
+        for entry, end in zip(fragment.entries, _ends(fragment), strict=True)
+    )
+    clipped = ((max(start, lane.start), min(end, lane.end)) for start, end in gaps)
+    return tuple(slice(a - lane.start, b - lane.start) for a, b in clipped if a < b)
 
 
 class MixedCodec:
@@ -74,10 +105,21 @@ class MixedCodec:
 
     publishes_values = False
 
-    def __init__(self, name: str, runs: Sequence[tuple[Codec, int]]) -> None:
-        """Assign only; `runs` are codecs and numbers of values, whole blocks but for the last."""
+    has_zero = True
+
+    def __init__(
+        self, name: str, runs: Sequence[tuple[Codec, int]], padding: Sequence[slice] = ()
+    ) -> None:
+        """Assign only.
+
+        Args:
+            name: Of all.
+            runs: Codecs and numbers of values, whole blocks but for the last.
+            padding: Places whose values are zero, whatever their codec makes of that.
+        """
         self.name = name
         self._runs = runs
+        self._padding = padding
 
     def wire_bytes(self, numel: int) -> int:
         """Return the sum over the runs, which must have `numel` values together."""
@@ -104,7 +146,16 @@ class MixedCodec:
             self._runs, torch.split(payload, sizes), torch.split(values, self._numels), strict=True
         ):
             into.copy_(codec.decode(part, run))
+        for place in self._padding:
+            values[place] = 0.0
         return values
+
+    def check(self, payload: Tensor, numel: int) -> None:
+        """Check each run; see `Codec.check`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        sizes = [codec.wire_bytes(run) for codec, run in self._runs]
+        for (codec, run), part in zip(self._runs, torch.split(payload, sizes), strict=True):
+            codec.check(part, run)
 
     @property
     def _numels(self) -> list[int]:

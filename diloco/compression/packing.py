@@ -24,3 +24,12 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """Undo `pack`: uint8 [rows, width * bits / 8] -> uint8 [rows, 8 / bits, width * bits / 8]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return (packed[:, None, :] >> shifts[:, None]) & ((1 << bits) - 1)
+
+
+def smallest_code(packed: Tensor, bits: int) -> int:
+    """Return the smallest code in what `pack` gave, at least one byte, without unpacking it."""
+    mask = (1 << bits) - 1
+    smallest = packed & mask
+    for shift in range(bits, 8, bits):
+        smallest = torch.minimum(smallest, (packed >> shift) & mask)
+    return int(smallest.amin())

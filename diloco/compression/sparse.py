@@ -12,7 +12,7 @@ j + k / 2, and the high 8 of that), then k / 4 bytes a chunk of values, sign + 2
 
 Every device must send the same bytes, so nothing depends on the order of a sum or of equal values:
 magnitudes are compared as integers with their index behind, and summed as integers, in units of
-2^-46 of the largest one's power of two.
+2^-46 of the largest one's power of two; denormal values count as zero, as some hosts take them.
 
 Source: SparseLoCo (arXiv 2508.15706): chunks, k = 64, 2-bit values.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.compression.base import check_finite, check_flat, check_payload
+from diloco.compression.base import check_finite, check_flat, check_payload, values_of
 from diloco.compression.packing import pack, unpack
 from diloco.errors import CodecError
 
@@ -34,12 +34,15 @@ _INFINITY_BITS = 0x7F800000
 _ZERO_CHUNK_BITS = (127 - 100) << 23  # of 2^-100
 _LARGEST_BF16_BITS = 0x7F7F0000
 _SMALLEST_NORMAL = 2.0**-126
+_SMALLEST_NORMAL_BITS = 0x00800000
+_SMALLEST_BF16_BITS = _SMALLEST_NORMAL_BITS >> 16
 
 
 class TopKCodec:
     """Send the k largest values of a chunk in 14 bits each; publishes differences."""
 
     publishes_values = False
+    has_zero = True
 
     def __init__(self, name: str, k: int) -> None:
         """Name a density: `k` values of each chunk, a multiple of 4, at most 128."""
@@ -59,7 +62,9 @@ class TopKCodec:
         chunks = torch.nn.functional.pad(values, (0, missing)).reshape(-1, CHUNK_NUMEL)
         if not len(chunks):
             return values.new_empty(0, dtype=torch.uint8)
-        bits = chunks.view(torch.int32) & 0x7FFFFFFF
+        signed = chunks.view(torch.int32)
+        signed = torch.where((signed & 0x7FFFFFFF) < _SMALLEST_NORMAL_BITS, 0, signed)
+        chunks, bits = signed.view(torch.float32), signed & 0x7FFFFFFF
         largest = bits.amax(dim=1)
         if largest.amax() >= _INFINITY_BITS:
             check_finite(self.name, values)
@@ -82,25 +87,46 @@ class TopKCodec:
             CodecError: Also for magnitudes or indices that `encode` never gives.
         """
         check_payload(self.name, payload, self.wire_bytes(numel), numel)
-        num_chunks = payload.numel() // sum(self._sections)
-        if not num_chunks:
+        if not numel:
             return payload.new_empty(0, dtype=torch.float32)
-        parts = torch.split(payload, [num_chunks * size for size in self._sections])
-        # A copy, since the payload may start at an odd address.
-        magnitudes = parts[0].clone().view(torch.bfloat16).float().view(num_chunks, 2)
+        magnitudes, indices, packed = self._read(payload, numel)
         low, high = magnitudes[:, :1], magnitudes[:, 1:]
-        indices = _unpack_indices(parts[1].reshape(num_chunks, -1))
-        is_valid = (low <= high) & high.isfinite() & ((low == 0) | (low >= _SMALLEST_NORMAL))
-        if not (is_valid.all() and (indices[:, 1:] > indices[:, :-1]).all()):
+        codes = unpack(packed, 2).flatten(1)
+        picked = torch.where(codes > 1, high, low)
+        picked = torch.where((codes & 1) > 0, -picked, picked)
+        values = picked.new_zeros(len(indices), CHUNK_NUMEL).scatter_(1, indices, picked).flatten()
+        return values if values.numel() == numel else values[:numel].clone()
+
+    @torch.no_grad()
+    def check(self, payload: Tensor, numel: int) -> None:
+        """Look at magnitudes and indices; see `Codec.check`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        if numel:
+            self._read(payload, numel)
+
+    def _read(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return every chunk's two magnitudes, indices and packed values, all valid."""
+        num_chunks = payload.numel() // sum(self._sections)
+        parts = torch.split(payload, [num_chunks * size for size in self._sections])
+        # Compared as integers: so -0 is none, and hosts that flush denormals refuse the same.
+        bits = values_of(parts[0], torch.int16).view(num_chunks, 2)
+        is_sent = (bits == 0) | ((bits >= _SMALLEST_BF16_BITS) & (bits <= _LARGEST_BF16_BITS >> 16))
+        indices = _unpack_indices(parts[1].reshape(num_chunks, self._sections[1]))
+        is_ordered = (bits[:, 0] <= bits[:, 1]).all() and (indices[:, 1:] > indices[:, :-1]).all()
+        if not (is_sent.all() and is_ordered):
             raise CodecError(
                 f"{self.name} payload has magnitudes or indices out of order: it was damaged or "
                 "made by something else"
             )
-        codes = unpack(parts[2].reshape(num_chunks, -1), 2).flatten(1)
-        picked = torch.where(codes > 1, high, low)
-        picked = torch.where((codes & 1) > 0, -picked, picked)
-        values = picked.new_zeros(num_chunks, CHUNK_NUMEL).scatter_(1, indices, picked).flatten()
-        return values if values.numel() == numel else values[:numel].clone()
+        # Of fewer than k values all are sent, and as many of the zeros behind them as are missing.
+        last_numel = numel - (num_chunks - 1) * CHUNK_NUMEL
+        if indices[-1, -1] >= max(last_numel, self._k):
+            raise CodecError(
+                f"{self.name} payload has index {int(indices[-1, -1])} in its last chunk, of "
+                f"{last_numel} values: it was damaged or made by something else"
+            )
+        magnitudes = bits.view(torch.bfloat16).float()
+        return magnitudes, indices, parts[2].reshape(num_chunks, self._sections[2])
 
     def _largest(self, bits: Tensor) -> Tensor:
         """Return the ascending indices of the k largest, [num_chunks, k], int64."""

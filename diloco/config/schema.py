@@ -260,8 +260,8 @@ class OuterConfig(Section):
     )
     error_feedback: Policy[bool] = Field(
         default=False,
-        description="Whether a quantisation error joins the next pseudo-gradient; true for an "
-        "uplink of int2 or topk unless given",
+        description="Whether a quantisation error joins the next pseudo-gradient; true, "
+        "unless given, if int2 or topk is the uplink_codec or in codec_by_name",
     )
     weighting: Policy[Annotated[Literal["tokens"], later("tokens_times_rate")]] = Field(
         default="tokens", description="Weight of a contribution"
@@ -288,8 +288,13 @@ class OuterConfig(Section):
     @classmethod
     def _apply_preset(cls, data: Any) -> Any:
         data = with_preset(data, _OUTER_PRESETS)
-        if isinstance(data, Mapping) and data.get("uplink_codec") in _COARSE:
-            data = {"error_feedback": True, **data}
+        if isinstance(data, Mapping):
+            rules = data.get("codec_by_name", ())
+            codecs = [str(data.get("uplink_codec"))]
+            if isinstance(rules, list | tuple):
+                codecs += [str(rule).rpartition("=")[2] for rule in rules]
+            if not set(_COARSE).isdisjoint(codecs):
+                data = {"error_feedback": True, **data}
         return data
 
     @property

@@ -143,6 +143,7 @@ async def _serve(
             num_parameters = sum(tensor.numel for tensor in plan.tensors)
             insist_on_room(config, num_parameters, islands=(), is_new=True)
         syncer = _build_syncer(config, state, plan, secret, epoch, timeline, reporter, worker)
+        await worker.run(lambda: _warm_up(config, plan))
         await syncer.start()
         bound = read_json(state.bound)
         coordinator = read_endpoint(state.coordinator)
@@ -273,6 +274,12 @@ def _build_syncer(
         on_record=reporter.add_record,
         on_change=reporter.changed,
     )
+
+
+def _warm_up(config: Config, plan: Plan) -> None:
+    from diloco.compression.warm_up import warm_up
+
+    warm_up(plan, (config.outer.uplink, config.outer.downlink))
 
 
 class _TensorThread:

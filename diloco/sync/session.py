@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diloco.compression.warm_up import warm_up
 from diloco.config.schema import OuterConfig
 from diloco.errors import ConfigError
 from diloco.sync.agreement import Agreement
@@ -136,6 +137,7 @@ class DiLoCo:
         self._groups = make_groups(group, patience_s=patience_s)
         self.plan = build_plan(outer, self._trained.named)
         shards = LaneShards(self.plan, self._trained.named, group=self._groups.shards)
+        warm_up(self.plan, (outer.uplink, outer.downlink))  # nobody waits for this island yet
         reply = self._join(start_step, data_digest)
         self.island_slot = reply.island_slot
         self.timeline = reply.grant.timeline
@@ -145,6 +147,8 @@ class DiLoCo:
         self._build_loop(reply, shards, start_step)
         transport.progress = self._progress
         transport.start_reporting(self._stop_line)
+        policy = transport.config.outer  # the coordinator's: mostly the same, and then done
+        warm_up(self.plan, (policy.uplink, policy.downlink))
         if self._is_ready:
             self._trained.settle(self.start_step)
             transport.io.drive(

@@ -37,6 +37,16 @@ def test_requirement_names_figure_bar_and_verdict_in_one_line() -> None:
     assert met.as_text() == "met: utilisation: 0.981 x, required >= 0.97 x"
 
 
+def test_a_stretch_is_said_and_never_missed() -> None:
+    stretch = Requirement("decode", 2.1, 2.5, "GB/s", is_at_least=True, is_stretch=True)
+
+    report = Report("codec", {}, [], [], [stretch], 1.0)
+
+    assert stretch.as_text() == "not met: decode: 2.1 GB/s, hoped for >= 2.5 GB/s"
+    assert not stretch.is_met
+    assert not report.missed
+
+
 def test_column_writes_what_was_not_measured_as_a_dash() -> None:
     column = Column("loss", "nats", ".2f")
 

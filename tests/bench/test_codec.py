@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,22 +12,35 @@ import torch
 from diloco.bench import codec as bench
 from diloco.bench.codec import SETTING, Setting, run_codec
 from diloco.compression import compiled as compiling
+from diloco.compression.compiled import COMPILE_NUMEL
 from diloco.compression.registry import CODECS
 from diloco.errors import ConfigError
+
+HAS_GPU = torch.cuda.is_available()
+LANE, LARGE = 1 << 14, 1 << 15
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small vectors, and formulas that are taken for compiled ones."""
-    monkeypatch.setattr(bench, "COMPILE_NUMEL", 1 << 14)
-    monkeypatch.setattr(compiling, "COMPILE_NUMEL", 1 << 14)
+    """Small vectors, formulas that are taken for compiled ones, and no GPU."""
+    monkeypatch.setattr(compiling, "COMPILE_NUMEL", LANE)
+    monkeypatch.setattr(compiling, "_prepared", {})
     monkeypatch.setattr(compiling, "compiled", lambda formula: formula)
-    for module in (bench, compiling):
-        monkeypatch.setattr(module, "can_compile", lambda: True)
+    monkeypatch.setattr(bench, "can_compile", lambda device="cpu": device == "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def setting(bar: float = 1e-9) -> Setting:
-    return Setting(1 << 14, 1, {"int4": (bar, bar), "e2m1": (bar, bar)})
+    return Setting(
+        lane_numel=LANE,
+        numel=LARGE,
+        gpu_numel=LARGE,
+        repetitions=1,
+        bars={"int4": (bar, bar), "e2m1": (bar, bar)},
+        stretch={"int4": (bar, 1e12)},
+        gpu_codecs=["int4"],
+        gpu_share=0.5,
+    )
 
 
 def test_every_codec_has_its_rows_and_figures() -> None:
@@ -35,15 +49,20 @@ def test_every_codec_has_its_rows_and_figures() -> None:
 
     report = run_codec(setting(), [], lambda done, total: heard.append((done, total)))
 
-    rows = {(row["codec"], row["mode"]): row for row in report.rows}
+    rows = {(row["codec"], row["mode"], row["numel"]): row for row in report.rows}
     assert len(rows) == len(report.rows)
-    assert {name for name, mode in rows if mode == "eager"} == set(CODECS)
-    assert {name for name, mode in rows if mode == "compiled"} == {
-        name for name in CODECS if name.startswith(("int", "e2", "e3"))
+    assert {(name, numel) for name, mode, numel in rows if mode == "eager"} == {
+        (name, LANE) for name in CODECS
     }
-    assert rows["int4", "compiled"]["bytes_per_value"] == 66 / 128
-    assert rows["float32", "eager"]["relative_error"] == 0
-    assert 0.08 < rows["int4", "eager"]["relative_error"] < 0.13
+    assert {(name, numel) for name, mode, numel in rows if mode == "compiled"} == {
+        (name, numel)
+        for name in CODECS
+        if name.startswith(("int", "e2", "e3"))
+        for numel in (LANE, LARGE)
+    }
+    assert rows["int4", "compiled", LARGE]["bytes_per_value"] == 66 / 128
+    assert rows["float32", "eager", LANE]["relative_error"] == 0
+    assert 0.08 < rows["int4", "eager", LANE]["relative_error"] < 0.13
     assert all(math.isfinite(row[c.key]) for row in report.rows for c in report.columns[2:])
     assert heard == [(done, len(rows)) for done in range(len(rows) + 1)]
     assert torch.get_num_threads() == num_threads
@@ -54,29 +73,33 @@ def test_every_codec_has_its_rows_and_figures() -> None:
 def test_compiled_int4_and_e2m1_are_judged(bar: float, is_met: bool) -> None:
     report = run_codec(setting(bar), ["int4", "e2m1"], lambda done, total: None)
 
-    assert [r.what for r in report.requirements] == [
-        "int4 encode, compiled",
-        "int4 decode, compiled",
-        "e2m1 encode, compiled",
-        "e2m1 decode, compiled",
+    judged = [r for r in report.requirements if not r.is_stretch]
+    assert [r.what for r in judged] == [
+        f"{name} {what}, compiled, {numel} values"
+        for name in ("int4", "e2m1")
+        for numel in ("16,384", "32,768")
+        for what in ("encode", "decode")
     ]
-    assert all(r.is_met == is_met and r.is_at_least for r in report.requirements)
+    assert all(r.is_met == is_met and r.is_at_least for r in judged)
+    assert report.missed == ([] if is_met else judged)
+    hoped = [r for r in report.requirements if r.is_stretch]
+    assert [(r.limit, r.is_met) for r in hoped] == [(1e12, False)] * 2
 
 
 def test_codecs_that_were_not_asked_for_are_not_judged() -> None:
     report = run_codec(setting(), ["int8", "float32"], lambda done, total: None)
 
-    assert [row["codec"] for row in report.rows] == ["int8", "int8", "float32"]
+    assert [row["codec"] for row in report.rows] == ["int8"] * 3 + ["float32"]
     assert not report.requirements
 
 
 def test_without_a_compiler_the_bars_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "can_compile", lambda: False)
+    monkeypatch.setattr(bench, "can_compile", lambda device="cpu": False)
 
     report = run_codec(setting(), ["int4"], lambda done, total: None)
 
     assert [row["mode"] for row in report.rows] == ["eager"]
-    assert len(report.missed) == 2
+    assert len(report.missed) == 4
 
 
 def test_an_unknown_codec_is_refused_before_anything_is_measured() -> None:
@@ -86,4 +109,21 @@ def test_an_unknown_codec_is_refused_before_anything_is_measured() -> None:
 
 def test_the_bars_are_those_that_were_asked_for() -> None:
     assert SETTING.bars == {"int4": (3.0, 1.6), "e2m1": (1.0, 1.0)}
-    assert SETTING.numel == 4 << 20
+    assert SETTING.stretch == {"int4": (3.0, 2.5), "e2m1": (1.5, 1.5)}
+    assert (SETTING.numel, SETTING.gpu_share) == (4 << 20, 0.5)
+    assert COMPILE_NUMEL <= SETTING.lane_numel == 1536 << 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_gpu_has_rows_and_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(compiling, "_prepared", {})
+    small_gpu = replace(setting(), lane_numel=COMPILE_NUMEL, gpu_numel=2 * COMPILE_NUMEL)
+
+    report = run_codec(small_gpu, ["int4"], lambda done, total: None)
+
+    assert [row["mode"] for row in report.rows][-1] == "GPU"
+    assert [r.what for r in report.requirements][-2:] == ["int4 encode, GPU", "int4 decode, GPU"]
+    assert all(math.isfinite(r.figure) for r in report.requirements[-2:])

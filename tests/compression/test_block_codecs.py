@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -141,6 +143,7 @@ def reference(levels: Levels, blocks: Tensor) -> tuple[Tensor, Tensor]:
     rounded = np.ldexp(np.rint(mantissa * unit) / unit, exponent)
     is_over = rounded > bound
     rounded[is_over] = np.ldexp(np.floor(mantissa * unit) / unit, exponent)[is_over]
+    rounded = np.minimum(rounded, 2.0**126)  # whose reciprocal is no denormal
     scales = np.where(largest < 2.0**-100, 1.0, rounded).astype(np.float32)
     reciprocals = np.float32(1) / scales
     position = levels.position(torch.from_numpy(blocks.numpy() * reciprocals[:, None]))
@@ -351,6 +354,8 @@ def test_compiled_formulas_give_the_same_bytes(
     values = blocks.flatten()[:-3]
     payload = codec.encode(values, 5)
     decoded = codec.decode(payload, len(values))
+    prepared = {(f, "cpu"): compiled(f) for f in (codec.quantise, codec.dequantise)}
+    monkeypatch.setattr(compiling, "_prepared", prepared)
     monkeypatch.setattr(compiling, "COMPILE_NUMEL", 2 * 128)
     shifted = torch.cat((payload[:1], payload))[1:]
     assert torch.equal(codec.encode(values, 5), payload)
@@ -367,23 +372,49 @@ def test_compiled_formulas_give_the_same_bytes(
 
 
 @pytest.mark.parametrize(
-    ("numel", "has_compiler", "is_compiled"),
+    ("numel", "is_warm", "is_compiled"),
     [
-        pytest.param(4 << 20, True, True, id="large"),
-        pytest.param((4 << 20) - 128, True, False, id="small"),
-        pytest.param(4 << 20, False, False, id="no compiler"),
+        pytest.param(512 << 10, True, True, id="large"),
+        pytest.param((512 << 10) - 128, True, False, id="small"),
+        pytest.param(512 << 10, False, False, id="not warmed up"),
     ],
 )
-def test_large_vectors_are_compiled_where_a_compiler_is_there(
-    monkeypatch: pytest.MonkeyPatch, numel: int, has_compiler: bool, is_compiled: bool
+def test_large_vectors_are_compiled_once_warmed_up(
+    monkeypatch: pytest.MonkeyPatch, numel: int, is_warm: bool, is_compiled: bool
 ) -> None:
     used = []
-    monkeypatch.setattr(compiling, "can_compile", lambda: has_compiler)
-    monkeypatch.setattr(compiling, "compiled", lambda formula: used.append(formula) or formula)
+
+    def compiled_(formula: Callable[..., object]) -> Callable[..., object]:
+        return lambda *operands: used.append(formula) or formula(*operands)
+
+    monkeypatch.setattr(compiling, "_prepared", {})
+    monkeypatch.setattr(compiling, "compiled", compiled_)
+    if is_warm:
+        assert CODEC.warm_up()
+    assert CODEC.is_warm() == is_warm
+    used.clear()
 
     CODEC.decode(CODEC.encode(torch.zeros(numel)), numel)
 
     assert used == ([CODEC.quantise, CODEC.dequantise] if is_compiled else [])
+
+
+def test_a_compiler_that_fails_leaves_codecs_eager_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*operands: Tensor) -> None:
+        raise RuntimeError("g++ was killed\nand more")
+
+    monkeypatch.setattr(compiling, "_prepared", {})
+    monkeypatch.setattr(compiling, "compiled", lambda formula: broken)
+    values = torch.linspace(-1, 1, 512 << 10)
+    expected = CODEC.encode(values)
+
+    assert not CODEC.warm_up()
+
+    assert "compiling failed: g++ was killed; mend" in caplog.text
+    assert CODEC.is_warm()  # it is not tried again
+    assert torch.equal(CODEC.encode(values), expected)
 
 
 def test_without_a_compiler_it_says_so_once(
@@ -434,3 +465,23 @@ def test_tiles_of_an_eager_formula_give_the_same_bytes(
     values[5 * BLOCK_NUMEL] = torch.nan
     with pytest.raises(CodecError, match="nan at element 640"):
         codec.encode(values)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.timeout(120)
+@each_codec
+def test_a_warm_codec_sends_the_same_bytes_from_a_gpu(
+    codec: BlockCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = adversarial().flatten()[:-3]
+    payload = codec.encode(values, 5)
+    decoded = codec.decode(payload, len(values))
+    monkeypatch.setattr(compiling, "_prepared", {})
+    monkeypatch.setattr(compiling, "COMPILE_NUMEL", 2 * 128)
+
+    assert codec.warm_up("cuda")
+
+    assert torch.equal(codec.encode(values.cuda(), 5).cpu(), payload)
+    assert torch.equal(codec.decode(payload.cuda(), len(values)).cpu(), decoded)

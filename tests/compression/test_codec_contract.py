@@ -1,5 +1,7 @@
 """What every codec must do; a new codec joins by being registered."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -210,6 +212,52 @@ def test_a_payload_of_another_size_is_refused(codec: Codec, numel: int, change: 
 def test_a_payload_of_another_dtype_is_refused(codec: Codec) -> None:
     with pytest.raises(CodecError, match="must be"):
         codec.decode(torch.zeros(codec.wire_bytes(128), dtype=torch.int8), 128)
+
+
+def test_hosts_that_flush_denormals_send_and_read_the_same(codec: Codec) -> None:
+    for values in vectors(codec, 2 * CHUNK).values():
+        payload = codec.encode(values, 5)
+        decoded = codec.decode(payload, len(values))
+        try:
+            assert torch.set_flush_denormal(True)
+            flushed = codec.encode(values, 5), codec.decode(payload, len(values))
+        finally:
+            torch.set_flush_denormal(False)
+
+        assert torch.equal(flushed[0], payload)
+        assert torch.equal(flushed[1], decoded)
+
+
+@pytest.mark.parametrize("numel", [0, 1, BLOCK + 1, CHUNK + 1])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_check_refuses_what_decode_refuses(codec: Codec, numel: int, offset: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sound = codec.encode(torch.randn(numel, generator=generator))
+    for _ in range(60):
+        place = torch.zeros(len(sound) + offset, dtype=torch.uint8)
+        payload = place[offset:]
+        payload.copy_(sound)
+        if len(sound):
+            index = int(torch.randint(len(sound), (), generator=generator))
+            byte = int(torch.randint(256, (), generator=generator))
+            payload[index : index + 2] = (0, 0x08, 0x80, 0xFF, byte)[byte % 5]
+
+        assert refusal(codec.check, payload, numel) == refusal(codec.decode, payload, numel)
+
+
+def test_check_refuses_another_size(codec: Codec) -> None:
+    payload = codec.encode(torch.zeros(BLOCK))
+
+    assert refusal(codec.check, payload[1:], BLOCK) == refusal(codec.decode, payload[1:], BLOCK)
+    assert refusal(codec.check, payload[1:], BLOCK)
+
+
+def refusal(read: Callable[[Tensor, int], object], payload: Tensor, numel: int) -> str:
+    try:
+        read(payload, numel)
+    except CodecError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])

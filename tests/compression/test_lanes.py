@@ -54,6 +54,36 @@ def test_a_lane_of_one_codec_is_that_codec(name: str) -> None:
     assert lane_codec(name, FRAGMENT, 0) is get_codec("int4")
 
 
+def test_a_bracket_in_a_pattern_is_a_bracket() -> None:
+    specs = [TensorSpec("a[0].w", (128,)), TensorSpec("a0.w", (128,))]
+    fragment = make_plan(specs, num_fragments=1, num_lanes=1).fragments[0]
+
+    codec = lane_codec("int4 a[0].*=float32", fragment, 0)
+
+    assert [entry.name for entry in fragment.entries] == ["a0.w", "a[0].w"]
+    assert codec.wire_bytes(256) == 66 + 4 * 128
+    assert torch.equal(codec.decode(codec.encode(x := torch.randn(256)), 256)[128:], x[128:])
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        check_patterns("int4 [ab]0*=float32", ["a0.w"])
+
+
+@pytest.mark.parametrize("name", ["int2", "int4 *norm*=int2 *bias=int2", "int2 *norm*=float32"])
+@pytest.mark.parametrize("lane_id", [0, 1])
+def test_padding_stays_zero_whatever_the_codec(name: str, lane_id: int) -> None:
+    codec, lane = lane_codec(name, FRAGMENT, lane_id), FRAGMENT.lanes[lane_id]
+    is_padding = torch.ones(FRAGMENT.padded_numel, dtype=torch.bool)
+    for entry in FRAGMENT.entries:
+        is_padding[entry.offset : entry.offset + entry.end - entry.start] = False
+    is_padding = is_padding[lane.start : lane.end]
+    x = values(lane_id).masked_fill_(is_padding, 0.0)
+
+    decoded = codec.decode(codec.encode(x), lane.numel)
+
+    assert is_padding.any()
+    assert not decoded[is_padding].any()
+    assert decoded[~is_padding].count_nonzero() > 0.8 * (~is_padding).sum()
+
+
 def test_neighbours_of_one_codec_are_one_run() -> None:
     codec = lane_codec("int4 a.*=topk64", FRAGMENT, 0)
 

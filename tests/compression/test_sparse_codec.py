@@ -120,6 +120,9 @@ def test_a_chunk_below_2_to_the_minus_100_is_zero() -> None:
         pytest.param(0, "c07f c07f", id="NaN"),
         pytest.param(0, "80bf 803f", id="negative"),
         pytest.param(0, "0100 803f", id="denormal"),
+        pytest.param(0, "0000 0100", id="zero and a denormal"),
+        pytest.param(0, "0080 0080", id="minus zero"),
+        pytest.param(0, "0080 803f", id="low minus zero"),
         pytest.param(4, "0100", id="indices out of order"),
         pytest.param(5, "00", id="an index twice"),
     ],
@@ -131,6 +134,31 @@ def test_what_no_encoder_gives_is_refused(place: int, content: str) -> None:
 
     with pytest.raises(CodecError, match="topk64 payload has magnitudes or indices out of order"):
         CODEC.decode(payload, 4096)
+
+
+@pytest.mark.parametrize(
+    ("numel", "index"),
+    [
+        pytest.param(100, 100, id="beyond the values"),
+        pytest.param(4096 + 100, 4095, id="of a last chunk"),
+        pytest.param(10, 64, id="beyond the zeros behind few values"),
+    ],
+)
+def test_an_index_beyond_the_values_is_refused(numel: int, index: int) -> None:
+    values = torch.zeros(numel)
+    values[-10:] = 1.0
+    payload = CODEC.encode(values)
+    assert torch.equal(CODEC.decode(payload, numel), values)
+    num_chunks = len(payload) // 116
+    end = (4 + 96) * num_chunks  # the last index: its low 4 bits, then its high 8
+    payload[end - 33] = (payload[end - 33] & 15) | ((index & 15) << 4)
+    payload[end - 1] = index >> 4
+
+    last = f"topk64 payload has index {index} in its last chunk, of {numel % 4096} values"
+    with pytest.raises(CodecError, match=last):
+        CODEC.decode(payload, numel)
+    with pytest.raises(CodecError, match=last):
+        CODEC.check(payload, numel)
 
 
 def test_with_error_feedback_everything_is_sent_in_the_end() -> None:

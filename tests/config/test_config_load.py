@@ -150,6 +150,10 @@ def test_explicit_keys_win_over_the_preset(tmp_path: Path) -> None:
         (["outer.uplink_codec=topk64"], True),
         (["outer.downlink_codec=int2"], False),
         (["outer.uplink_codec=int2", "outer.error_feedback=false"], False),
+        (['outer.codec_by_name=["*=topk64"]'], True),
+        (["outer.uplink_codec=int4", 'outer.codec_by_name=["a=float32", "*b*=int2"]'], True),
+        (["outer.uplink_codec=int4", 'outer.codec_by_name=["int2=float32"]'], False),
+        (['outer.codec_by_name=["*=int2"]', "outer.error_feedback=false"], False),
     ],
 )
 def test_coarse_uplinks_have_error_feedback_unless_it_is_refused(
