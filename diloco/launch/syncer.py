@@ -246,7 +246,7 @@ def _build_syncer(
     from diloco.rounds.store import FragmentStore
     from diloco.rounds.syncer import Syncer, SyncerRules
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # of one operation; lanes are merged side by side
     outer = config.outer
     stores = [
         FragmentStore(
@@ -265,6 +265,8 @@ def _build_syncer(
             publication=build_publication_rules(config),
             round_deadline_s=outer.round_deadline_s,
             num_unsure_pins=num_unsure_checkpoints(config),
+            spool_bytes=config.coordinator.spool_bytes,
+            num_threads=len(os.sched_getaffinity(0)),
         ),
         stores,
         syncer_epoch=epoch,

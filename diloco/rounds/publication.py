@@ -8,7 +8,7 @@ Source: protocol.md sections 1, 3 (flush), 4 (reduction) and 12.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import blake3
@@ -79,7 +79,7 @@ def decode_contribution(codec: Codec, payload: Buffer, numel: int) -> Tensor:
 
 def publish_lane(
     state: LaneState,
-    payloads: Sequence[Buffer],
+    payloads: Iterable[Buffer],
     weights_tokens: Sequence[int],
     rules: PublicationRules,
     *,
@@ -96,7 +96,7 @@ def publish_lane(
 
     Args:
         state: The lane at `key.version`; left untouched.
-        payloads: Encoded contributions, sorted by island id; at least one.
+        payloads: Encoded contributions, sorted by island id; at least one, asked for one by one.
         weights_tokens: Weight of each, >= 0; all zero gives a zero Delta.
         rules: Codecs, outer optimizer, seed.
         fragment: The lane's fragment, as planned.
