@@ -30,6 +30,7 @@ from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, syncer_address
+from diloco.launch.allocator import keep_freed_memory
 from diloco.launch.disk import insist_on_room, num_unsure_checkpoints
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.security import Security, metrics_protection
@@ -147,6 +148,7 @@ async def _serve(
             insist_on_room(config, num_parameters, islands=(), is_new=True)
         syncer = _build_syncer(config, state, plan, secret, epoch, timeline, reporter, worker)
         await syncer.start()
+        await worker.run(lambda: _warm_up(config, plan))
         bound = read_json(state.bound)
         coordinator = read_endpoint(state.coordinator)
         server = await listen(
@@ -246,6 +248,7 @@ def _build_syncer(
     from diloco.rounds.store import FragmentStore
     from diloco.rounds.syncer import Syncer, SyncerRules
 
+    keep_freed_memory()
     torch.set_num_threads(1)  # of one operation; lanes are merged side by side
     outer = config.outer
     stores = [
@@ -278,6 +281,13 @@ def _build_syncer(
         on_record=reporter.add_record,
         on_change=reporter.changed,
     )
+
+
+def _warm_up(config: Config, plan: Plan) -> None:
+    from diloco.launch.build import build_publication_rules
+    from diloco.rounds.merge import warm_up
+
+    warm_up(plan, build_publication_rules(config))
 
 
 class _TensorThread:

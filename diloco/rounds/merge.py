@@ -20,8 +20,8 @@ from torch import Tensor
 from diloco.compression.base import to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.errors import AggregationError
-from diloco.outer.fragments import Fragment
-from diloco.rounds.publication import LanePublication, LaneState, PublicationRules, publish_lane
+from diloco.outer.fragments import Fragment, Plan
+from diloco.rounds.publication import LanePublication, LaneState, PublicationRules, publish_lane_
 from diloco.rounds.record import STATE_SECTIONS, RecordDraft
 from diloco.rounds.spool import SpooledLane
 from diloco.rounds.state import Close
@@ -54,10 +54,15 @@ class Merger:
     num_threads: int
 
     def publish(self, base: VersionRecord, close: Close, spool: Spooled) -> VersionRecord:
-        """Compute and commit the version after `base`, which is left as it is.
+        """Compute and commit the version after `base`.
+
+        Theta and momentum are moved where they are, so that beside the state itself there are one
+        more vector of published values and a few lanes in memory. Where that leads nowhere, both
+        are read back from the record of `base`.
 
         Args:
-            base: The version that the contributions are based on.
+            base: The version that the contributions are based on, as it is durable; once this
+                has returned, only what it published is its own.
             close: Who is counted, in which order.
             spool: What they sent, and maybe others; all of it is dropped.
 
@@ -65,8 +70,10 @@ class Merger:
             The durable version, without its contributions: those are on the disk only.
 
         Raises:
-            AggregationError: If the result cannot be used; there is no new version.
-            OSError: If the disk fails.
+            AggregationError: If the result cannot be used; there is no new version, and `base`
+                is what it was.
+            OSError: If the disk fails; `base` is worth nothing then.
+            RecordInvalid: If `base` cannot be read back.
         """
         record = self._uncomputed(close)
         draft = self._draft(record, spool)
@@ -89,10 +96,16 @@ class Merger:
                 self.store.commit(record, draft)
         except AggregationError:
             draft.abandon()
+            self._restore(base)
             raise
         finally:
             drop(spool)
         return record
+
+    def _restore(self, base: VersionRecord) -> None:
+        for state, durable in zip(base.lanes, self.store.load(base.version).lanes, strict=True):
+            state.theta.copy_(durable.theta)
+            state.momentum.copy_(durable.momentum)
 
     def _lane(
         self, lane_id: int, base: LaneState, close: Close, spool: Spooled, draft: RecordDraft
@@ -108,7 +121,7 @@ class Merger:
                 del payload
                 spooled.drop()
 
-        made = publish_lane(
+        made = publish_lane_(
             base,
             contributions(),
             [contributor.weight_tokens for contributor in close.contributors],
@@ -151,6 +164,15 @@ class Merger:
                 for c in record.contributors
             },
         )
+
+
+def warm_up(plan: Plan, rules: PublicationRules) -> None:
+    """Code zeros, as many as the largest lane has: no round waits for a codec to be compiled."""
+    places = [(fragment, lane) for fragment in plan.fragments for lane in fragment.lanes]
+    fragment, lane = max(places, key=lambda place: place[1].numel)
+    for name in dict.fromkeys((rules.uplink_codec, rules.downlink_codec)):
+        codec = lane_codec(name, fragment, lane.lane_id)
+        codec.decode(codec.encode(torch.zeros(lane.numel)), lane.numel)
 
 
 def drop(spool: Spooled) -> None:

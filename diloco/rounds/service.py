@@ -172,20 +172,31 @@ class FragmentService:
             raise CodecError(f"codec {codec_name!r}, the run's uplink codec is {expected!r}")
         spool = self._hooks.spool
         async with spool.arrival(call.payload_bytes):
-            payload = await self._verified(expected, lane.lane_id, lane.digest, call)
-            return await self._hooks.worker.run(lambda: spool.put(payload, lane.digest))
+            return await self._verified(
+                expected, lane.lane_id, lane.digest, call, lambda p: spool.put(p, lane.digest)
+            )
 
     async def _verified(
-        self, codec_name: str, lane_id: int, digest: bytes, call: IncomingCall
-    ) -> Buffer:
+        self,
+        codec_name: str,
+        lane_id: int,
+        digest: bytes,
+        call: IncomingCall,
+        keep: Callable[[Buffer], _T],
+    ) -> _T:
+        """Receive a lane; return what `keep`, in the worker, makes of it once it is verified."""
         numel = self._fragment.lanes[lane_id].numel
         codec = lane_codec(codec_name, self._fragment, lane_id)
         wire_bytes = codec.wire_bytes(numel)
         if call.payload_bytes != wire_bytes:
             raise CodecError(f"{call.payload_bytes} bytes, the plan asks {wire_bytes}")
         payload = await call.read_payload()
-        await self._hooks.worker.run(lambda: _verify(payload, digest, codec, numel))
-        return payload
+
+        def verify() -> _T:
+            _verify(payload, digest, codec, numel)
+            return keep(payload)
+
+        return await self._hooks.worker.run(verify)
 
     # -- version 0 -------------------------------------------------------------------------------
 
@@ -199,7 +210,9 @@ class FragmentService:
             return f"there is no lane {header.lane_id}"
         try:
             async with self._hooks.spool.arrival(call.payload_bytes):
-                payload = await self._verified("float32", header.lane_id, header.digest, call)
+                payload = await self._verified(
+                    "float32", header.lane_id, header.digest, call, lambda payload: payload
+                )
         except CodecError as error:
             return f"initial parameters refused: {error}"
         async with self._founding:
@@ -220,7 +233,7 @@ class FragmentService:
         lanes = []
         for lane in self._fragment.lanes:
             values = from_bytes(self._initial[lane.lane_id]).view(torch.float32)
-            lanes.append(LaneState(values, values, torch.zeros_like(values)))
+            lanes.append(LaneState(values.clone(), values, torch.zeros_like(values)))
         record = VersionRecord(
             version=0,
             fragment_id=self._fragment.fragment_id,
