@@ -155,6 +155,51 @@ def codec(
     _show(report, json_target, require=require)
 
 
+@bench.command()
+def publish(json_target: JsonTarget = "", require: Require = False) -> None:
+    """Time a round from submit to published beside the arithmetic that it needs.
+
+    25M parameters, int4, two islands and a syncer, a process each, over loopback. The clock starts
+    when the islands begin to encode and stops when both have heard of the next version. About a
+    minute; it wants two idle CPUs.
+
+    Read "/alone": the fastest round over 2 encodes, 3 decodes, outer step and downlink on one
+    thread; "encode", "arrive" (until the last lane is acknowledged), "merge", "commit" and
+    "announce" are its parts in milliseconds, one after the other; "CPU" is that of all processes.
+    The first row of rounds is judged: its versions count as durable at once. The second writes
+    them: merging shares the CPUs with hashing and writing 12 bytes a parameter.
+    """
+    from diloco.bench.publish import SETTING, run_publish
+    from diloco.cli.progress import counting
+
+    with counting(_console(json_target)) as show:
+        report = run_publish(SETTING, on_progress=lambda done, total: show("rounds", done, total))
+    _show(report, json_target, require=require)
+
+
+@bench.command()
+def syncer(json_target: JsonTarget = "", require: Require = False) -> None:
+    """Measure how many islands one core serves, and the memory that it takes.
+
+    A real syncer on one CPU and 4 to 64 simulated islands, which send 16.8M parameters in int4
+    each round. About four minutes, 3 GiB of memory, 2 GiB of disk.
+
+    Read "CPU ns": nanoseconds a parameter and island of everything a syncer does; "M/s a core":
+    its inverse, millions of island-parameters a second; "tensors", "Python" and "gRPC" are the
+    shares of this time in merging and verifying, in the event loop and in gRPC's threads: the
+    largest is the limit; "kernel" is the part of all three in system calls, for pages and disk.
+    "extra": peak memory over that of an idle syncer, the fragment's state and the contributions
+    in memory; "/fragment": over the state of the fragment, 12 bytes a parameter. In the last row
+    most contributions are spooled to disk.
+    """
+    from diloco.bench.syncer import SETTING, run_syncer
+    from diloco.cli.progress import counting
+
+    with counting(_console(json_target)) as show:
+        report = run_syncer(SETTING, on_progress=lambda done, total: show("rounds", done, total))
+    _show(report, json_target, require=require)
+
+
 def _console(json_target: str) -> Console:
     """Standard error, so that progress never mixes with what is asked for."""
     from rich.console import Console

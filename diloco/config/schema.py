@@ -494,6 +494,16 @@ class CoordinatorConfig(Section):
     state_dir: Local[str] = Field(
         min_length=1, description="Directory of journal, records and logs; survives restarts"
     )
+    spool_memory: Local[Size] = Field(
+        default="1GiB",
+        description="Contributions that a syncer keeps in memory until their rounds close, beyond "
+        "it on disk; as much again may be arriving",
+    )
+
+    @property
+    def spool_bytes(self) -> int:
+        """Contributions in a syncer's memory, in bytes."""
+        return parse_bytes(self.spool_memory)
 
     @field_validator("listen", "syncer_listen", "address", "syncer_address")
     @classmethod

@@ -9,7 +9,8 @@
     syncer.json        address and pid of the syncer, while one lives
     syncer.log         what all syncers of this run said
     syncer/            the syncer's store: lock, address, epoch, incarnations, plan, fragments,
-                       pins, and the timeline that it was last taken to
+                       pins, the timeline that it was last taken to, and the spool of what has
+                       arrived, which no later start reads
 
 A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
 it says who. The coordinator locks the store on behalf of the syncer that it starts and hands the

@@ -30,6 +30,7 @@ from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, syncer_address
+from diloco.launch.allocator import keep_freed_memory
 from diloco.launch.disk import insist_on_room, num_unsure_checkpoints
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.logs import log_to
@@ -244,7 +245,8 @@ def _build_syncer(
     from diloco.rounds.store import FragmentStore
     from diloco.rounds.syncer import Syncer, SyncerRules
 
-    torch.set_num_threads(1)
+    keep_freed_memory()
+    torch.set_num_threads(1)  # of one operation; lanes are merged side by side
     outer = config.outer
     stores = [
         FragmentStore(
@@ -263,6 +265,8 @@ def _build_syncer(
             publication=build_publication_rules(config),
             round_deadline_s=outer.round_deadline_s,
             num_unsure_pins=num_unsure_checkpoints(config),
+            spool_bytes=config.coordinator.spool_bytes,
+            num_threads=len(os.sched_getaffinity(0)),
         ),
         stores,
         syncer_epoch=epoch,

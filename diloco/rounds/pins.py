@@ -27,7 +27,7 @@ from diloco.rounds.record import (
     RecordInvalid,
     fragment_directory,
     record_path,
-    unpack,
+    verify,
     version_of,
     versions_in,
 )
@@ -74,7 +74,7 @@ def verify_pin(
     paths = [_pinned_record(store_dir, step, fragment) for fragment in plan.fragments]
     sizes = [path.stat().st_size for path in paths]
     for number, (path, fragment) in enumerate(zip(paths, plan.fragments, strict=True), start=1):
-        unpack(path, version_of(path), fragment)
+        verify(path, version_of(path), fragment)
         on_progress(sum(sizes[:number]), sum(sizes))
 
 

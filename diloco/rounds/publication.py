@@ -1,14 +1,14 @@
 """From the contributions of a closed round to the next published version: pure arithmetic.
 
-The syncer calls `publish_lane` once a lane at the close of a round; whoever wants to check a
-version calls it again with the retained contributions and must get the same bytes.
+The syncer calls `publish_lane_` once a lane at the close of a round; whoever wants to check a
+version calls `publish_lane` with the retained contributions and must get the same bytes.
 
 Source: protocol.md sections 1, 3 (flush), 4 (reduction) and 12.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import blake3
@@ -33,6 +33,10 @@ class LaneState:
     theta: Tensor
     published: Tensor
     momentum: Tensor
+
+    def clone(self) -> LaneState:
+        """Copy all three."""
+        return LaneState(self.theta.clone(), self.published.clone(), self.momentum.clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ def decode_contribution(codec: Codec, payload: Buffer, numel: int) -> Tensor:
 
 def publish_lane(
     state: LaneState,
-    payloads: Sequence[Buffer],
+    payloads: Iterable[Buffer],
     weights_tokens: Sequence[int],
     rules: PublicationRules,
     *,
@@ -88,15 +92,40 @@ def publish_lane(
     key: RoundKey,
     is_flush: bool,
 ) -> LanePublication:
-    """Merge the contributions to one lane and take the outer step.
+    """Do as `publish_lane_` does, and leave `state` untouched."""
+    return publish_lane_(
+        state.clone(),
+        payloads,
+        weights_tokens,
+        rules,
+        fragment=fragment,
+        lane_id=lane_id,
+        key=key,
+        is_flush=is_flush,
+    )
+
+
+def publish_lane_(
+    state: LaneState,
+    payloads: Iterable[Buffer],
+    weights_tokens: Sequence[int],
+    rules: PublicationRules,
+    *,
+    fragment: Fragment,
+    lane_id: int,
+    key: RoundKey,
+    is_flush: bool,
+) -> LanePublication:
+    """Merge the contributions to one lane and take the outer step, in place.
 
     Delta = sum_m w_m decode(payload_m) / sum_m w_m in the order given (sorted island ids);
     theta <- outer step, or theta - Delta for a flush; the payload is encode(theta - published),
     or theta itself where the codec publishes values; published <- published + decode(payload).
 
     Args:
-        state: The lane at `key.version`; left untouched.
-        payloads: Encoded contributions, sorted by island id; at least one.
+        state: The lane at `key.version`; theta and momentum become those of the next version, so
+            that neither is in memory twice; published stays, since it is being served.
+        payloads: Encoded contributions, sorted by island id; at least one, asked for one by one.
         weights_tokens: Weight of each, >= 0; all zero gives a zero Delta.
         rules: Codecs, outer optimizer, seed.
         fragment: The lane's fragment, as planned.
@@ -106,26 +135,27 @@ def publish_lane(
 
     Raises:
         AggregationError: If the result is not finite, or beyond what the downlink codec can send;
-            nothing was changed.
+            theta and momentum are worth nothing then.
     """
     uplink = lane_codec(rules.uplink_codec, fragment, lane_id)
     numel = state.theta.numel()
     delta = weighted_mean(
         (decode_contribution(uplink, payload, numel) for payload in payloads), weights_tokens
     )
-    theta, momentum = state.theta.clone(), state.momentum
+    theta, momentum = state.theta, state.momentum
     if is_flush:
         flush_step_(theta, delta)
     else:
-        momentum = momentum.clone()
         rules.optimizer.step_(theta, momentum, delta, version=key.version)
     codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
     change = theta if codec.publishes_values else theta - state.published
-    _insist_on_finite(key.version, theta=theta, momentum=momentum, change=change)
+    _insist_on_finite(key.version, momentum=momentum)
     drawn_by = rounding_key(rules.seed, key.fragment_id, lane_id, key.version, key.attempt)
     try:
         encoded = codec.encode(change, drawn_by)
     except CodecError as error:
+        # No codec encodes what is not finite; which it was is looked for only now.
+        _insist_on_finite(key.version, theta=theta, change=change)
         raise AggregationError(f"outer step from version {key.version}: {error}") from error
     published = apply_payload(codec, encoded, state.published)
     _insist_on_finite(key.version, published=published)

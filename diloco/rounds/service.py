@@ -22,14 +22,10 @@ from diloco.compression.base import Codec, from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.errors import AggregationError, CodecError
 from diloco.outer.fragments import Fragment
-from diloco.rounds.publication import (
-    LaneState,
-    PublicationRules,
-    decode_contribution,
-    lane_digest,
-    publish_lane,
-)
+from diloco.rounds.merge import Merger, Spooled, drop
+from diloco.rounds.publication import LaneState, PublicationRules, lane_digest
 from diloco.rounds.record import RecordInvalid
+from diloco.rounds.spool import Spool, SpooledLane
 from diloco.rounds.state import (
     Admission,
     Close,
@@ -71,6 +67,8 @@ class Hooks:
         on_change: Hears of every change of state.
         on_lost: Hears that the run cannot go on.
         meter: Counts what is done, for metrics.
+        spool: Keeps what arrived until its round closes.
+        num_threads: Lanes merged at once.
     """
 
     worker: Worker
@@ -79,6 +77,8 @@ class Hooks:
     on_change: Callable[[], None]
     on_lost: Callable[[Lost], None]
     meter: SyncerMeter
+    spool: Spool
+    num_threads: int
 
 
 class FragmentService:
@@ -99,7 +99,8 @@ class FragmentService:
         self._store = store
         self._publication = publication
         self._hooks = hooks
-        self._spool: dict[str, dict[int, Buffer]] = {}
+        self._merger = Merger(fragment, store, publication, hooks.meter, hooks.num_threads)
+        self._spool: dict[str, dict[int, SpooledLane]] = {}
         self._initial: dict[int, Buffer] = {}
         self._initial_incarnation = 0
         self._founding = asyncio.Lock()
@@ -139,17 +140,20 @@ class FragmentService:
         admission = self.rounds.admit(lane)
         if admission not in (Admission.ACCEPTED, Admission.CONFLICT):
             return admission
-        payload: Buffer = b""
+        spooled: SpooledLane | None = None
         if admission is Admission.ACCEPTED:
-            problem, payload = await self._read(lane, codec_name, call)
-            if problem:
-                logger.warning("lane refused, key=%s island=%s: %s", lane.key, lane.island, problem)
-                self.refuse(lane.key, lane.island, lane.incarnation, problem)
+            try:
+                spooled = await self._read(lane, codec_name, call)
+            except CodecError as error:
+                logger.warning("lane refused, key=%s island=%s: %s", lane.key, lane.island, error)
+                self.refuse(lane.key, lane.island, lane.incarnation, str(error))
                 return self.rounds.admit(lane)
         admission, instructions = self.rounds.lane_received(lane, _now())
-        if admission is Admission.ACCEPTED:
-            self._spool.setdefault(lane.island, {})[lane.lane_id] = payload
-            self._hooks.meter.received(lane.key.fragment_id, lane.island, len(payload))
+        if spooled is not None and admission is Admission.ACCEPTED:
+            self._spool.setdefault(lane.island, {})[lane.lane_id] = spooled
+            self._hooks.meter.received(lane.key.fragment_id, lane.island, spooled.num_bytes)
+        elif spooled is not None:
+            spooled.drop()
         self._perform(instructions)
         return admission
 
@@ -157,29 +161,42 @@ class FragmentService:
         """Take an island out of the attempt: it declined, or sent what cannot be counted."""
         self._perform(self.rounds.refused(key, island, incarnation, reason, _now()))
 
-    async def _read(
-        self, lane: LaneArrival, codec_name: str, call: IncomingCall
-    ) -> tuple[str, Buffer]:
-        """Return what is wrong with a lane, or nothing and its payload."""
+    async def _read(self, lane: LaneArrival, codec_name: str, call: IncomingCall) -> SpooledLane:
+        """Receive, verify and spool a lane.
+
+        Raises:
+            CodecError: If it cannot be counted; says why.
+        """
         expected = self._publication.uplink_codec
         if codec_name != expected:
-            return f"codec {codec_name!r}, the run's uplink codec is {expected!r}", b""
-        return await self._verified(expected, lane.lane_id, lane.digest, call)
+            raise CodecError(f"codec {codec_name!r}, the run's uplink codec is {expected!r}")
+        spool = self._hooks.spool
+        async with spool.arrival(call.payload_bytes):
+            return await self._verified(
+                expected, lane.lane_id, lane.digest, call, lambda p: spool.put(p, lane.digest)
+            )
 
     async def _verified(
-        self, codec_name: str, lane_id: int, digest: bytes, call: IncomingCall
-    ) -> tuple[str, Buffer]:
+        self,
+        codec_name: str,
+        lane_id: int,
+        digest: bytes,
+        call: IncomingCall,
+        keep: Callable[[Buffer], _T],
+    ) -> _T:
+        """Receive a lane; return what `keep`, in the worker, makes of it once it is verified."""
         numel = self._fragment.lanes[lane_id].numel
         codec = lane_codec(codec_name, self._fragment, lane_id)
         wire_bytes = codec.wire_bytes(numel)
         if call.payload_bytes != wire_bytes:
-            return f"{call.payload_bytes} bytes, the plan asks {wire_bytes}", b""
+            raise CodecError(f"{call.payload_bytes} bytes, the plan asks {wire_bytes}")
         payload = await call.read_payload()
-        try:
-            await self._hooks.worker.run(lambda: _verify(payload, digest, codec, numel))
-        except CodecError as error:
-            return str(error), b""
-        return "", payload
+
+        def verify() -> _T:
+            _verify(payload, digest, codec, numel)
+            return keep(payload)
+
+        return await self._hooks.worker.run(verify)
 
     # -- version 0 -------------------------------------------------------------------------------
 
@@ -191,9 +208,13 @@ class FragmentService:
         """
         if header.lane_id >= len(self._fragment.lanes):
             return f"there is no lane {header.lane_id}"
-        problem, payload = await self._verified("float32", header.lane_id, header.digest, call)
-        if problem:
-            return f"initial parameters refused: {problem}"
+        try:
+            async with self._hooks.spool.arrival(call.payload_bytes):
+                payload = await self._verified(
+                    "float32", header.lane_id, header.digest, call, lambda payload: payload
+                )
+        except CodecError as error:
+            return f"initial parameters refused: {error}"
         async with self._founding:
             incarnation = header.grant.incarnation
             if self.record is not None:
@@ -212,7 +233,7 @@ class FragmentService:
         lanes = []
         for lane in self._fragment.lanes:
             values = from_bytes(self._initial[lane.lane_id]).view(torch.float32)
-            lanes.append(LaneState(values, values, torch.zeros_like(values)))
+            lanes.append(LaneState(values.clone(), values, torch.zeros_like(values)))
         record = VersionRecord(
             version=0,
             fragment_id=self._fragment.fragment_id,
@@ -254,19 +275,23 @@ class FragmentService:
         record, lane_id = self.record, header.lane_id
         if record is None or header.version > record.version or lane_id >= len(record.lanes):
             return _no_lane(wire.FETCH_STATUS_UNKNOWN, "not published here"), b""
+        is_dense = header.kind == wire.FETCH_KIND_DENSE
+        codec, payload = record.payload_codec, b""  # type: tuple[str, Buffer]
         if header.version != record.version:
+            section = "published" if is_dense else "payload"
             try:
-                record = await self._hooks.worker.run(lambda: self._store.load(header.version))
+                codec, payload = await self._hooks.worker.run(
+                    lambda: self._store.load_lane(header.version, lane_id, section)
+                )
             except RecordInvalid as error:
                 return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
-        payload: Buffer
-        if header.kind == wire.FETCH_KIND_DENSE:
-            codec = "float32"
+        elif is_dense:
             payload = to_bytes(record.lanes[lane_id].published.view(torch.uint8))
         elif record.payloads:
-            codec, payload = record.payload_codec, record.payloads[lane_id]
+            payload = record.payloads[lane_id]
         else:
             return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
+        codec = "float32" if is_dense else codec
         digest = blake3.blake3(payload).digest()
         self._hooks.meter.sent(record.fragment_id, header.grant.island, len(payload))
         return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), payload
@@ -283,10 +308,10 @@ class FragmentService:
                     self._hooks.spawn(self._publish(instruction))
                 case RecordExpiry(key, reason):
                     logger.warning("round expired, key=%s: %s", key, reason)
-                    self._spool = {}
-                    self._hooks.spawn(self._expire(key))
+                    spool, self._spool = self._spool, {}
+                    self._hooks.spawn(self._expire(key, spool))
                 case DropLanes(_, island, _):
-                    self._spool.pop(island, None)
+                    drop({island: self._spool.pop(island, {})})
                 case Lost():
                     self._hooks.on_lost(instruction)
             self._hooks.on_change()
@@ -301,8 +326,10 @@ class FragmentService:
     async def _publish(self, close: Close) -> None:
         """Merge, commit, then announce; a result that is not finite expires the attempt."""
         spool, self._spool = self._spool, {}
+        base = self.record
+        assert base is not None, "a round closed before version 0"
         try:
-            record = await self._hooks.worker.run(lambda: self._merge(close, spool))
+            record = await self._hooks.worker.run(lambda: self._merger.publish(base, close, spool))
         except AggregationError as error:
             logger.error("result refused, key=%s: %s", close.key, error)
             self._perform(self.rounds.result_broken(close.key, str(error), _now()))
@@ -314,47 +341,12 @@ class FragmentService:
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
 
-    def _merge(self, close: Close, spool: Mapping[str, Mapping[int, Buffer]]) -> VersionRecord:
-        """Compute and commit the next version; runs in the worker."""
-        assert self.record is not None
-        weights = [c.weight_tokens for c in close.contributors]
-        with self._hooks.meter.merging(close.key.fragment_id):
-            publications = [
-                publish_lane(
-                    state,
-                    [spool[c.island][lane_id] for c in close.contributors],
-                    weights,
-                    self._publication,
-                    fragment=self._fragment,
-                    lane_id=lane_id,
-                    key=close.key,
-                    is_flush=close.is_flush,
-                )
-                for lane_id, state in enumerate(self.record.lanes)
-            ]
-        record = VersionRecord(
-            version=close.key.version + 1,
-            fragment_id=close.key.fragment_id,
-            timeline=close.key.timeline,
-            key=close.key,
-            is_flush=close.is_flush,
-            payload_codec=self._publication.payload_codec(close.is_flush),
-            lane_digests=tuple(publication.digest for publication in publications),
-            lanes=tuple(publication.state for publication in publications),
-            payloads=tuple(publication.payload for publication in publications),
-            contributors=close.contributors,
-            contributions={
-                c.island: [spool[c.island][lane.lane_id] for lane in self._fragment.lanes]
-                for c in close.contributors
-            },
-            refused=close.refused,
-        )
-        with self._hooks.meter.committing(record.fragment_id):
-            self._store.commit(record)
-        return record
+    async def _expire(self, key: RoundKey, spool: Spooled) -> None:
+        def expire() -> None:
+            drop(spool)
+            self._store.record_expiry(key)
 
-    async def _expire(self, key: RoundKey) -> None:
-        await self._hooks.worker.run(lambda: self._store.record_expiry(key))
+        await self._hooks.worker.run(expire)
         self._hooks.meter.expired(key.fragment_id)
         self._perform(self.rounds.expiry_recorded(key, _now()))
 
@@ -365,10 +357,10 @@ class FragmentService:
 
 
 def _verify(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
-    """Insist that a payload is what its header says and decodes to finite values."""
+    """Insist that a payload is what its header says and would decode to finite values."""
     if blake3.blake3(payload).digest() != digest:
         raise CodecError("the payload does not match the digest in its header")
-    decode_contribution(codec, payload, numel)
+    codec.check(from_bytes(payload), numel)
 
 
 def _no_lane(status: wire.FetchStatus, message: str) -> wire.FetchReply:

@@ -33,15 +33,17 @@ from diloco.rounds.pins import pin_directory
 from diloco.rounds.publication import LaneState, PublicationRules, publish_lane, version_digest
 from diloco.rounds.record import (
     STATE_SECTIONS,
+    RecordDraft,
     RecordInvalid,
     fragment_directory,
     header_path,
     headers_in,
     insist_on_whole,
-    pack,
     read_header,
+    read_section,
     record_path,
     unpack,
+    verify,
     version_of,
     versions_in,
 )
@@ -168,16 +170,19 @@ class FragmentStore:
         newest: VersionRecord | None = None
         for version in reversed(versions_in(self._directory)):
             try:
-                record = self.load(version)
+                if newest is None:
+                    newest = self.load(version)
+                    header = newest.header()
+                else:
+                    header = verify(record_path(self._directory, version), version, self.fragment)
             except RecordInvalid as error:
                 logger.warning("record skipped, %s", error)
                 continue
-            newest = newest or record
-            if record.key is not None:
-                past[record.key.version] = PastRound(
-                    record.key.attempt,
-                    frozenset((c.island, c.incarnation) for c in record.contributors),
-                    record.refused,
+            if version > 0:
+                past[version - 1] = PastRound(
+                    header["attempt"],
+                    frozenset((c["island"], c["incarnation"]) for c in header["contributors"]),
+                    header["refused"],
                 )
         if newest is None:
             return None
@@ -185,10 +190,52 @@ class FragmentStore:
         headers = [h for h in headers_in(self._directory) if h["version"] <= newest.version]
         return Recovered(newest, attempt, expired_in_a_row, past, tuple(headers))
 
-    def commit(self, record: VersionRecord) -> None:
-        """Write a version durably, then forget what is no longer retained."""
-        path = record_path(self._directory, record.version)
-        write_durably(path, pack(record.header(), list(_sections(record))))
+    def draft(
+        self,
+        record: VersionRecord,
+        payload_bytes: Sequence[int],
+        contribution_bytes: Mapping[str, Sequence[int]],
+    ) -> RecordDraft:
+        """Begin to write a version whose lanes are still to be computed.
+
+        Args:
+            record: The version; lanes, payloads and contributions do not count, digests may be
+                others than those that it will have.
+            payload_bytes: Of each lane's published payload; empty for version 0.
+            contribution_bytes: Island -> bytes of each lane, as accepted.
+        """
+        sections = [
+            (f"{name}/{lane.lane_id}", 4 * lane.numel)
+            for name in STATE_SECTIONS
+            for lane in self.fragment.lanes
+        ]
+        sections += [(f"payload/{i}", size) for i, size in enumerate(payload_bytes)]
+        sections += [
+            (f"contribution/{island}/{i}", size)
+            for island, sizes in sorted(contribution_bytes.items())
+            for i, size in enumerate(sizes)
+        ]
+        return RecordDraft(record_path(self._directory, record.version), record.header(), sections)
+
+    def commit(self, record: VersionRecord, draft: RecordDraft | None = None) -> None:
+        """Write a version durably, then forget what is no longer retained.
+
+        Args:
+            record: The version.
+            draft: Holds some of its sections already; None: nothing was written yet.
+        """
+        if draft is None:
+            sizes = {i: [len(lane) for lane in c] for i, c in record.contributions.items()}
+            draft = self.draft(record, [len(payload) for payload in record.payloads], sizes)
+        try:
+            missing = draft.missing
+            for name, data in _sections(record):
+                if name in missing:
+                    draft.write(name, data)
+            draft.commit(record.header())
+        except OSError:
+            draft.abandon()
+            raise
         for version in versions_in(self._directory):
             if version < record.version - self.retained_versions:
                 self._forget(version)
@@ -212,6 +259,19 @@ class FragmentStore:
         """
         path = record_path(self._directory, version)
         return _from_header(*unpack(path, version, self.fragment), self.fragment)
+
+    def load_lane(self, version: int, lane_id: int, section: str) -> tuple[str, Buffer]:
+        """Read and verify one lane of a version: "published", or "payload".
+
+        Returns:
+            Name of the codec that the version was published in, and the lane's bytes.
+
+        Raises:
+            RecordInvalid: If the record is missing or damaged, or has no such section.
+        """
+        path = record_path(self._directory, version)
+        header, body = read_section(path, f"{section}/{lane_id}")
+        return header["payload_codec"], body
 
     def pin(self, step: int, version: int) -> None:
         """Keep a version for the run checkpoint of an inner step; durable when this returns.

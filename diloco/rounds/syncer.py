@@ -24,6 +24,7 @@ from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, outcome_me
 from diloco.rounds.pins import forget_pins
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.service import FragmentService, Hooks, Worker
+from diloco.rounds.spool import Spool
 from diloco.rounds.state import Admission, FragmentRounds, Lost, RoundRules
 from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.telemetry.syncer_meter import SyncerMeter
@@ -52,7 +53,14 @@ class IncarnationStore(Protocol):
 class SyncerRules:
     """What a syncer obeys for all its fragments.
 
-    `num_unsure_pins`: newest pins that are kept though their checkpoints are not complete.
+    Args:
+        timeline: Of the run.
+        islands: All of them, sorted.
+        publication: How contributions become a version.
+        round_deadline_s: Seconds from the first complete contribution to expiry.
+        num_unsure_pins: Newest pins that are kept though their checkpoints are not complete.
+        spool_bytes: Coded contributions in memory; beyond that they wait on disk.
+        num_threads: Lanes merged at once.
     """
 
     timeline: int
@@ -60,6 +68,8 @@ class SyncerRules:
     publication: PublicationRules
     round_deadline_s: float
     num_unsure_pins: int
+    spool_bytes: int = 1 << 30
+    num_threads: int = 1
 
 
 class Syncer:
@@ -103,7 +113,17 @@ class Syncer:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.meter = SyncerMeter(time.perf_counter)
-        hooks = Hooks(worker, self._spawn, on_record, self._notify, self._lose, self.meter)
+        self._spool = Spool(stores[0].store_dir / "spool", rules.spool_bytes)
+        hooks = Hooks(
+            worker,
+            self._spawn,
+            on_record,
+            self._notify,
+            self._lose,
+            self.meter,
+            self._spool,
+            rules.num_threads,
+        )
         self._services = {
             fragment.fragment_id: FragmentService(
                 fragment,
@@ -150,6 +170,7 @@ class Syncer:
 
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
+        await self._worker.run(self._spool.start)
         self._incarnations = await self._worker.run(self._incarnation_store.load)
         for service in self._services.values():
             await service.start(self._incarnations)

@@ -638,6 +638,39 @@ def test_a_late_lane_is_answered_with_its_outcome(setting: Setting) -> None:
     run_virtual(scenario())
 
 
+def test_contributions_on_disk_give_the_same_version_and_leave_nothing(setting: Setting) -> None:
+    async def scenario(name: str, spool_bytes: int) -> bytes:
+        run, (a, b) = await founded(replace(setting, directory=setting.directory / name))
+        run.syncer._spool._memory_bytes = spool_bytes
+        spool = setting.directory / name / "spool"
+        await a.contribute(value=2.0)
+        assert len(list(spool.iterdir())) == (0 if spool_bytes else 2)
+        await a.submit(lane_id=1, value=2.0)  # again
+        await b.contribute(value=4.0)
+        await asyncio.sleep(1.0)
+        assert not list(spool.iterdir())
+        await a.submit(RoundKey(0, 0, 1, 0))
+        await a.decline(RoundKey(0, 0, 1, 0))
+        assert not list(spool.iterdir()), "nor of one who declines"
+        return run.syncer.states[0].digest
+
+    in_memory, on_disk = (run_virtual(scenario(str(n), n)) for n in (1 << 30, 0))
+
+    assert in_memory == on_disk
+
+
+def test_a_start_sweeps_the_spool(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, _) = await founded(setting)
+        run.syncer._spool._memory_bytes = 0
+        await a.contribute()
+        await restart(run)
+
+        assert not list((setting.directory / "spool").iterdir())
+
+    run_virtual(scenario())
+
+
 # -- what is published ---------------------------------------------------------------------------
 
 

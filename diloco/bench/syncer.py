@@ -1,0 +1,334 @@
+"""How many islands one core serves: a real syncer's CPU time and memory beside simulated islands.
+
+The syncer is `python -m diloco.launch.syncer` on one CPU, with a state directory on disk; its
+islands, all in this process, send contributions that were encoded beforehand, every lane at once,
+over a connection each. What the syncer spends on a round is all it does: receive, verify, spool,
+decode, sum, outer step, encode, write the record, publish. Its CPU seconds count, so other load on
+the machine does less harm; memory is the high-water mark of its resident set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from diloco.bench.publish_process import lane_values
+from diloco.bench.report import Column, Report, Requirement
+from diloco.bench.simulated_island import SimulatedIsland
+from diloco.compression.base import to_bytes
+from diloco.compression.registry import get_codec
+from diloco.config.load import resolved_toml
+from diloco.config.schema import Config
+from diloco.coordinator.grants import load_or_create_secret, sign
+from diloco.errors import CoordinatorUnavailable
+from diloco.launch.logs import tail
+from diloco.launch.state_dir import StateDir, read_endpoint
+from diloco.outer.fragments import TensorSpec, make_plan
+from protos.control_pb2 import ROLE_ISLAND, Grant
+from transport.grpc_client import GrpcTransport
+
+_RUN = "bench-syncer"
+_START_S = 180.0
+_LOOK_S = 0.1
+_MIB = 1 << 20
+_STATE_BYTES = 12
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is measured.
+
+    Attributes:
+        numel: Parameters of the one fragment.
+        codec: Up and down.
+        num_islands: One row for each.
+        spool_memory: `coordinator.spool_memory` of those rows: all contributions fit.
+        small_spool_memory: Of one more row, with the most islands: most of them go to disk.
+        num_rounds: Measured in a row, after one that warms up.
+        flatness: CPU time a parameter and island with the most islands, over that with the fewest.
+        memory: Peak memory beyond state and contributions, over one fragment's state.
+    """
+
+    numel: int = 16 << 20
+    codec: str = "int4"
+    num_islands: tuple[int, ...] = (4, 8, 16, 32, 64)
+    spool_memory: str = "1GiB"
+    small_spool_memory: str = "64MiB"
+    num_rounds: int = 3
+    flatness: float = 1.2
+    memory: float = 1.25
+
+
+SETTING = Setting()
+
+_COLUMNS = (
+    Column("num_islands", "islands", "d"),
+    Column("spool_memory", "spool"),
+    Column("nanoseconds", "CPU ns", ".2f"),
+    Column("millions_per_s", "M/s a core", ".0f"),
+    Column("round_s", "round, s", ".2f"),
+    Column("tensors", "tensors", ".0%"),
+    Column("loop", "Python", ".0%"),
+    Column("wire", "gRPC", ".0%"),
+    Column("kernel", "of it kernel", ".0%"),
+    Column("peak_mib", "peak MiB", ".0f"),
+    Column("held_mib", "coded MiB", ".0f"),
+    Column("extra_mib", "extra MiB", ".0f"),
+    Column("extra_of_state", "/fragment", ".2f"),
+)
+
+
+def run_syncer(setting: Setting, on_progress: Callable[[int, int], None]) -> Report:
+    """Measure all rows; `on_progress` hears of rounds done and of rounds in all.
+
+    Raises:
+        DilocoError: If the syncer does not start, or refuses what it is sent.
+    """
+    began = time.monotonic()
+    wanted = [(number, setting.spool_memory) for number in setting.num_islands]
+    wanted.append((max(setting.num_islands), setting.small_spool_memory))
+    rounds = setting.num_rounds + 1
+    rows: list[dict[str, Any]] = []
+    for number, spool_memory in wanted:
+
+        def heard(done: int) -> None:
+            on_progress(len(rows) * rounds + done, len(wanted) * rounds)
+
+        with tempfile.TemporaryDirectory(prefix="diloco-syncer-") as directory:
+            rows.append(_measure(setting, number, spool_memory, Path(directory), heard))
+    fewest, most = rows[0], rows[-2]
+    requirements = [
+        Requirement(
+            f"CPU time a parameter and island, {most['num_islands']} islands over "
+            f"{fewest['num_islands']}",
+            most["nanoseconds"] / fewest["nanoseconds"],
+            setting.flatness,
+            "x",
+        ),
+        Requirement(
+            "peak memory beyond state and contributions",
+            max(row["extra_of_state"] for row in rows),
+            setting.memory,
+            "of one fragment's state",
+        ),
+    ]
+    return Report("syncer", asdict(setting), _COLUMNS, rows, requirements, time.monotonic() - began)
+
+
+def _measure(
+    setting: Setting,
+    num_islands: int,
+    spool_memory: str,
+    directory: Path,
+    on_round: Callable[[int], None],
+) -> dict[str, Any]:
+    """Give one row: JSON values, hence `Any`."""
+    names = tuple(f"island-{i:03d}" for i in range(num_islands))
+    state = StateDir(directory / "run")
+    plan = make_plan([TensorSpec("w", (setting.numel,))], num_fragments=1)
+    state.create()
+    config = _config(setting, names, str(state.root), spool_memory)
+    state.resolved.write_text(resolved_toml(config), encoding="utf-8")
+    state.plan.write_text(plan.to_json(), encoding="utf-8")
+    secret = load_or_create_secret(state.secret)
+    fragment = plan.fragments[0]
+    codec = get_codec(setting.codec)
+    payloads = [
+        bytes(to_bytes(codec.encode(lane_values(lane.numel, lane.lane_id))))
+        for lane in fragment.lanes
+    ]
+    with _serving(state) as (address, process):
+        islands = [
+            SimulatedIsland(
+                GrpcTransport(address),
+                sign(Grant(run=_RUN, island=name, incarnation=1, roles=[ROLE_ISLAND]), secret),
+                fragment,
+                setting.codec,
+            )
+            for name in names
+        ]
+        spent, peak, baseline, wall_s = asyncio.run(
+            _rounds(islands, payloads, process, setting.num_rounds, on_round)
+        )
+    coded = len(names) * sum(map(len, payloads))
+    held = min(coded, config.coordinator.spool_bytes)
+    fragment_bytes = _STATE_BYTES * setting.numel
+    extra = peak - baseline - fragment_bytes - held
+    served = num_islands * setting.numel * setting.num_rounds
+    return {
+        "num_islands": num_islands,
+        "spool_memory": spool_memory,
+        "nanoseconds": 1e9 * spent.cpu_s / served,
+        "millions_per_s": 1e-6 * served / spent.cpu_s,
+        "round_s": wall_s / setting.num_rounds,
+        "tensors": spent.tensors_s / spent.cpu_s,
+        "loop": spent.loop_s / spent.cpu_s,
+        "wire": spent.wire_s / spent.cpu_s,
+        "kernel": spent.kernel_s / spent.cpu_s,
+        "baseline_mib": baseline / _MIB,
+        "peak_mib": peak / _MIB,
+        "held_mib": held / _MIB,
+        "extra_mib": extra / _MIB,
+        "extra_of_state": extra / fragment_bytes,
+    }
+
+
+async def _rounds(
+    islands: Sequence[SimulatedIsland],
+    payloads: Sequence[bytes],
+    process: _Process,
+    num_rounds: int,
+    on_round: Callable[[int], None],
+) -> tuple[_Spent, int, int, float]:
+    """Found, warm up, then measure: CPU seconds, peak and first resident bytes, wall seconds."""
+    digests = [blake3.blake3(payload).digest() for payload in payloads]
+
+    async def one(version: int) -> None:
+        await asyncio.gather(*(island.contribute(version, payloads, digests) for island in islands))
+        await asyncio.gather(*(island.published(version + 1) for island in islands))
+        on_round(version + 1)
+
+    baseline = process.resident_bytes()
+    await asyncio.gather(*(island.join() for island in islands))
+    await islands[0].found()
+    await one(0)
+    process.forget_peak()
+    before, began = process.spent(), time.monotonic()
+    for version in range(1, num_rounds + 1):
+        await one(version)
+    spent, wall_s = process.spent() - before, time.monotonic() - began
+    peak = process.peak_bytes()
+    for island in islands:
+        await island.close()
+    return spent, peak, baseline, wall_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """CPU seconds of a process, by what its threads do; `kernel_s` are those in system calls."""
+
+    loop_s: float
+    tensors_s: float
+    wire_s: float
+    kernel_s: float
+
+    @property
+    def cpu_s(self) -> float:
+        return self.loop_s + self.tensors_s + self.wire_s
+
+    def __sub__(self, before: _Spent) -> _Spent:
+        return _Spent(
+            self.loop_s - before.loop_s,
+            self.tensors_s - before.tensors_s,
+            self.wire_s - before.wire_s,
+            self.kernel_s - before.kernel_s,
+        )
+
+
+class _Process:
+    """A running syncer, as /proc shows it."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._proc = Path(f"/proc/{pid}")
+
+    def spent(self) -> _Spent:
+        """CPU seconds since its start: its main thread's is the event loop; gRPC names its own.
+
+        The threads of a merge have ended by then, so tensors are what is left of the whole.
+        """
+        user, kernel = _ticks(self._proc / "stat")
+        loop = wire = 0
+        for task in (self._proc / "task").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                ticks = sum(_ticks(task / "stat"))
+                if int(task.name) == self._pid:
+                    loop = ticks
+                elif not (task / "comm").read_text().startswith("python"):
+                    wire += ticks
+        per_s = os.sysconf("SC_CLK_TCK")
+        whole = user + kernel
+        return _Spent(loop / per_s, (whole - loop - wire) / per_s, wire / per_s, kernel / per_s)
+
+    def resident_bytes(self) -> int:
+        """Return what it has in memory now."""
+        return self._status("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """Return the most that it has had in memory since `forget_peak`."""
+        return self._status("VmHWM")
+
+    def forget_peak(self) -> None:
+        """Begin to look for the peak anew."""
+        (self._proc / "clear_refs").write_text("5")
+
+    def _status(self, name: str) -> int:
+        lines = (self._proc / "status").read_text().splitlines()
+        found = next(line for line in lines if line.startswith(name + ":"))
+        return 1024 * int(found.split()[1])
+
+
+def _ticks(path: Path) -> tuple[int, int]:
+    """User and kernel ticks of a process or a thread."""
+    fields = path.read_text().rpartition(")")[2].split()
+    return int(fields[11]), int(fields[12])
+
+
+@contextlib.contextmanager
+def _serving(state: StateDir) -> Iterator[tuple[str, _Process]]:
+    """Run a syncer on one CPU while the context lasts.
+
+    Raises:
+        CoordinatorUnavailable: If it does not serve in time; says what its log does.
+    """
+    command = [sys.executable, "-m", "diloco.launch.syncer", str(state.root)]
+    with open(state.syncer_log, "ab") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
+        until = time.monotonic() + _START_S
+        while (endpoint := read_endpoint(state.syncer)) is None or not endpoint.address:
+            if process.poll() is not None or time.monotonic() > until:
+                raise CoordinatorUnavailable(
+                    f"the bench's syncer did not start (exit code {process.returncode}); its log "
+                    f"says:\n{tail(state.syncer_log)}"
+                )
+            time.sleep(_LOOK_S)
+        yield endpoint.address, _Process(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _config(setting: Setting, names: Sequence[str], state_dir: str, spool_memory: str) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": _RUN, "seed": 1, "inner_steps": 1000},
+            "model": {"preset": "debug"},
+            "data": {"sequence_length": 32},
+            "inner": {"optimizer": {"lr": 1e-3, "schedule": "constant"}},
+            "outer": {
+                "preset": "classic",
+                "inner_steps_per_round": 10,
+                "uplink_codec": setting.codec,
+                "downlink_codec": setting.codec,
+                "retained_versions": 1,
+                "round_deadline": "600s",
+            },
+            "coordinator": {"state_dir": state_dir, "spool_memory": spool_memory},
+            "evaluation": {"num_sequences": 1},
+            "islands": {name: {"ranks": 1, "tokens_per_inner_step": 32} for name in names},
+        }
+    )
