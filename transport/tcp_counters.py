@@ -19,6 +19,7 @@ _DESCRIPTORS = "/proc/self/fd"
 #: Offsets of the fields within struct tcp_info.
 _TOTAL_RETRANS, _DATA_SEGS_IN, _DATA_SEGS_OUT, _RCV_OOOPACK = 100, 152, 156, 224
 _INFO_BYTES = 232
+_FAMILIES, _STREAM = (socket.AF_INET, socket.AF_INET6), socket.SOCK_STREAM
 
 
 def can_count() -> bool:
@@ -34,7 +35,8 @@ def segment_counts(ports: Collection[int]) -> dict[int, SegmentCounts]:
             place = os.readlink(f"{_DESCRIPTORS}/{name}")
             if place.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if connection.getpeername()[1] in ports:
+                    is_tcp = connection.family in _FAMILIES and connection.type == _STREAM
+                    if is_tcp and connection.getpeername()[1] in ports:
                         found[int(place[8:-1])] = _counts(connection)
     return found
 
