@@ -56,6 +56,7 @@ PICKLING_COLLECTIVES = tuple(
 FORBIDDEN = [
     pytest.param("transport", ("torch", "torchvision"), (), id="transport-has-no-torch"),
     pytest.param("transport.link", IMPURE, (), id="transport.link-is-pure"),
+    pytest.param("transport.channels", IMPURE, (), id="transport.channels-is-pure"),
     pytest.param("diloco.outer", IMPURE, (), id="outer-is-pure"),
     pytest.param("diloco.outer.fragments", ("torch",), (), id="fragments-has-no-torch"),
     pytest.param("diloco.outer.schedule", ("torch",), (), id="schedule-has-no-torch"),

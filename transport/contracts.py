@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from transport.identity import Identity
+from transport.transfer import Transfer
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 #: Version of the wire protocol; every header carries it.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Transport(Protocol):
         *,
         deadline_s: float,
         max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
     ) -> Reply:
         """Call `method` and wait for the complete reply.
 
@@ -100,6 +102,8 @@ class Transport(Protocol):
             payload: Raw bytes; not copied as a whole.
             deadline_s: Seconds from now for the whole call, reply included; must be > 0.
             max_reply_bytes: Largest reply payload the caller is ready to hold; 0 allows none.
+            transfer: Given to every attempt of one call, with the same method, header and payload,
+                it makes each go on where the one before it broke. None: a call begins anew.
 
         Raises:
             TransportError: One of the leaves in `errors`; `TransportClosed` after `close`.

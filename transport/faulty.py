@@ -31,6 +31,7 @@ from transport.deadlines import Deadlines, seconds_left
 from transport.errors import PeerReset, TransportError
 from transport.framing import check_call
 from transport.identity import Identity
+from transport.transfer import Transfer
 
 _RESET = "the connection was reset on purpose"
 
@@ -254,6 +255,7 @@ class FaultyTransport:
         *,
         deadline_s: float,
         max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
     ) -> Reply:
         """Call `method`; see `contracts.Transport`."""
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
@@ -266,6 +268,7 @@ class FaultyTransport:
                     tamper(payload),
                     deadline_s=seconds_left(scope),
                     max_reply_bytes=max_reply_bytes,
+                    transfer=transfer,
                 )
 
             payload_bytes = memoryview(payload).nbytes

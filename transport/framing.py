@@ -1,10 +1,18 @@
 """How a call's header and payload become messages, and back.
 
     first message  checksum (8) | magic (4) | version (2) | failure (2) | header bytes (4)
-                   | chunk bytes (4) | payload bytes (8) | header
+                   | chunk bytes (4) | payload bytes (8) | flags (1) | transfer (16) | reply (16)
+                   | offset (8) | header
     every other    checksum (8) | data: `chunk_bytes` of the payload, the last one less
+    position       checksum (8) | magic (4) | offset (8)
 
 A reply may be a failure instead: then its number is not 0 and the header is a message for people.
+
+A call with a name (`transfer`, not 0) goes on where an earlier attempt broke. The caller of such an
+attempt (flag 1) says how many bytes (`offset`) of which `reply` it has, and sends no chunk before
+the peer has said, in a message of its own ahead of the reply, at which position the payload goes
+on. In a reply, `reply` is its name and `offset` the byte at which its chunks begin; 0 when the
+caller's part of it is worth nothing. Flag 2: payloads of other calls go first.
 
 Integers are little-endian; a checksum is the xxh3_64 (canonical, big-endian) of everything after
 it in its message. Both directions of a call use the same form. Pure; content is never parsed.
@@ -14,6 +22,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import xxhash
 
@@ -28,6 +37,7 @@ from transport.errors import (
     Unauthorised,
     VersionMismatch,
 )
+from transport.transfer import NO_NAME, Partial
 
 #: Largest header, in bytes. Headers are small messages; what is large is a payload.
 MAX_HEADER_BYTES = 1 << 20
@@ -40,8 +50,11 @@ MAX_CHUNK_BYTES = 8 << 20
 MAX_CHUNKS = 1 << 16
 
 _MAGIC = b"DLCO"
+_POSITION_MAGIC = b"DLCP"
 _CHECKSUM_BYTES = 8
-_OPENING = struct.Struct("<4sHHIIQ")
+_OPENING = struct.Struct("<4sHHIIQB16s16sQ")
+_POSITION = struct.Struct("<4sQ")
+_IS_RESUMING, _IS_BULK = 1, 2
 #: Failures by their number on the wire; numbers are never used again.
 _FAILURES: dict[int, type[TransportError]] = {
     1: HandlerFailed,
@@ -55,6 +68,25 @@ _FAILURES: dict[int, type[TransportError]] = {
 _MAX_FAILURE_BYTES = 1 << 16
 #: Largest message of this protocol.
 MAX_MESSAGE_BYTES = _CHECKSUM_BYTES + _OPENING.size + max(MAX_HEADER_BYTES, MAX_CHUNK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What a first message says of a call that may go on after a break; see above.
+
+    Attributes:
+        transfer: Name of the call; `NO_NAME`: it cannot go on.
+        is_resuming: Whether an earlier attempt may have left something at the peer.
+        is_bulk: Whether its payloads let those of other calls go first.
+        reply: Name of a reply.
+        offset: Bytes of that reply.
+    """
+
+    transfer: bytes = NO_NAME
+    is_resuming: bool = False
+    is_bulk: bool = False
+    reply: bytes = NO_NAME
+    offset: int = 0
 
 
 def check_call(header: bytes, *, deadline_s: float, max_reply_bytes: int) -> None:
@@ -91,34 +123,92 @@ def check_chunk_bytes(chunk_bytes: int) -> None:
         raise ValueError(f"chunk_bytes = {chunk_bytes}: must be in 1 .. {MAX_CHUNK_BYTES}")
 
 
-def frame_messages(header: bytes, payload: Buffer, chunk_bytes: int) -> Iterator[bytes]:
+def frame_messages(
+    header: bytes,
+    payload: Buffer,
+    chunk_bytes: int,
+    resumption: Resumption = Resumption(),
+) -> Iterator[bytes]:
     """Return the messages of one direction of a call; a chunk is copied once, when asked for.
 
     Args:
         header: At most `MAX_HEADER_BYTES`.
         payload: C-contiguous buffer of any item type; empty gives no chunk at all.
         chunk_bytes: Payload bytes of every chunk but the last, 1 .. `MAX_CHUNK_BYTES`.
+        resumption: Its `offset` is where a reply's chunks begin.
 
     Raises:
         MessageTooLarge: If the header is too large.
         ValueError: If `chunk_bytes` is out of range.
     """
+    first = frame_opening(header, memoryview(payload).nbytes, chunk_bytes, resumption)
+    return _chain(first, frame_chunks(payload, chunk_bytes, resumption.offset))
+
+
+def frame_opening(
+    header: bytes,
+    payload_bytes: int,
+    chunk_bytes: int,
+    resumption: Resumption = Resumption(),
+) -> bytes:
+    """Return the first message of a call; as `frame_messages`."""
     check_header(len(header))
     check_chunk_bytes(chunk_bytes)
-    return _frame(0, header, memoryview(payload).cast("B"), chunk_bytes)
+    return _frame_first(0, header, payload_bytes, chunk_bytes, resumption)
+
+
+def frame_chunks(payload: Buffer, chunk_bytes: int, offset: int = 0) -> Iterator[bytes]:
+    """Return the chunks of a payload from byte `offset` on, each made when asked for."""
+    view = memoryview(payload).cast("B")
+    for start in range(offset, len(view), chunk_bytes):
+        yield _seal(view[start : start + chunk_bytes])
+
+
+def chunk_size(message: bytes) -> int:
+    """Payload bytes in a chunk's message."""
+    return len(message) - _CHECKSUM_BYTES
 
 
 def frame_failure(error: TransportError) -> bytes:
     """Return the one message of a reply that is a failure; reading it raises `error` again."""
     code = next(code for code, kind in _FAILURES.items() if type(error) is kind)
-    return next(_frame(code, str(error).encode()[:_MAX_FAILURE_BYTES], memoryview(b""), 1))
+    return _frame_first(code, str(error).encode()[:_MAX_FAILURE_BYTES], 0, 1, Resumption())
 
 
-def _frame(failure: int, header: bytes, view: memoryview, chunk_bytes: int) -> Iterator[bytes]:
-    opening = (_MAGIC, PROTOCOL_VERSION, failure, len(header), chunk_bytes, len(view))
-    yield _seal(_OPENING.pack(*opening) + header)
-    for start in range(0, len(view), chunk_bytes):
-        yield _seal(view[start : start + chunk_bytes])
+def frame_position(offset: int) -> bytes:
+    """Return the message that says at which byte the payload of a resumed call goes on."""
+    return _seal(_POSITION.pack(_POSITION_MAGIC, offset))
+
+
+def read_position(message: bytes, payload_bytes: int) -> int | None:
+    """Read what `frame_position` wrote; None: the message is something else.
+
+    Raises:
+        FrameError: If it lies beyond the payload.
+        ChecksumMismatch: If it arrived damaged.
+    """
+    body = memoryview(message)[_CHECKSUM_BYTES:]
+    if len(body) != _POSITION.size or body[: len(_POSITION_MAGIC)] != _POSITION_MAGIC:
+        return None
+    _verify(message, "the position")
+    _, offset = _POSITION.unpack(body)
+    if offset > payload_bytes:
+        raise FrameError(f"the peer claims to have {offset} bytes of {payload_bytes}")
+    return int(offset)
+
+
+def _frame_first(
+    failure: int, header: bytes, payload_bytes: int, chunk_bytes: int, resumption: Resumption
+) -> bytes:
+    flags = _IS_RESUMING * resumption.is_resuming | _IS_BULK * resumption.is_bulk
+    opening = (_MAGIC, PROTOCOL_VERSION, failure, len(header), chunk_bytes, payload_bytes)
+    named = (flags, resumption.transfer, resumption.reply, resumption.offset)
+    return _seal(_OPENING.pack(*opening, *named) + header)
+
+
+def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest
 
 
 class FrameReader:
@@ -142,7 +232,7 @@ class FrameReader:
         if len(body) < _OPENING.size:
             raise FrameError(f"first message has {len(first_message)} bytes, too few for a frame")
         opening = _OPENING.unpack_from(body)
-        magic, version, failure, header_bytes, chunk_bytes, payload_bytes = opening
+        magic, version, failure, header_bytes, chunk_bytes, payload_bytes, *named = opening
         if magic != _MAGIC:
             raise FrameError(f"first message starts with {magic!r}: the peer is not a diloco peer")
         if version != PROTOCOL_VERSION:
@@ -167,24 +257,34 @@ class FrameReader:
         self.header = bytes(body[_OPENING.size :])
         if failure:
             raise _FAILURES.get(failure, HandlerFailed)(self.header.decode(errors="replace"))
+        flags, transfer, reply, offset = named
+        self.resumption = Resumption(
+            transfer, bool(flags & _IS_RESUMING), bool(flags & _IS_BULK), reply, offset
+        )
         self.payload_bytes: int = payload_bytes
+        self.partial: Partial | None = None
         self._chunk_bytes: int = chunk_bytes
-        self._payload: bytearray | None = None
-        self._filled = 0
 
     @property
     def is_complete(self) -> bool:
         """Whether every declared byte has arrived (true at once for an empty payload)."""
-        return self._filled == self.payload_bytes
+        return self.partial.is_complete if self.partial else self.payload_bytes == 0
 
     @property
     def payload(self) -> bytearray:
         """The received payload; only after `accept` and when `is_complete`."""
-        assert self._payload is not None and self.is_complete, "payload asked for too early"
-        return self._payload
+        assert self.partial is not None and self.is_complete, "payload asked for too early"
+        return self.partial.payload
 
-    def accept(self, max_payload_bytes: int) -> None:
+    def accept(self, max_payload_bytes: int, partial: Partial | None = None) -> Partial:
         """Allocate the payload if its declared size is at most `max_payload_bytes`.
+
+        Args:
+            max_payload_bytes: What may be held.
+            partial: What an earlier attempt left; gone on with if it is of the declared size.
+
+        Returns:
+            What the chunks go into, in order, from its first missing byte on.
 
         Raises:
             MessageTooLarge: If more was declared; nothing was allocated.
@@ -194,7 +294,10 @@ class FrameReader:
                 f"the peer declares a payload of {self.payload_bytes} bytes; "
                 f"{max_payload_bytes} are allowed"
             )
-        self._payload = bytearray(self.payload_bytes)
+        if partial is None or len(partial.payload) != self.payload_bytes:
+            partial = Partial(bytearray(self.payload_bytes))
+        self.partial = partial
+        return partial
 
     def feed(self, message: bytes) -> None:
         """Take the next chunk.
@@ -203,21 +306,23 @@ class FrameReader:
             FrameError: If the chunk has not exactly the size that is due.
             ChecksumMismatch: If it arrived damaged.
         """
-        assert self._payload is not None, "chunk fed before the size was accepted"
+        assert self.partial is not None, "chunk fed before the size was accepted"
+        filled = self.partial.filled
         data = memoryview(message)[_CHECKSUM_BYTES:]
-        due = min(self._chunk_bytes, self.payload_bytes - self._filled)
+        due = min(self._chunk_bytes, self.payload_bytes - filled)
         if len(message) != _CHECKSUM_BYTES + due or due == 0:
             raise FrameError(
                 f"chunk of {len(data)} bytes where {due} are due, "
-                f"at byte {self._filled} of {self.payload_bytes}"
+                f"at byte {filled} of {self.payload_bytes}"
             )
-        _verify(message, f"the chunk at byte {self._filled} of {self.payload_bytes}")
-        self._payload[self._filled : self._filled + due] = data
-        self._filled += due
+        _verify(message, f"the chunk at byte {filled} of {self.payload_bytes}")
+        self.partial.payload[filled : filled + due] = data
+        self.partial.filled += due
 
     def truncated(self) -> FrameError:
         """The error of a peer that ended before its declared size."""
-        return FrameError(f"the peer sent {self._filled} bytes of {self.payload_bytes} and stopped")
+        filled = self.partial.filled if self.partial else 0
+        return FrameError(f"the peer sent {filled} bytes of {self.payload_bytes} and stopped")
 
 
 def _seal(data: Buffer) -> bytes:

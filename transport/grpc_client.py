@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import TypeAlias
 
@@ -13,22 +14,16 @@ from grpc import ChannelConnectivity
 
 from transport.addresses import split_candidates
 from transport.certificates import CertificateError
+from transport.channels import Channels, LossMeter, wanted_channels
 from transport.contracts import Buffer, Reply
 from transport.errors import (
     ConnectError,
     DeadlineExceeded,
-    FrameError,
     PeerReset,
     TransportClosed,
     TransportError,
 )
-from transport.framing import (
-    DEFAULT_CHUNK_BYTES,
-    FrameReader,
-    check_call,
-    check_chunk_bytes,
-    frame_messages,
-)
+from transport.framing import DEFAULT_CHUNK_BYTES, check_call, check_chunk_bytes
 from transport.grpc_wire import (
     ACCEPTED_METADATA,
     CANDIDATE_TIMEOUT_MS,
@@ -42,18 +37,26 @@ from transport.grpc_wire import (
     TOKEN_METADATA,
 )
 from transport.identity import Role, server_name
+from transport.pacing import Pacer
+from transport.requesting import Request
+from transport.tcp_counters import can_count, segment_counts
 from transport.tls import ClientEnd, Tls
+from transport.transfer import Transfer
+
+_log = logging.getLogger(__name__)
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 #: Seconds for which calls in progress may go on over the connection of replaced certificates.
 _RETIRE_S = 300.0
+#: Seconds between two looks at what was lost.
+_LOOK_S = 1.0
 
 
 class GrpcTransport:
-    """A way to one peer over one long-lived connection of its own.
+    """A way to one peer over long-lived connections of its own: one, unless told otherwise.
 
-    The connection is opened by the first call and reopened by itself; calls fail at once while
+    Each is opened by its first call and reopened by itself; calls fail at once while
     the peer cannot be reached, so that `retry` decides what to do. It belongs to the event loop
     of its first call. Loops in several threads work side by side, but gRPC logs an error when
     one of them is closed while another handles its last events.
@@ -74,6 +77,8 @@ class GrpcTransport:
         expects: Role = Role.COORDINATOR,
         token: str = "",
         proxy: str = "",
+        channels: int = 1,
+        pacer: Pacer | None = None,
     ) -> None:
         """Keep where the peer is and how it is spoken to.
 
@@ -84,11 +89,20 @@ class GrpcTransport:
             expects: Whom the peer's certificate must name, wherever the peer is.
             token: Sent with every call; empty: none.
             proxy: ``http://[user:password@]host:port`` of a proxy that is asked to CONNECT.
+            channels: Connections among which calls are dealt; 0: as many as the loss that is
+                measured asks for.
+            pacer: Of this process; None: one without a rate.
 
         Raises:
-            ValueError: If `address` is none or `chunk_bytes` is out of range.
+            ValueError: If `address` is none or `chunk_bytes` is out of range, or `channels` is
+                negative, or 0 where the system does not count losses.
         """
         check_chunk_bytes(chunk_bytes)
+        if channels < 0 or (channels == 0 and not can_count()):
+            raise ValueError(
+                f"channels = {channels}: must be 1 or more here (0, chosen by the loss that is "
+                f"measured, needs Linux)"
+            )
         self._address = address
         self._candidates = split_candidates(address)
         self._first = 0
@@ -97,7 +111,11 @@ class GrpcTransport:
         self._expects = expects
         self._metadata = ((TOKEN_METADATA, token),) if token else ()
         self._proxy = proxy
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._pacer = pacer or Pacer()
+        self._dealt = Channels(channels or 1)
+        self._meter = None if channels else LossMeter()
+        self._looked_at = float("-inf")
+        self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}
         self._ends: dict[grpc.aio.Channel, ClientEnd] = {}
         self._stamp: object = None
         self._retiring: set[asyncio.Task[None]] = set()
@@ -116,20 +134,30 @@ class GrpcTransport:
         *,
         deadline_s: float,
         max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
     ) -> Reply:
         """Call `method`; see `contracts.Transport`."""
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
         self._check_open(method)
         num_candidates, first = len(self._candidates), self._first
+        num_bytes = memoryview(payload).nbytes + max_reply_bytes
+        dealt = self._deal(num_bytes)
         try:
             async with asyncio.timeout(deadline_s) as scope:
                 for n in range(num_candidates):
                     index = (first + n) % num_candidates
-                    messages = frame_messages(header, payload, self._chunk_bytes)
+                    request = Request(
+                        header,
+                        payload,
+                        transfer,
+                        chunk_bytes=self._chunk_bytes,
+                        pacer=self._pacer,
+                    )
                     until = scope.when()
                     assert until is not None
+                    channel = self._channel(self._candidates[index], dealt)
                     try:
-                        reply = await self._call(index, method, messages, until, max_reply_bytes)
+                        reply = await self._call(channel, method, request, until, max_reply_bytes)
                     except ConnectError:
                         if n == num_candidates - 1:
                             raise
@@ -139,6 +167,8 @@ class GrpcTransport:
         except TimeoutError:
             message = f"no answer within {deadline_s:g} s"
             raise self._error(DeadlineExceeded, message, method) from None
+        finally:
+            self._dealt.leave(dealt, num_bytes)
         raise AssertionError("a peer has at least one address")
 
     async def close(self) -> None:
@@ -154,29 +184,30 @@ class GrpcTransport:
 
     async def _call(
         self,
-        index: int,
+        channel: grpc.aio.Channel,
         method: str,
-        messages: Iterator[bytes],
+        request: Request,
         until: float,
         max_reply_bytes: int,
     ) -> Reply:
         """Call the peer at one of its addresses."""
-        channel = self._channel(self._candidates[index])
         end = self._ends.get(channel)
         if end and not (end.is_proved and channel.get_state() is ChannelConnectivity.READY):
             await self._prove(channel, end, method)
         stream = channel.stream_stream(f"/{SERVICE}/{method}", None, None)
-        request = _Request(messages)
         # This end keeps the deadline; the one that travels only lets the server give up too.
         left_s = until - asyncio.get_running_loop().time()
         challenge = end.challenge() if end else b""
         asked = ((CHALLENGE_METADATA, challenge),) if end else ()
         metadata = (*self._metadata, *asked)
-        call = stream(request, timeout=max(left_s, 0.0) + 1.0, metadata=metadata)
-        async with self._translated(call, method):
-            if end:
-                await self._insist_on_proof(call, end, challenge)
-            return await self._read_reply(call, request, max_reply_bytes)
+        call = stream(request.messages(), timeout=max(left_s, 0.0) + 1.0, metadata=metadata)
+        try:
+            async with self._translated(call, method):
+                if end:
+                    await self._insist_on_proof(call, end, challenge)
+                return await self._read_reply(call, request, max_reply_bytes)
+        finally:
+            request.close()
 
     @contextlib.asynccontextmanager
     async def _translated(self, call: _Call, method: str) -> AsyncIterator[None]:
@@ -225,7 +256,23 @@ class GrpcTransport:
             raise ConnectError(f"the server is not believed: {error}") from error
         end.is_proved = True
 
-    def _channel(self, candidate: str) -> grpc.aio.Channel:
+    def _deal(self, num_bytes: int) -> int:
+        """Choose a connection for a call that moves so many bytes, at most."""
+        now = asyncio.get_running_loop().time()
+        if self._meter is not None and num_bytes and now >= self._looked_at + _LOOK_S:
+            self._looked_at = now
+            places = [*self._candidates, *([self._proxy.rpartition("@")[2]] if self._proxy else [])]
+            self._meter.count(segment_counts({int(p.rpartition(":")[2]) for p in places}))
+            wanted, before = wanted_channels(self._meter.loss), self._dealt.num_channels
+            if wanted != before:
+                _log.info(
+                    "connections for payloads peer=%s channels=%d before=%d loss=%.5f",
+                    self._address, wanted, before, self._meter.loss or 0.0,
+                )  # fmt: skip
+                self._dealt.num_channels = wanted
+        return self._dealt.enter(num_bytes)
+
+    def _channel(self, candidate: str, dealt: int) -> grpc.aio.Channel:
         """Return the connection to an address, a new one after a change of certificates."""
         stamp = self._tls.stamp if self._tls else None
         if stamp != self._stamp:
@@ -235,9 +282,10 @@ class GrpcTransport:
                 task = asyncio.get_running_loop().create_task(_retire(channel))
                 self._retiring.add(task)
                 task.add_done_callback(self._retiring.discard)
-        if candidate not in self._channels:
-            self._channels[candidate] = self._open(candidate)
-        return self._channels[candidate]
+        key = candidate, dealt
+        if key not in self._channels:
+            self._channels[key] = self._open(candidate)
+        return self._channels[key]
 
     def _open(self, candidate: str) -> grpc.aio.Channel:
         options: dict[str, int | str] = dict(CHANNEL_OPTIONS)
@@ -255,23 +303,18 @@ class GrpcTransport:
         self._ends[channel] = end
         return channel
 
-    async def _read_reply(self, call: _Call, request: _Request, max_reply_bytes: int) -> Reply:
-        first = await call.read()
-        if not isinstance(first, bytes):  # the end of the stream is another type
-            raise FrameError("the reply ended before its first message")
-        reader = FrameReader(first)
-        reader.accept(max_reply_bytes)
-        while not reader.is_complete:
+    async def _read_reply(self, call: _Call, request: Request, max_reply_bytes: int) -> Reply:
+        async def read() -> bytes | None:
             message = await call.read()
-            if not isinstance(message, bytes):
-                raise reader.truncated()
-            reader.feed(message)
+            return message if isinstance(message, bytes) else None  # the end is another type
+
+        reply = await request.read_reply(read, max_reply_bytes)
         # The reply is whole. A refused request need not be sent to its end; any other call ends
         # in good order, without a reset, whatever its status.
         if request.is_sent:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await call.read()
-        return Reply(reader.header, reader.payload)
+        return reply
 
     async def _translate(
         self, error: grpc.aio.AioRpcError, call: _Call, method: str
@@ -292,21 +335,6 @@ class GrpcTransport:
 
     def _error(self, kind: type[TransportError], message: str, method: str) -> TransportError:
         return kind(message, peer=self._address, method=method)
-
-
-class _Request(Iterator[bytes]):
-    """The messages of a request, and whether all of them have been taken."""
-
-    def __init__(self, messages: Iterator[bytes]) -> None:
-        self._messages = messages
-        self.is_sent = False
-
-    def __next__(self) -> bytes:
-        try:
-            return next(self._messages)
-        except StopIteration:
-            self.is_sent = True
-            raise
 
 
 async def _retire(channel: grpc.aio.Channel) -> None:

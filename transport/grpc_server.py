@@ -5,23 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeAlias, cast
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, TypeAlias, cast
 
 import grpc
 import grpc.aio
 
 from transport.addresses import is_loopback, split_address
 from transport.contracts import Buffer, Handlers
-from transport.dispatch import as_peer_error, dispatch
 from transport.errors import FrameError, TransportError, Unauthorised
-from transport.framing import (
-    DEFAULT_CHUNK_BYTES,
-    FrameReader,
-    check_chunk_bytes,
-    frame_failure,
-    frame_messages,
-)
+from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes
 from transport.grpc_wire import (
     ACCEPTED_METADATA,
     CHALLENGE_METADATA,
@@ -34,8 +27,11 @@ from transport.grpc_wire import (
 )
 from transport.identity import Identity
 from transport.limits import Limits, Refusals, Turnstile
+from transport.pacing import Pacer
+from transport.serving import Answer, Attempt
 from transport.tls import Tls
 from transport.tokens import TokenTable
+from transport.transfer import TransferTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
@@ -55,6 +51,7 @@ class GrpcServer:
         insecure: bool = False,
         limits: Limits | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        pacer: Pacer | None = None,
     ) -> None:
         """Keep where to listen and what to serve; nothing is bound before `start`.
 
@@ -65,7 +62,8 @@ class GrpcServer:
             tokens: What every call must carry; None: no token is asked for.
             insecure: Allow an address that other machines can reach, without encryption.
             limits: What is borne from callers; None: the usual limits.
-            chunk_bytes: Chunk size of replies.
+            chunk_bytes: Chunk size of replies, at most.
+            pacer: Of this process; None: one without a rate.
 
         Raises:
             ValueError: If `bind` is not ``host:port``, or reached by other machines without TLS
@@ -87,7 +85,11 @@ class GrpcServer:
         self._limits = limits or Limits()
         self._turnstile = Turnstile(self._limits)
         self._refusals = Refusals(self._limits)
+        self._transfers = TransferTable(
+            kept_bytes=self._limits.kept_bytes, kept_s=self._limits.kept_s
+        )
         self._chunk_bytes = chunk_bytes
+        self._pacer = pacer or Pacer()
         self._address = ""
         self._server: grpc.aio.Server | None = None
 
@@ -143,55 +145,50 @@ class GrpcServer:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "this call took too long")
 
     async def _answer(self, method: str, context: _Context) -> None:
+        stream = _Stream(context, self._limits.silence_s)
         try:
             caller = self._identify(context)
             key = caller.uri if caller else context.peer()
             self._turnstile.enter(key, method, asyncio.get_running_loop().time())
         except TransportError as error:
-            await self._refuse(error, method, context)
+            await self._refuse(error, method, stream)
             return
         try:
             try:
-                stream = _Stream(context, self._limits.silence_s)
-                call = _GrpcCall(method, FrameReader(await stream.first()), stream, caller)
+                frames = FrameReader(await stream.first())
             except TransportError as error:
-                await self._refuse(error, method, context)
-            else:
-                await self._send(await self._reply(call), context)
+                await self._refuse(error, method, stream)
+                return
+            # A connection that broke had another port: without identities, names must do.
+            attempt = Attempt(self._transfers, caller.uri if caller else "", frames, stream)
+            try:
+                call = _GrpcCall(method, attempt, stream, caller)
+                await self._send(await attempt.answer(self._handlers, call), stream)
+            finally:
+                attempt.close()
         finally:
             self._turnstile.leave(key, method)
 
-    async def _refuse(self, error: TransportError, method: str, context: _Context) -> None:
+    async def _refuse(self, error: TransportError, method: str, stream: _Stream) -> None:
         """Tell a caller why it is not served, unless too many are being told."""
         unsaid = self._refusals.line(asyncio.get_running_loop().time())
         if unsaid is not None:
             more = f" ({unsaid} more were refused before, unsaid)" if unsaid else ""
-            peer = context.peer()
+            peer = stream.peer
             _log.warning("call refused method=%.100s peer=%s: %s%s", method, peer, error, more)
         if not self._refusals.enter():
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "too many calls are being refused")
+            await stream.abort("too many calls are being refused")
         try:
-            await self._send((frame_failure(as_peer_error(error)),), context)
+            await self._send(Answer.failure(error), stream)
         finally:
             self._refusals.leave()
 
-    async def _reply(self, call: _GrpcCall) -> Iterable[bytes]:
-        try:
-            reply = await dispatch(self._handlers, call)
-            return frame_messages(reply.header, reply.payload, self._chunk_bytes)
-        except TransportError as error:
-            return (frame_failure(as_peer_error(error)),)
-
-    async def _send(self, messages: Iterable[bytes], context: _Context) -> None:
+    async def _send(self, answer: Answer, stream: _Stream) -> None:
         """Write a reply to the end and hear the caller out."""
-        for message in messages:
-            async with asyncio.timeout(self._limits.silence_s):
-                await context.write(message)
+        await answer.send(stream.write, self._chunk_bytes, self._pacer)
         # Ending the call while the caller is still sending could cost it the reply. It stops as
         # soon as it has the reply, so what is thrown away here is what was on its way.
-        async with asyncio.timeout(self._limits.silence_s):
-            while isinstance(await context.read(), bytes):
-                pass
+        await stream.hear_out()
 
     def _proof(self, context: _Context) -> tuple[tuple[str, bytes], ...]:
         """Answer the caller's challenge; nothing without one: it believes no reply then."""
@@ -250,7 +247,7 @@ class _Router:
 
 
 class _Stream:
-    """What a caller sends, message by message, none of them waited for without end."""
+    """What a caller sends and is sent, message by message, none waited for without end."""
 
     def __init__(self, context: _Context, silence_s: float) -> None:
         self.peer = context.peer()
@@ -272,30 +269,38 @@ class _Stream:
             raise FrameError(f"the caller sent nothing for {self._silence_s:g} s") from None
         return message if isinstance(message, bytes) else None
 
+    async def write(self, message: bytes) -> None:
+        async with asyncio.timeout(self._silence_s):
+            await self._context.write(message)
+
+    async def abort(self, reason: str) -> NoReturn:
+        await self._context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+        raise AssertionError("gRPC's abort never returns")
+
+    async def hear_out(self) -> None:
+        async with asyncio.timeout(self._silence_s):
+            while isinstance(await self._context.read(), bytes):
+                pass
+
 
 class _GrpcCall:
     """A call whose payload still sits in the stream."""
 
     def __init__(
-        self, method: str, reader: FrameReader, stream: _Stream, caller: Identity | None
+        self, method: str, attempt: Attempt, stream: _Stream, caller: Identity | None
     ) -> None:
         self.method = method
-        self.header = reader.header
-        self.payload_bytes = reader.payload_bytes
+        self.header = attempt.frames.header
+        self.payload_bytes = attempt.frames.payload_bytes
         self.peer = stream.peer
         self.caller = caller
-        self._reader: FrameReader | None = reader
+        self._attempt: Attempt | None = attempt
         self._stream = stream
 
     async def read_payload(self) -> Buffer:
-        reader, self._reader = self._reader, None
-        assert reader is not None, "read_payload called twice"
-        reader.accept(reader.payload_bytes)
-        while not reader.is_complete:
-            message = await self._stream.read()
-            if message is None:
-                raise reader.truncated()
-            reader.feed(message)
+        attempt, self._attempt = self._attempt, None
+        assert attempt is not None, "read_payload called twice"
+        payload = await attempt.read_payload()
         if await self._stream.read() is not None:
-            raise FrameError(f"the caller sent more than the {reader.payload_bytes} bytes declared")
-        return reader.payload
+            raise FrameError(f"the caller sent more than the {self.payload_bytes} bytes declared")
+        return payload

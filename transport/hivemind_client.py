@@ -7,16 +7,13 @@ import asyncio
 from transport.contracts import Buffer, Reply
 from transport.deadlines import Deadlines
 from transport.errors import ConnectError, PeerReset, TransportError
-from transport.framing import (
-    DEFAULT_CHUNK_BYTES,
-    FrameReader,
-    check_call,
-    check_chunk_bytes,
-    frame_messages,
-)
+from transport.framing import DEFAULT_CHUNK_BYTES, check_call, check_chunk_bytes
 from transport.hivemind_address import parse_peer_address
 from transport.hivemind_daemon import Daemon, DaemonFailed, HivemindMissing, Stream, Swarm
-from transport.hivemind_wire import ACCEPTED, Opening, read_message, write_messages
+from transport.hivemind_wire import ACCEPTED, Opening, read_message, write_message
+from transport.pacing import Pacer
+from transport.requesting import Request
+from transport.transfer import Transfer
 
 #: Seconds that a daemon is kept at least, although it does not try a peer again yet.
 _KEEP_S = 2.0
@@ -36,6 +33,7 @@ class HivemindTransport:
         *,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         token: str = "",
+        pacer: Pacer | None = None,
     ) -> None:
         """Keep where the peer is and how it is found.
 
@@ -44,6 +42,7 @@ class HivemindTransport:
             swarm: Through whom it is found where `address` names no way, or no good one.
             chunk_bytes: Chunk size of requests.
             token: Sent with every call; empty: none.
+            pacer: Of this process; None: one without a rate.
 
         Raises:
             ValueError: If `address` is none or `chunk_bytes` is out of range.
@@ -54,6 +53,7 @@ class HivemindTransport:
         self._swarm = swarm
         self._chunk_bytes = chunk_bytes
         self._token = token
+        self._pacer = pacer or Pacer()
         self._starting: asyncio.Task[Daemon] | None = None
         self._started_at = 0.0
         self._ending: set[asyncio.Task[None]] = set()
@@ -72,6 +72,7 @@ class HivemindTransport:
         *,
         deadline_s: float,
         max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
     ) -> Reply:
         """Call `method`; see `contracts.Transport`.
 
@@ -81,9 +82,11 @@ class HivemindTransport:
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
         try:
             async with self._deadlines.within(method, deadline_s):
-                return await self._exchange(
-                    Opening(method, self._token, deadline_s), header, payload, max_reply_bytes
+                request = Request(
+                    header, payload, transfer, chunk_bytes=self._chunk_bytes, pacer=self._pacer
                 )
+                opening = Opening(method, self._token, deadline_s)
+                return await self._exchange(opening, request, max_reply_bytes)
         except TransportError as error:
             if error.peer:
                 raise
@@ -98,19 +101,17 @@ class HivemindTransport:
         while self._ending:
             await asyncio.wait(self._ending)
 
-    async def _exchange(
-        self, opening: Opening, header: bytes, payload: Buffer, max_reply_bytes: int
-    ) -> Reply:
-        messages = frame_messages(header, payload, self._chunk_bytes)
+    async def _exchange(self, opening: Opening, request: Request, max_reply_bytes: int) -> Reply:
         reader, writer = await self._open()
         try:
             writer.write(opening.to_bytes())
-            sending = asyncio.get_running_loop().create_task(write_messages(writer, messages))
+            sending = asyncio.get_running_loop().create_task(_send(writer, request))
             try:
-                return await _read_reply(reader, max_reply_bytes)
+                return await _read_reply(reader, request, max_reply_bytes)
             finally:
                 await _end(sending)
         finally:
+            request.close()
             writer.transport.abort()
 
     async def _open(self) -> Stream:
@@ -171,18 +172,21 @@ async def _stop(starting: asyncio.Task[Daemon]) -> None:
         await starting.result().stop()
 
 
-async def _read_reply(reader: asyncio.StreamReader, max_reply_bytes: int) -> Reply:
+async def _send(writer: asyncio.StreamWriter, request: Request) -> None:
+    async for message in request.messages():
+        await write_message(writer, message)
+
+
+async def _read_reply(
+    reader: asyncio.StreamReader, request: Request, max_reply_bytes: int
+) -> Reply:
     kind: type[TransportError] = ConnectError
     try:
         await reader.readexactly(len(ACCEPTED))
         kind = PeerReset
-        frames = FrameReader(await read_message(reader))
-        frames.accept(max_reply_bytes)
-        while not frames.is_complete:
-            frames.feed(await read_message(reader))
+        return await request.read_reply(lambda: read_message(reader), max_reply_bytes)
     except (EOFError, OSError) as error:
         raise kind(f"the stream broke: {error}") from error
-    return Reply(frames.header, frames.payload)
 
 
 async def _end(sending: asyncio.Task[None]) -> None:

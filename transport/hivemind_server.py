@@ -7,21 +7,13 @@ import contextlib
 import errno
 import logging
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from transport.addresses import split_address
-from transport.contracts import Buffer, Handlers, Reply
-from transport.dispatch import as_peer_error, dispatch
+from transport.contracts import Buffer, Handlers
 from transport.errors import FrameError, PeerReset, TransportError
-from transport.framing import (
-    DEFAULT_CHUNK_BYTES,
-    FrameReader,
-    check_chunk_bytes,
-    frame_failure,
-    frame_messages,
-)
+from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes
 from transport.hivemind_address import (
     PeerAddress,
     is_loopback_way,
@@ -32,10 +24,13 @@ from transport.hivemind_address import (
 )
 from transport.hivemind_control import Whereabouts
 from transport.hivemind_daemon import Daemon, DaemonFailed, Swarm
-from transport.hivemind_wire import ACCEPTED, Opening, read_message, read_opening, write_messages
+from transport.hivemind_wire import ACCEPTED, Opening, read_message, read_opening, write_message
 from transport.identity import Identity
 from transport.limits import Limits, Turnstile
+from transport.pacing import Pacer
+from transport.serving import Answer, Attempt
 from transport.tokens import TokenTable
+from transport.transfer import TransferTable
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +54,7 @@ class HivemindServer:
         tokens: TokenTable | None = None,
         limits: Limits | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        pacer: Pacer | None = None,
     ) -> None:
         """Keep where to listen and what to serve; nothing is bound before `start`.
 
@@ -69,7 +65,8 @@ class HivemindServer:
             swarm: How it takes part in the network.
             tokens: What every call must carry; None: no token is asked for.
             limits: What is borne from callers; None: the usual limits.
-            chunk_bytes: Chunk size of replies.
+            chunk_bytes: Chunk size of replies, at most.
+            pacer: Of this process; None: one without a rate.
 
         Raises:
             ValueError: If `bind` is not ``host:port``, the host an IP address or localhost.
@@ -86,7 +83,11 @@ class HivemindServer:
         self._tokens = tokens
         self._limits = limits or Limits()
         self._turnstile = Turnstile(self._limits)
+        self._transfers = TransferTable(
+            kept_bytes=self._limits.kept_bytes, kept_s=self._limits.kept_s
+        )
         self._chunk_bytes = chunk_bytes
+        self._pacer = pacer or Pacer()
         self._address: PeerAddress | None = None
         self._daemon: Daemon | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -236,13 +237,13 @@ class HivemindServer:
             return
         try:
             try:
-                call = _HivemindCall(method, FrameReader(await stream.read()), stream, caller)
+                frames = FrameReader(await stream.read())
             except PeerReset:
                 raise
             except TransportError as error:
                 await self._refuse(method, stream, key, error)
             else:
-                await stream.send(await self._reply(call))
+                await self._send(await self._reply(method, frames, stream, caller), stream)
         finally:
             self._turnstile.leave(key, method)
 
@@ -251,19 +252,30 @@ class HivemindServer:
     ) -> None:
         _log.warning("call refused method=%.100s peer=%s: %s", method, caller, error)
         stream.silence_s = min(stream.silence_s, _OPENING_S)
-        await stream.send((frame_failure(as_peer_error(error)),))
+        await self._send(Answer.failure(error), stream)
 
-    async def _reply(self, call: _HivemindCall) -> Iterable[bytes]:
+    async def _reply(
+        self, method: str, frames: FrameReader, stream: _Stream, caller: Identity | None
+    ) -> Answer:
+        attempt = Attempt(self._transfers, caller.uri if caller else "", frames, stream)
         try:
-            reply = await self._handle(call)
-            return frame_messages(reply.header, reply.payload, self._chunk_bytes)
+            return await self._handle(_HivemindCall(method, attempt, stream, caller), attempt)
         except TransportError as error:
-            return (frame_failure(as_peer_error(error)),)
+            return Answer.failure(error)
+        finally:
+            attempt.close()
 
-    async def _handle(self, call: _HivemindCall) -> Reply:
+    async def _send(self, answer: Answer, stream: _Stream) -> None:
+        """Write a reply to the end and hear the caller out: it hangs up when it has the reply."""
+        await answer.send(stream.write, self._chunk_bytes, self._pacer)
+        async with asyncio.timeout(stream.silence_s):
+            while await stream.reader.read(DEFAULT_CHUNK_BYTES):
+                pass
+
+    async def _handle(self, call: _HivemindCall, attempt: Attempt) -> Answer:
         """Run the handler, and end it when its caller goes away."""
         loop = asyncio.get_running_loop()
-        work = loop.create_task(dispatch(self._handlers, call))
+        work = loop.create_task(attempt.answer(self._handlers, call))
         gone = loop.create_task(call.until_gone())
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -318,39 +330,33 @@ class _Stream:
         except (EOFError, OSError) as error:
             raise PeerReset(f"the caller went away: {error}") from error
 
-    async def send(self, messages: Iterable[bytes]) -> None:
-        """Write a reply to the end and hear the caller out: it hangs up when it has the reply."""
-        await write_messages(self.writer, messages)
-        async with asyncio.timeout(self.silence_s):
-            while await self.reader.read(DEFAULT_CHUNK_BYTES):
-                pass
+    async def write(self, message: bytes) -> None:
+        await write_message(self.writer, message)
 
 
 class _HivemindCall:
     """A call whose payload still sits in the stream."""
 
     def __init__(
-        self, method: str, frames: FrameReader, stream: _Stream, caller: Identity | None
+        self, method: str, attempt: Attempt, stream: _Stream, caller: Identity | None
     ) -> None:
         self.method = method
-        self.header = frames.header
-        self.payload_bytes = frames.payload_bytes
+        self.header = attempt.frames.header
+        self.payload_bytes = attempt.frames.payload_bytes
         self.peer = stream.peer
         self.caller = caller
-        self._frames: FrameReader | None = frames
+        self._attempt: Attempt | None = attempt
         self._stream = stream
         self._has_all = asyncio.Event()
         if not self.payload_bytes:
             self._has_all.set()
 
     async def read_payload(self) -> Buffer:
-        frames, self._frames = self._frames, None
-        assert frames is not None, "read_payload called twice"
-        frames.accept(frames.payload_bytes)
-        while not frames.is_complete:
-            frames.feed(await self._stream.read())
+        attempt, self._attempt = self._attempt, None
+        assert attempt is not None, "read_payload called twice"
+        payload = await attempt.read_payload()
         self._has_all.set()
-        return frames.payload
+        return payload
 
     async def until_gone(self) -> None:
         """Return when the caller has hung up; seen once its payload has been read.

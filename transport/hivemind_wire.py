@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from transport.errors import FrameError
@@ -73,9 +72,8 @@ async def read_message(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
-async def write_messages(writer: asyncio.StreamWriter, messages: Iterable[bytes]) -> None:
-    """Write messages, never more than one ahead of what the stream takes."""
-    for message in messages:
-        writer.write(_LENGTH.pack(len(message)))
-        writer.write(message)
-        await writer.drain()
+async def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
+    """Write one message, and wait until the stream takes another."""
+    writer.write(_LENGTH.pack(len(message)))
+    writer.write(message)
+    await writer.drain()

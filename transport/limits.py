@@ -37,6 +37,8 @@ class Limits:
             stream, which is a call, counts as one, and half of them may be of one peer.
         silence_s: Seconds without the next message of a call in progress, or without room for it.
         call_s: Seconds of any one call, whatever deadline its caller gave.
+        kept_bytes: Payload bytes kept of calls that broke, until their callers come again.
+        kept_s: Seconds for which they are kept.
     """
 
     calls: int = 4096
@@ -50,6 +52,8 @@ class Limits:
     connections: int = 4096
     silence_s: float = 120.0
     call_s: float = 7200.0
+    kept_bytes: int = 1 << 30
+    kept_s: float = 600.0
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from transport.errors import (
     TransportClosed,
 )
 from transport.framing import check_call
+from transport.transfer import Transfer
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -205,6 +206,7 @@ class _LoopbackTransport:
         *,
         deadline_s: float,
         max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
     ) -> Reply:
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
         where = {"peer": self._name, "method": method}
@@ -212,6 +214,8 @@ class _LoopbackTransport:
         server = self._running.get(self._name)
         if server is None:
             raise ConnectError(f"no server named {self._name!r} is running", **where)
+        if transfer is not None:  # nothing breaks half-way here
+            transfer.sent_bytes += memoryview(payload).nbytes
         task = server.begin(_LoopbackCall(method, bytes(header), bytearray(payload), "loopback"))
         self._tasks.add(task)
         try:
@@ -234,6 +238,8 @@ class _LoopbackTransport:
             raise MessageTooLarge(
                 f"the reply has {num_bytes} bytes; {max_reply_bytes} are allowed", **where
             )
+        if transfer is not None:
+            transfer.received_bytes += num_bytes
         return reply
 
     async def close(self) -> None:

@@ -28,7 +28,8 @@ class RetryPolicy:
     Attributes:
         first_wait_s: Cap of the first wait, in seconds; > 0.
         max_wait_s: Largest cap, in seconds; at least `first_wait_s`.
-        budget_s: Seconds after the start from which no attempt is begun; 0 allows one attempt.
+        budget_s: Seconds after the start, or after the last progress, from which no attempt is
+            begun; 0 allows one attempt.
     """
 
     first_wait_s: float = 0.1
@@ -52,7 +53,10 @@ class RetryPolicy:
 
 
 async def retry(
-    attempt: Callable[[], Awaitable[_T]], policy: RetryPolicy, rng: random.Random
+    attempt: Callable[[], Awaitable[_T]],
+    policy: RetryPolicy,
+    rng: random.Random,
+    progress: Callable[[], int] = lambda: 0,
 ) -> _T:
     """Await `attempt()` until it succeeds, fails for good, or the budget is spent.
 
@@ -60,6 +64,8 @@ async def retry(
         attempt: Makes one attempt, with a deadline of its own.
         policy: Waits and budget, on the running loop's clock.
         rng: Draws the waits.
+        progress: Counts what the next attempt need not do again: where it has grown, waits and
+            budget begin anew, so that a transfer may take as long as its link needs.
 
     Raises:
         TransportError: At once if it is not retryable; otherwise the last one, its message
@@ -68,7 +74,7 @@ async def retry(
     loop = asyncio.get_running_loop()
     started = loop.time()
     cap_s = policy.first_wait_s
-    num_attempts = 0
+    num_attempts = done = 0
     while True:
         num_attempts += 1
         try:
@@ -76,6 +82,8 @@ async def retry(
         except TransportError as error:
             if not error.is_retryable:
                 raise
+            if progress() > done:
+                started, cap_s, done = loop.time(), policy.first_wait_s, progress()
             wait_s = rng.uniform(0.0, cap_s)
             elapsed_s = loop.time() - started
             if elapsed_s + wait_s >= policy.budget_s:

@@ -13,6 +13,7 @@ from transport.contracts import Buffer, Reply, Transport
 from transport.deadlines import Deadlines, seconds_left
 from transport.framing import check_call
 from transport.link import LinkState
+from transport.transfer import Transfer
 
 #: Calls that share a link take turns at this size.
 TURN_BYTES = 64 << 10
@@ -44,6 +45,7 @@ class ShapedTransport:
         *,
         deadline_s: float,
         max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
     ) -> Reply:
         """Call `method` across the link; see `contracts.Transport`.
 
@@ -59,6 +61,7 @@ class ShapedTransport:
                 payload,
                 deadline_s=seconds_left(scope),
                 max_reply_bytes=max_reply_bytes,
+                transfer=transfer,
             )
             await _cross(self._down, len(reply.header) + memoryview(reply.payload).nbytes)
             return reply

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from transport.units import parse_bytes, parse_duration
+from transport.units import parse_bandwidth, parse_bytes, parse_duration
 
 #: A path below the validated field, the value found there, and what is wrong with it.
 Problem: TypeAlias = tuple[str, object, str]
@@ -65,8 +65,17 @@ def tuples(value: Any) -> Any:
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value
 
 
+def _check_rate(value: Any) -> Any:
+    """Accept a bandwidth, or an empty text for none."""
+    if value != "":
+        parse_bandwidth(value)
+    return value
+
+
 Duration: TypeAlias = Annotated[str, _with_unit(parse_duration, "60s")]
 Size: TypeAlias = Annotated[str, _with_unit(parse_bytes, "1MiB")]
+#: Empty: no limit.
+Rate: TypeAlias = Annotated[str, BeforeValidator(_check_rate)]
 #: Used in file names and addresses, so without blanks, slashes and dots at the start.
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 IslandName: TypeAlias = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]

@@ -21,6 +21,7 @@ from diloco.config.fields import (
     IslandName,
     Name,
     Problem,
+    Rate,
     Size,
     later,
     several_problems,
@@ -31,7 +32,7 @@ from diloco.errors import ConfigError
 from transport.addresses import is_loopback, split_address
 from transport.framing import check_chunk_bytes
 from transport.hivemind_address import is_peer_address, parse_peer_address
-from transport.units import parse_bytes, parse_duration
+from transport.units import parse_bandwidth, parse_bytes, parse_duration
 
 Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Names: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(tuples)]
@@ -432,8 +433,30 @@ class TransportConfig(Section):
         default="",
         description="Profile of configs/links that shapes the traffic; empty: the real link",
     )
-    chunk: Local[Size] = Field(default="1MiB", description="Piece of a payload in one message")
-    rpc_timeout: Local[Duration] = Field(default="60s", description="Deadline of one call")
+    chunk: Local[Size] = Field(
+        default="1MiB", description="Piece of a payload in one message, at most"
+    )
+    rate: Local[Rate] = Field(
+        default="",
+        description="Bandwidth that payloads may take together, headers of all kinds included: an "
+        "island's, divided evenly among its carriers, or the syncer's; some per cent below the "
+        "link's, it keeps queues short and heartbeats quick; empty: what TCP takes",
+    )
+    snapshot_rate: Local[Rate] = Field(
+        default="",
+        description="The same for whole models, which at all times let payloads of rounds go "
+        "first; empty: what those leave",
+    )
+    channels: Local[int | Literal["auto"]] = Field(
+        default="auto",
+        description="Connections that carry payloads to a peer; auto: 1 to 8, by the loss that the "
+        "kernel counts on them",
+    )
+    rpc_timeout: Local[Duration] = Field(
+        default="60s",
+        description="Deadline of one call, besides its payload's time at 1 Mbit/s; a call that "
+        "breaks goes on where it was",
+    )
     unreachable: Local[Duration] = Field(
         default="600s",
         description="Time without coordinator and syncer after which an island stops",
@@ -454,6 +477,30 @@ class TransportConfig(Section):
     def _check_chunk(cls, value: str) -> str:
         check_chunk_bytes(parse_bytes(value))
         return value
+
+    @field_validator("channels", mode="before")
+    @classmethod
+    def _check_channels(cls, value: object, info: ValidationInfo) -> object:
+        if value != "auto" and not (type(value) is int and 1 <= value <= 64):
+            raise ValueError('must be "auto" or a whole number from 1 to 64')
+        if info.data.get("kind") == "hivemind" and value not in ("auto", 1):
+            raise ValueError("hivemind has one connection to a peer: leave it out")
+        return value
+
+    @property
+    def num_channels(self) -> int:
+        """Connections for payloads; 0: chosen by the loss."""
+        return 0 if self.channels == "auto" else self.channels
+
+    @property
+    def rate_bps(self) -> float:
+        """Bits per second that payloads may take; 0: no limit."""
+        return parse_bandwidth(self.rate) if self.rate else 0.0
+
+    @property
+    def snapshot_rate_bps(self) -> float:
+        """Bits per second that whole models may take; 0: no limit of their own."""
+        return parse_bandwidth(self.snapshot_rate) if self.snapshot_rate else 0.0
 
     @property
     def chunk_bytes(self) -> int:

@@ -60,12 +60,17 @@ class _Wires:
 
     def coordinator(self) -> Transport:
         # Not shaped: it carries a few hundred bytes a second.
-        return self._open(self._address, Role.COORDINATOR)
+        return self._security.transport(self._address, Role.COORDINATOR)
 
     def syncer(
         self, address: str, *, island_rank: int, carriers: Collection[int]
     ) -> tuple[Transport, Transport]:
-        control, data = (self._open(address, Role.SYNCER) for _ in range(2))
+        chosen = self._config.transport
+        security = self._security.one_of(len(set(carriers)))
+        control = security.transport(address, Role.SYNCER)
+        data = security.transport(
+            address, Role.SYNCER, chunk_bytes=chosen.chunk_bytes, channels=chosen.num_channels
+        )
         if self._profile is None:
             return control, data
         # Both planes use this rank's part of the island's link.
@@ -73,7 +78,3 @@ class _Wires:
         seed = random.Random(name).getrandbits(64)
         link = carrier_link(self._profile, carriers).states(seed)
         return ShapedTransport(control, *link), ShapedTransport(data, *link)
-
-    def _open(self, address: str, expects: Role) -> Transport:
-        chunk_bytes = self._config.transport.chunk_bytes
-        return self._security.transport(address, expects, chunk_bytes=chunk_bytes)

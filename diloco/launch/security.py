@@ -27,6 +27,8 @@ from transport.hivemind_daemon import HivemindMissing, Swarm, daemon_path
 from transport.hivemind_server import HivemindServer
 from transport.identity import SERVERS, Identity, Role
 from transport.limits import Limits
+from transport.pacing import Pacer
+from transport.tcp_counters import can_count
 from transport.tls import Tls
 from transport.tokens import TABLE_FILE, TokenTable, read_token
 
@@ -51,6 +53,7 @@ class Security:
     insecure: bool = False
     swarm: Swarm | None = None
     key: Path | None = None
+    pacer: Pacer = field(default_factory=Pacer, compare=False)  # of all payloads of this process
 
     @classmethod
     def of(cls, config: Config, role: Role, island: str = "") -> Security:
@@ -71,6 +74,8 @@ class Security:
             tokens=transport.tokens,
             insecure=transport.insecure,
         )
+        pacer = Pacer(transport.rate_bps, transport.snapshot_rate_bps)
+        security = replace(security, pacer=pacer)
         if transport.kind != "hivemind":
             return security
         swarm = Swarm(
@@ -87,6 +92,11 @@ class Security:
             return self
         peers = (coordinator, *self.swarm.initial_peers)
         return replace(self, swarm=replace(self.swarm, initial_peers=peers))
+
+    def one_of(self, num_processes: int) -> Security:
+        """Take an equal part of the rates, which that many processes share."""
+        rates = (self.pacer.rate_bps, self.pacer.bulk_rate_bps)
+        return replace(self, pacer=Pacer(*(rate / num_processes for rate in rates)))
 
     @classmethod
     def open(
@@ -120,7 +130,12 @@ class Security:
         return cls(tls, token, table, insecure)
 
     def transport(
-        self, address: str, expects: Role, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+        self,
+        address: str,
+        expects: Role,
+        *,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        channels: int = 1,
     ) -> Transport:
         """Make the way to a server.
 
@@ -128,7 +143,9 @@ class Security:
             address: HOST:PORT, or several to be tried in order; or the multiaddr of a libp2p peer,
                 which is always encrypted and proves who it is.
             expects: What the server must prove to be, where there are certificates.
-            chunk_bytes: Chunk size of requests.
+            chunk_bytes: Chunk size of requests, at most.
+            channels: Connections among which calls are dealt; 0: chosen by the loss, where the
+                system counts it. libp2p has one.
 
         Raises:
             ConfigError: If it is beyond this machine, and neither certificates nor a declaration
@@ -137,7 +154,11 @@ class Security:
         if is_peer_address(address):
             _insist_on_hivemind()
             return HivemindTransport(
-                address, self.swarm or Swarm(), chunk_bytes=chunk_bytes, token=self.token
+                address,
+                self.swarm or Swarm(),
+                chunk_bytes=chunk_bytes,
+                token=self.token,
+                pacer=self.pacer,
             )
         hosts = [split_address(candidate)[0] for candidate in split_candidates(address)]
         is_local = all(is_loopback(host) for host in hosts)
@@ -147,9 +168,14 @@ class Security:
                 f"transport.certs (--certs) to the directory of this site's certificates, or "
                 f"transport.insecure = true (--insecure) on a network that you trust"
             )
+        if channels == 0 and not can_count():
+            logger.warning('transport.channels = "auto": this system counts no losses, so it is 1')
+            channels = 1
         return GrpcTransport(
             address,
             chunk_bytes=chunk_bytes,
+            channels=channels,
+            pacer=self.pacer,
             tls=self.tls,
             expects=expects,
             token=self.token,
@@ -177,6 +203,7 @@ class Security:
                 insecure=self.insecure,
                 limits=limits,
                 chunk_bytes=chunk_bytes,
+                pacer=self.pacer,
             )
         _insist_on_hivemind()
         try:
@@ -188,6 +215,7 @@ class Security:
                 tokens=self.tokens,
                 limits=limits,
                 chunk_bytes=chunk_bytes,
+                pacer=self.pacer,
             )
         except ValueError as error:
             raise ConfigError(f"coordinator.listen, coordinator.syncer_listen: {error}") from error

@@ -23,14 +23,18 @@ from protos.control_pb2 import Grant
 from transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
 from transport.errors import TransportError
 from transport.retry import RetryPolicy, retry
+from transport.transfer import Transfer
 
+#: A payload that moves more slowly has its call broken off, and gone on with.
+SLOWEST_BPS = 1e6
 _POLL_WAIT_S = 20.0
 
 
 class SyncerCalls:
     """One rank's way to the syncer, over a control and a data transport.
 
-    `bytes_up` and `bytes_down` count headers and payloads, repeated calls included.
+    `bytes_up` and `bytes_down` count headers and payloads, what was sent again included. A call
+    that breaks goes on where it was; whole models let the payloads of rounds go first.
     """
 
     def __init__(
@@ -43,7 +47,11 @@ class SyncerCalls:
         policy: RetryPolicy,
         rng: random.Random,
     ) -> None:
-        """Assign only; one call may take `rpc_deadline_s`, all its repetitions the budget."""
+        """Assign only.
+
+        One call may take `rpc_deadline_s`, besides its payload's time at `SLOWEST_BPS`; all its
+        repetitions the budget, from the last progress on.
+        """
         self._control = control
         self._data = data
         self._grant = grant
@@ -122,7 +130,7 @@ class SyncerCalls:
             lane_id=lane_id,
             digest=blake3.blake3(payload).digest(),
         )
-        reply = await self._call(self._data, "fragment.upload", header, payload)
+        reply = await self._call(self._data, "fragment.upload", header, payload, is_bulk=True)
         return wire.Ack.FromString(reply.header)
 
     async def pin(self, inner_step: int, versions: Sequence[int]) -> wire.Ack:
@@ -155,7 +163,11 @@ class SyncerCalls:
             kind=kind,
         )
         reply = await self._call(
-            self._data, "fragment.fetch", header, max_reply_bytes=max_reply_bytes
+            self._data,
+            "fragment.fetch",
+            header,
+            max_reply_bytes=max_reply_bytes,
+            is_bulk=kind == wire.FETCH_KIND_DENSE,
         )
         return wire.FetchReply.FromString(reply.header), reply.payload
 
@@ -168,6 +180,7 @@ class SyncerCalls:
         *,
         wait_s: float = 0.0,
         max_reply_bytes: int = 0,
+        is_bulk: bool = False,
     ) -> Reply:
         """Call until it is answered.
 
@@ -176,21 +189,29 @@ class SyncerCalls:
                 repetition can mend.
         """
         header = message.SerializeToString()
+        transfer = Transfer(is_bulk=is_bulk)
+        payload_bytes = memoryview(payload).nbytes + max_reply_bytes
 
         async def attempt() -> Reply:
-            self.bytes_up += len(header) + len(payload)
-            reply = await transport.call(
-                method,
-                header,
-                payload,
-                deadline_s=self._rpc_deadline_s + wait_s,
-                max_reply_bytes=max_reply_bytes,
-            )
-            self.bytes_down += len(reply.header) + len(reply.payload)
+            sent, received = transfer.sent_bytes, transfer.received_bytes
+            self.bytes_up += len(header)
+            try:
+                reply = await transport.call(
+                    method,
+                    header,
+                    payload,
+                    deadline_s=self._rpc_deadline_s + wait_s + 8 * payload_bytes / SLOWEST_BPS,
+                    max_reply_bytes=max_reply_bytes,
+                    transfer=transfer if payload_bytes else None,
+                )
+            finally:
+                self.bytes_up += transfer.sent_bytes - sent
+                self.bytes_down += transfer.received_bytes - received
+            self.bytes_down += len(reply.header)
             return reply
 
         try:
-            return await retry(attempt, self._policy, self._rng)
+            return await retry(attempt, self._policy, self._rng, lambda: transfer.moved_bytes)
         except TransportError as error:
             what = (
                 f"gave no answer to {method} for {self._policy.budget_s:g} s"

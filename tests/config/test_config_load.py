@@ -71,6 +71,7 @@ def test_demo_has_the_values_of_the_main_job() -> None:
     assert (config.outer.uplink_codec, config.outer.downlink_codec) == ("int4", "int4")
     assert config.outer.round_deadline_s == 60.0
     assert (config.transport.unreachable_s, config.transport.chunk_bytes) == (600.0, 1 << 20)
+    assert (config.transport.num_channels, config.transport.rate_bps) == (0, 0.0)
     assert (config.island.mesh.dp_shard, config.island.mesh.tp) == (1, 2)
     assert set(config.islands) == {"eu-west", "us-east"}
 
@@ -321,6 +322,11 @@ REFUSALS = [
     ("transport.link=../x", ['transport.link: "../x": must match']),
     ("transport.chunk=50", ["transport.chunk: 50:", NO_UNIT]),
     ("transport.chunk=1GiB", ['transport.chunk: "1GiB":', "1073741824"]),
+    ("transport.rate=50", ["transport.rate: 50:", NO_UNIT]),
+    ("transport.rate=0Mbit/s", ['transport.rate: "0Mbit/s":', "must be over 0"]),
+    ("transport.snapshot_rate=1MiB", ['transport.snapshot_rate: "1MiB":', "not a bandwidth"]),
+    ("transport.channels=0", ["transport.channels: 0:", "from 1 to 64"]),
+    ("transport.channels=many", ['transport.channels: "many":', "auto"]),
     ("transport.unreachable=600", ["transport.unreachable: 600:", NO_UNIT]),
     ("transport.rpc_timeout=0ms", ['transport.rpc_timeout: "0ms": must be more than zero']),
     ("transport.retry.max_wait=1ms", ["max_wait:", "must not be shorter than first_wait = 100ms"]),

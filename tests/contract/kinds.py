@@ -31,16 +31,24 @@ class Kind:
         serve: Makes a server of handlers, not started yet; at the address of an earlier one, or
             anywhere where that is empty.
         connect: Makes a way to a server's address.
+        via: Gives the address under which a server is reached through a TCP port of this machine;
+            None where there is no TCP.
+        goes_around: Whether a connection that broke finds a way around that port.
     """
 
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     serve: Callable[[Handlers, str], Server]
     connect: Callable[[str], Transport]
+    via: Callable[[str, int], str] | None = None
+    goes_around: bool = False
 
 
 def grpc_kind(_: Path) -> Kind:
     return Kind(
-        asyncio.run, lambda handlers, at: GrpcServer(at or "127.0.0.1:0", handlers), GrpcTransport
+        asyncio.run,
+        lambda handlers, at: GrpcServer(at or "127.0.0.1:0", handlers),
+        GrpcTransport,
+        lambda address, port: f"127.0.0.1:{port}",
     )
 
 
@@ -51,6 +59,7 @@ def mtls_kind(directory: Path) -> Kind:
         asyncio.run,
         lambda handlers, at: GrpcServer(at or "127.0.0.1:0", handlers, tls=server),
         lambda address: GrpcTransport(address, tls=client),
+        lambda address, port: f"127.0.0.1:{port}",
     )
 
 
@@ -88,7 +97,10 @@ def hivemind_kind(directory: Path) -> Kind:
         port = tcp_port(parse_peer_address(at)) if at else 0
         return HivemindServer(f"127.0.0.1:{port}", handlers, identity=directory / "peer.key")
 
-    return Kind(asyncio.run, serve, HivemindTransport)
+    def via(address: str, port: int) -> str:
+        return address.replace(f"/tcp/{tcp_port(parse_peer_address(address))}/", f"/tcp/{port}/")
+
+    return Kind(asyncio.run, serve, HivemindTransport, via, goes_around=True)
 
 
 #: By name; each is given a directory of its own.

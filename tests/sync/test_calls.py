@@ -12,6 +12,7 @@ from tests.virtual_run import Setting, grant
 from transport.contracts import Buffer, Reply
 from transport.errors import ConnectError
 from transport.loopback import run_virtual
+from transport.transfer import Transfer
 
 
 class Silent:
@@ -30,6 +31,7 @@ class Silent:
         *,
         deadline_s: float,
         max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
     ) -> Reply:
         self.asked_at.append(asyncio.get_running_loop().time())
         raise ConnectError("nobody listens", peer=self.peer, method=method)

@@ -37,6 +37,7 @@ from transport.errors import ConnectError, PeerReset
 from transport.link import Link, LinkState
 from transport.loopback import LoopbackNetwork, run_virtual
 from transport.shaped import ShapedTransport
+from transport.transfer import Transfer
 
 DESCENT = {"a": 1.0, "b": 3.0}
 
@@ -82,13 +83,19 @@ class Wire:
         *,
         deadline_s: float,
         max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
     ) -> Reply:
         if self.is_cut:
             raise ConnectError("cut", peer=self.peer, method=method)
         self.calls.append((method, bytes(header), bytes(payload)))
         payload = self.on_request(method, header, payload)
         reply = await self.inner.call(
-            method, header, payload, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes
+            method,
+            header,
+            payload,
+            deadline_s=deadline_s,
+            max_reply_bytes=max_reply_bytes,
+            transfer=transfer,
         )
         if self.is_cut:
             raise PeerReset("cut", peer=self.peer, method=method)

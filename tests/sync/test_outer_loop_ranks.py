@@ -45,6 +45,7 @@ from transport.contracts import Buffer, Reply
 from transport.errors import ConnectError
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
+from transport.transfer import Transfer
 
 ROWS, COLUMNS = 300, 128
 COLLECTIVES = (
@@ -73,11 +74,17 @@ class CutWire:
         *,
         deadline_s: float,
         max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
     ) -> Reply:
         if self.cut == method:
             raise ConnectError("cut", peer=self.peer, method=method)
         return await self._inner.call(
-            method, header, payload, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes
+            method,
+            header,
+            payload,
+            deadline_s=deadline_s,
+            max_reply_bytes=max_reply_bytes,
+            transfer=transfer,
         )
 
     async def close(self) -> None:

@@ -118,8 +118,8 @@ def frame(kind: int, flags: int, stream: int, data: bytes) -> bytes:
 
 def first_message(payload_bytes: int, chunk_bytes: int = 1 << 20) -> bytes:
     """A first message with a good checksum that declares any payload."""
-    body = struct.pack("<4sHHIIQ", b"DLCO", PROTOCOL_VERSION, 0, 1, chunk_bytes, payload_bytes)
-    body += b"h"
+    opening = b"DLCO", PROTOCOL_VERSION, 0, 1, chunk_bytes, payload_bytes
+    body = struct.pack("<4sHHIIQB16s16sQ", *opening, 0, bytes(16), bytes(16), 0) + b"h"
     return xxhash.xxh3_64(body).digest() + body
 
 

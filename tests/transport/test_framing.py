@@ -69,7 +69,7 @@ def test_declared_size_over_the_allowed_is_refused_before_anything_is_allocated(
     assert (reader.header, reader.payload_bytes) == (b"h", 10)
     with pytest.raises(MessageTooLarge, match=r"10 bytes.* 9 are allowed"):
         reader.accept(9)
-    assert reader._payload is None
+    assert reader.partial is None
 
 
 def test_header_over_the_limit_is_refused_at_both_ends() -> None:

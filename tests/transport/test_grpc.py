@@ -17,7 +17,7 @@ from transport.errors import (
     TransportError,
     VersionMismatch,
 )
-from transport.framing import MAX_MESSAGE_BYTES, FrameReader, frame_messages
+from transport.framing import MAX_MESSAGE_BYTES, FrameReader, frame_chunks, frame_messages
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
 from transport.grpc_wire import SERVICE, STATUS_ERRORS
@@ -149,9 +149,9 @@ def test_the_two_ends_need_not_agree_on_a_chunk_size(chunk_bytes: int) -> None:
 def test_a_refused_payload_is_not_sent_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     num_taken = 0
 
-    def counted(header: bytes, payload: Buffer, chunk_bytes: int) -> Iterator[bytes]:
+    def counted(payload: Buffer, chunk_bytes: int, offset: int) -> Iterator[bytes]:
         nonlocal num_taken
-        for message in frame_messages(header, payload, chunk_bytes):
+        for message in frame_chunks(payload, chunk_bytes, offset):
             num_taken += 1
             yield message
 
@@ -164,7 +164,7 @@ def test_a_refused_payload_is_not_sent_to_its_end(monkeypatch: pytest.MonkeyPatc
         assert reply.header == b"no"
         await transport.close()
 
-    monkeypatch.setattr("transport.grpc_client.frame_messages", counted)
+    monkeypatch.setattr("transport.requesting.frame_chunks", counted)
     serving({"refuse": refuse}, claim)
     assert num_taken < 100  # of 201; what gRPC had room for when the answer came
 

@@ -224,7 +224,9 @@ def test_a_name_is_resolved_again_when_its_server_moves() -> None:
 
     async def name_at(channel: grpc.aio.Channel) -> str:
         transport = GrpcTransport("unused.example:1")
-        transport._channels["unused.example:1"] = channel  # a target of gRPC's with a name server
+        transport._channels["unused.example:1", 0] = (
+            channel  # a target of gRPC's with a name server
+        )
         return await ask(transport)
 
     async def run() -> None:

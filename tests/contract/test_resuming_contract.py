@@ -1,0 +1,246 @@
+"""A call that breaks goes on where it broke: every transport that has a connection to break."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.contract.kinds import KINDS, Kind
+from tests.transport.cutting_proxy import CuttingProxy
+from transport.addresses import split_address
+from transport.contracts import Handlers, IncomingCall, Reply, Server, Transport
+from transport.errors import HandlerFailed, PeerReset
+from transport.framing import DEFAULT_CHUNK_BYTES
+from transport.hivemind_address import is_peer_address, parse_peer_address, tcp_port
+from transport.retry import RetryPolicy, retry
+from transport.transfer import Transfer
+
+DEADLINE_S = 30.0
+SIZE = (6 << 20) + 12_345
+PAYLOAD = random.Random(4).randbytes(SIZE)
+#: What may be sent twice at a cut: the chunk that was under way, and one that was not read yet.
+AGAIN = 2 * DEFAULT_CHUNK_BYTES
+#: Handshakes and frames around a payload of this size.
+AROUND = SIZE // 20
+
+
+@pytest.fixture(params=["grpc", "mtls", "hivemind"])
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
+    return KINDS[request.param](tmp_path)
+
+
+@pytest.fixture
+def one_kind(tmp_path: Path) -> Kind:
+    """One that stands for all: what differs between them is in the tests with `kind`."""
+    return KINDS["grpc"](tmp_path)
+
+
+def cuts_of(kind: Kind) -> tuple[int, ...]:
+    """Bytes after which to cut: thrice, or once a connection that the proxy does not see again."""
+    return (4_500_000,) if kind.goes_around else (1_500_000, 2_000_000, 1_200_000)
+
+
+class Ends:
+    """A server, the proxy before it, and a way through."""
+
+    def __init__(self, server: Server, proxy: CuttingProxy, transport: Transport) -> None:
+        self.server, self.proxy, self.transport = server, proxy, transport
+
+    async def call(
+        self, method: str, payload: bytes = b"", transfer: Transfer | None = None
+    ) -> tuple[Reply, Transfer, int]:
+        """Call until it is answered; also says how many attempts it took."""
+        kept = transfer or Transfer()
+        num_attempts = 0
+
+        async def attempt() -> Reply:
+            nonlocal num_attempts
+            num_attempts += 1
+            return await self.transport.call(
+                method,
+                b"header",
+                payload,
+                deadline_s=DEADLINE_S,
+                max_reply_bytes=SIZE,
+                transfer=kept,
+            )
+
+        policy = RetryPolicy(budget_s=DEADLINE_S, max_wait_s=0.5)
+        reply = await retry(attempt, policy, random.Random(0), lambda: kept.moved_bytes)
+        return reply, kept, num_attempts
+
+
+@asynccontextmanager
+async def ends(
+    kind: Kind, handlers: Handlers, *, up: tuple[int, ...] = (), down: tuple[int, ...] = ()
+) -> AsyncIterator[Ends]:
+    server = kind.serve(handlers, "")
+    await server.start()
+    address = server.address
+    is_peer = is_peer_address(address)
+    port = tcp_port(parse_peer_address(address)) if is_peer else split_address(address)[1]
+    try:
+        async with CuttingProxy(("127.0.0.1", port), up=list(up), down=list(down)) as proxy:
+            assert kind.via is not None
+            transport = kind.connect(kind.via(address, proxy.port))
+            try:
+                yield Ends(server, proxy, transport)
+            finally:
+                await transport.close()
+    finally:
+        await server.stop(0.0)
+
+
+def test_a_payload_goes_on_where_its_connection_broke(kind: Kind) -> None:
+    received: list[bytes] = []
+
+    async def take(call: IncomingCall) -> Reply:
+        received.append(bytes(await call.read_payload()))
+        return Reply(b"taken")
+
+    async def run() -> None:
+        cuts = cuts_of(kind)
+        async with ends(kind, {"take": take}, up=cuts) as there:
+            reply, transfer, num_attempts = await there.call("take", PAYLOAD)
+            assert reply.header == b"taken"
+            assert received == [PAYLOAD]
+            assert there.proxy.num_cuts == len(cuts)
+            assert num_attempts > len(cuts)
+            assert there.proxy.up_bytes < SIZE + AROUND + len(cuts) * AGAIN
+            if kind.goes_around:
+                # All may have been in buffers when the first attempt broke; the second began late.
+                assert transfer.sent_bytes < 2 * SIZE - (1 << 20)
+            assert transfer.acknowledged_bytes == SIZE
+
+    kind.run(run())
+
+
+def test_a_reply_goes_on_where_its_connection_broke_and_is_made_once(kind: Kind) -> None:
+    num_made = 0
+
+    async def give(call: IncomingCall) -> Reply:
+        nonlocal num_made
+        num_made += 1
+        return Reply(b"%d" % num_made, PAYLOAD)
+
+    async def run() -> None:
+        cuts = cuts_of(kind)
+        async with ends(kind, {"give": give}, down=cuts) as there:
+            reply, transfer, _ = await there.call("give")
+            assert (reply.header, reply.payload, num_made) == (b"1", PAYLOAD, 1)
+            assert there.proxy.num_cuts == len(cuts)
+            assert there.proxy.down_bytes < SIZE + AROUND + len(cuts) * AGAIN
+            assert transfer.received_bytes == SIZE  # what has arrived is never asked for again
+
+    kind.run(run())
+
+
+def test_both_directions_of_one_call_may_break(one_kind: Kind) -> None:
+    async def echo(call: IncomingCall) -> Reply:
+        return Reply(call.header, await call.read_payload())
+
+    async def run() -> None:
+        async with ends(one_kind, {"echo": echo}, up=(3_000_000,), down=(3_000_000,)) as there:
+            reply, _, _ = await there.call("echo", PAYLOAD)
+            assert (reply.header, reply.payload) == (b"header", PAYLOAD)
+            assert there.proxy.num_cuts == 2
+            assert there.proxy.up_bytes < SIZE + 2 * AROUND + AGAIN
+            assert there.proxy.down_bytes < SIZE + 2 * AROUND + AGAIN
+
+    one_kind.run(run())
+
+
+def test_without_a_transfer_a_call_begins_anew(one_kind: Kind) -> None:
+    async def echo(call: IncomingCall) -> Reply:
+        return Reply(b"", await call.read_payload())
+
+    async def run() -> None:
+        async with ends(one_kind, {"echo": echo}, up=(2_000_000,)) as there:
+
+            async def attempt() -> Reply:
+                return await there.transport.call(
+                    "echo", b"", PAYLOAD, deadline_s=DEADLINE_S, max_reply_bytes=SIZE
+                )
+
+            with pytest.raises(PeerReset):
+                await attempt()
+            before = there.proxy.up_bytes
+            reply = await retry(attempt, RetryPolicy(budget_s=DEADLINE_S), random.Random(0))
+            assert reply.payload == PAYLOAD
+            assert there.proxy.up_bytes - before >= SIZE
+
+    one_kind.run(run())
+
+
+def test_a_server_that_has_forgotten_takes_it_from_the_start(one_kind: Kind) -> None:
+    async def echo(call: IncomingCall) -> Reply:
+        return Reply(b"", await call.read_payload())
+
+    async def run() -> None:
+        async with ends(one_kind, {"echo": echo}, up=(2_000_000,), down=()) as there:
+            transfer = Transfer()
+            with pytest.raises(PeerReset):
+                await there.transport.call(
+                    "echo",
+                    b"header",
+                    PAYLOAD,
+                    deadline_s=DEADLINE_S,
+                    max_reply_bytes=SIZE,
+                    transfer=transfer,
+                )
+            await there.server.stop(0.0)
+            again = one_kind.serve({"echo": echo}, there.server.address)
+            await again.start()
+            try:
+                reply, _, _ = await there.call("echo", PAYLOAD, transfer)
+                assert reply.payload == PAYLOAD
+            finally:
+                await again.stop(0.0)
+
+    one_kind.run(run())
+
+
+def test_a_refusal_of_a_resumed_call_is_heard_unread(one_kind: Kind) -> None:
+    num_asked = 0
+
+    async def refuse_later(call: IncomingCall) -> Reply:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            await call.read_payload()
+        raise ValueError("closed by now")
+
+    async def run() -> None:
+        async with ends(one_kind, {"take": refuse_later}, up=(2_000_000,)) as there:
+            with pytest.raises(HandlerFailed, match="closed by now"):
+                await there.call("take", PAYLOAD)
+            assert there.proxy.up_bytes < 2_000_000 + AROUND + AGAIN
+
+    one_kind.run(run())
+
+
+def test_attempts_of_one_call_at_once_do_no_harm(one_kind: Kind) -> None:
+    """The first is taken for dead by its caller, and is not."""
+    taken: list[bytes] = []
+
+    async def take(call: IncomingCall) -> Reply:
+        taken.append(bytes(await call.read_payload()))
+        return Reply(b"taken")
+
+    async def run() -> None:
+        async with ends(one_kind, {"take": take}) as there:
+            transfer = Transfer()
+            first = asyncio.create_task(there.call("take", PAYLOAD, transfer))
+            while there.proxy.up_bytes < 2_000_000:
+                await asyncio.sleep(0.001)
+            second = asyncio.create_task(there.call("take", PAYLOAD, transfer))
+            (reply, _, _), _ = await asyncio.gather(second, first, return_exceptions=True)
+            assert reply.header == b"taken"
+            assert set(taken) == {PAYLOAD}
+
+    one_kind.run(run())

@@ -1,0 +1,162 @@
+"""How many connections, and which of them; what the kernel counts on real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+
+from transport.channels import (
+    MOST_CHANNELS,
+    Channels,
+    LossMeter,
+    SegmentCounts,
+    wanted_channels,
+)
+from transport.contracts import IncomingCall, Reply
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
+from transport.tcp_counters import can_count, segment_counts
+
+DEADLINE_S = 30.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [(None, 1), (0.0, 1), (1e-5, 1), (1e-4, 3), (1e-3, 8), (0.01, MOST_CHANNELS)],
+)
+def test_connections_grow_with_the_loss(loss: float | None, wanted: int) -> None:
+    assert wanted_channels(loss) == wanted
+
+
+def test_loss_is_that_of_the_worse_direction_and_of_what_is_new() -> None:
+    meter = LossMeter()
+    assert meter.loss is None
+    meter.count({1: SegmentCounts(sent=900)})
+    assert meter.loss is None  # too few to say
+
+    meter.count({1: SegmentCounts(sent=2000, retransmitted=2)})
+    assert meter.loss == pytest.approx(0.001)
+
+    # One of 1000 lost leaves 1.22 sqrt(1000) = 38.6 segments behind a hole.
+    received = {2: SegmentCounts(received=20_000, out_of_order=1544)}
+    meter.count({1: SegmentCounts(sent=2000, retransmitted=2), **received})
+    assert meter.loss == pytest.approx(0.004, rel=0.01)
+
+
+def test_old_losses_are_forgotten() -> None:
+    meter = LossMeter()
+    meter.count({1: SegmentCounts(sent=10_000, retransmitted=100)})
+    for total in range(20_000, 1_000_000, 10_000):
+        meter.count({1: SegmentCounts(sent=total, retransmitted=100)})
+
+    assert meter.loss is not None and wanted_channels(meter.loss) == 1
+
+
+def test_connections_come_and_go_without_counting_twice() -> None:
+    meter = LossMeter()
+    meter.count({1: SegmentCounts(sent=3000, retransmitted=30)})
+    meter.count({2: SegmentCounts(sent=3000)})
+    meter.count({2: SegmentCounts(sent=3000)})
+
+    assert meter.loss == pytest.approx(0.005)
+
+
+def test_calls_are_dealt_to_the_least_busy_connection() -> None:
+    channels = Channels(3)
+
+    assert [channels.enter(size) for size in (100, 10, 20, 5, 0)] == [0, 1, 2, 1, 1]
+    channels.leave(0, 100)
+    assert channels.enter(7) == 0
+    channels.num_channels = 1
+    assert channels.enter(1) == 0
+
+
+@pytest.mark.skipif(not can_count(), reason="this system does not count segments")
+def test_the_kernels_counts_are_found_among_our_own_sockets() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        others = *socket.socketpair(), socket.socket(type=socket.SOCK_DGRAM), socket.socket()
+        with (
+            contextlib.ExitStack() as stack,
+            socket.create_connection(("127.0.0.1", port)) as sender,
+        ):
+            for other in others:
+                stack.enter_context(other)
+            receiver, _ = listener.accept()
+            with receiver:
+                sender.sendall(bytes(50_000))
+                left = 50_000
+                while left:
+                    left -= len(receiver.recv(left))
+                (counts,) = segment_counts({port}).values()
+                assert counts.sent >= 1 and counts.retransmitted == 0
+                back = segment_counts({sender.getsockname()[1]})
+                assert next(iter(back.values())).received >= 1
+        assert segment_counts({port}) == {}
+
+
+@pytest.mark.parametrize(("channels", "connections"), [(1, 1), (3, 3)])
+def test_concurrent_calls_use_as_many_connections_as_told(channels: int, connections: int) -> None:
+    peers: set[str] = set()
+
+    async def run() -> None:
+        everybody = asyncio.Barrier(6)
+
+        async def note(call: IncomingCall) -> Reply:
+            peers.add(call.peer)
+            await everybody.wait()
+            return Reply(b"", await call.read_payload())
+
+        server = GrpcServer("127.0.0.1:0", {"note": note})
+        await server.start()
+        transport = GrpcTransport(server.address, channels=channels)
+        await asyncio.gather(
+            *(
+                transport.call(
+                    "note", b"", bytes(1000), deadline_s=DEADLINE_S, max_reply_bytes=1000
+                )
+                for _ in range(6)
+            )
+        )
+        await transport.close()
+        await server.stop(0.0)
+
+    asyncio.run(run())
+    assert len(peers) == connections
+
+
+@pytest.mark.skipif(not can_count(), reason="this system does not count segments")
+def test_measured_loss_opens_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    lossy = {1: SegmentCounts(sent=100_000, retransmitted=100)}
+    monkeypatch.setattr("transport.grpc_client.segment_counts", lambda ports: lossy)
+    peers: set[str] = set()
+
+    async def run() -> None:
+        everybody = asyncio.Barrier(8)
+
+        async def note(call: IncomingCall) -> Reply:
+            peers.add(call.peer)
+            await everybody.wait()
+            return Reply(b"", await call.read_payload())
+
+        server = GrpcServer("127.0.0.1:0", {"note": note})
+        await server.start()
+        transport = GrpcTransport(server.address, channels=0)
+        calls = (
+            transport.call("note", b"", b"x", deadline_s=DEADLINE_S, max_reply_bytes=1)
+            for _ in range(8)
+        )
+        await asyncio.gather(*calls)
+        await transport.close()
+        await server.stop(0.0)
+
+    asyncio.run(run())
+    assert len(peers) == 8
+
+
+def test_an_impossible_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="channels = -1"):
+        GrpcTransport("127.0.0.1:1", channels=-1)

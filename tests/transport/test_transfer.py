@@ -1,0 +1,158 @@
+"""What is kept of broken calls, and for how long; pure."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport.contracts import Reply
+from transport.errors import PeerReset
+from transport.framing import FrameReader, Resumption, frame_chunks, frame_opening, frame_position
+from transport.framing import read_position as position
+from transport.loopback import run_virtual
+from transport.retry import RetryPolicy, retry
+from transport.transfer import Kept, Partial, TransferTable
+
+
+def broken(table: TransferTable, caller: str, number: int, filled: int, now: float) -> Kept:
+    """Have a call break after so many bytes."""
+    kept = table.enter(caller, number.to_bytes(16, "big"), stream := object(), now)
+    kept.partial = Partial(bytearray(100), filled)
+    table.leave(kept, stream, now)
+    return kept
+
+
+def test_the_next_attempt_finds_what_the_last_left() -> None:
+    table = TransferTable(kept_bytes=1000, kept_s=10.0)
+    kept = broken(table, "a", 1, 60, 0.0)
+
+    again = table.enter("a", kept.name, object(), 5.0)
+
+    assert again is kept and again.partial is not None and again.partial.filled == 60
+    assert (table.num_idle, table.num_idle_bytes) == (0, 0)
+
+
+def test_a_name_is_worth_nothing_to_another_caller() -> None:
+    table = TransferTable(kept_bytes=1000, kept_s=10.0)
+    kept = broken(table, "a", 1, 60, 0.0)
+
+    assert table.enter("b", kept.name, object(), 1.0).partial is None
+
+
+def test_what_nobody_comes_for_is_forgotten_after_its_time() -> None:
+    table = TransferTable(kept_bytes=1000, kept_s=10.0)
+    first, second = broken(table, "a", 1, 60, 0.0), broken(table, "a", 2, 60, 6.0)
+
+    assert table.enter("a", first.name, object(), 10.0) is not first
+    assert table.enter("a", second.name, object(), 10.0) is second
+
+
+def test_over_the_bound_whoever_keeps_most_loses_its_oldest() -> None:
+    table = TransferTable(kept_bytes=200, kept_s=1e9)
+    modest = broken(table, "modest", 0, 60, 0.0)
+    greedy = [broken(table, "greedy", n, 60, float(n)) for n in range(1, 9)]
+
+    assert table.num_idle_bytes == 180
+    assert table.enter("modest", modest.name, object(), 9.0) is modest
+    found = [table.enter("greedy", kept.name, object(), 9.0) is kept for kept in greedy]
+    assert found == [False] * 6 + [True] * 2
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["enter", "leave", "fail", "answer"]),
+            st.integers(0, 5),
+            st.integers(0, 100),
+            st.floats(0, 5),
+        ),
+        max_size=60,
+    )
+)
+def test_bounds_hold_whatever_happens(steps: list[tuple[str, int, int, float]]) -> None:
+    table = TransferTable(kept_bytes=150, kept_s=10.0, most=3)
+    held: dict[int, tuple[Kept, object]] = {}
+    now = 0.0
+    for action, number, filled, later in steps:
+        now += later
+        if action == "enter":
+            stream = object()
+            kept = table.enter(f"{number % 2}", bytes(15) + bytes([number]), stream, now)
+            kept.partial = kept.partial or Partial(bytearray(100), filled)
+            held[number] = kept, stream
+        elif number in held:
+            kept, stream = held[number]
+            if action == "leave":
+                table.leave(kept, stream, now)
+                held.pop(number)
+            elif action == "fail":
+                table.fail(kept, stream)
+                held.pop(number)
+            else:
+                kept.answered(Reply(b"h", bytes(filled)))
+        assert table.num_idle <= 3 and 0 <= table.num_idle_bytes <= 150
+
+
+def test_a_superseded_attempt_leaves_the_newer_one_alone() -> None:
+    table = TransferTable(kept_bytes=1000, kept_s=10.0)
+    old, new = object(), object()
+    kept = table.enter("a", bytes(16), old, 0.0)
+    assert table.enter("a", bytes(16), new, 1.0) is kept
+
+    table.leave(kept, old, 2.0)
+    table.fail(kept, old)
+
+    assert kept.stream is new and table.num_idle == 0
+    assert table.enter("a", bytes(16), object(), 3.0) is kept
+
+
+@given(
+    payload=st.binary(min_size=1, max_size=300),
+    chunks=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_any_sequence_of_breaks_and_chunk_sizes_gives_the_payload(
+    payload: bytes, chunks: list[int], data: st.DataObject
+) -> None:
+    partial: Partial | None = None
+    for chunk in chunks:
+        name = Resumption(bytes(16), partial is not None)
+        reader = FrameReader(frame_opening(b"h", len(payload), chunk, name))
+        partial = reader.accept(1000, partial)
+        messages = list(frame_chunks(payload, chunk, partial.filled))
+        for message in messages[: data.draw(st.integers(0, len(messages)))]:
+            reader.feed(message)
+    reader = FrameReader(frame_opening(b"h", len(payload), 7))
+    partial = reader.accept(1000, partial)
+    for message in frame_chunks(payload, 7, partial.filled):
+        reader.feed(message)
+    assert bytes(reader.payload) == payload
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_positions_are_read_and_bounded(offset: int, size: int) -> None:
+    try:
+        assert position(frame_position(offset), size) == offset <= size
+    except Exception as error:
+        assert offset > size and "claims" in str(error)
+
+
+def test_an_opening_is_no_position() -> None:
+    assert position(frame_opening(b"", 5, 5), 5) is None
+
+
+def test_a_budget_begins_anew_with_progress() -> None:
+    done = 0
+
+    async def attempt() -> str:
+        nonlocal done
+        done += 1
+        if done == 50:
+            return "whole"
+        raise PeerReset("cut")
+
+    policy = RetryPolicy(first_wait_s=1.0, max_wait_s=1.0, budget_s=1.5)
+
+    assert run_virtual(retry(attempt, policy, random.Random(1), lambda: done)) == "whole"

@@ -1,0 +1,139 @@
+"""What servers of every kind do alike with one call: its payload in, its reply out, both resumable.
+
+A stream is the caller's connection for one attempt; see `transfer` for what is kept between two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from transport.contracts import Buffer, Handlers, IncomingCall, Reply
+from transport.dispatch import as_peer_error, dispatch
+from transport.errors import HandlerFailed, PeerReset, TransportError
+from transport.framing import (
+    FrameReader,
+    Resumption,
+    chunk_size,
+    frame_chunks,
+    frame_failure,
+    frame_opening,
+    frame_position,
+)
+from transport.pacing import Pacer
+from transport.transfer import NO_NAME, Kept, TransferTable
+
+
+class AttemptStream(Protocol):
+    """One attempt's connection with its caller."""
+
+    async def read(self) -> bytes | None:
+        """Return the next message; None at the end."""
+
+    async def write(self, message: bytes) -> None:
+        """Send a message."""
+
+
+class Attempt:
+    """One attempt of a call: what it brought, and what earlier ones left."""
+
+    def __init__(
+        self, table: TransferTable, caller: str, frames: FrameReader, stream: AttemptStream
+    ) -> None:
+        """Go on with the call, or begin it; `close` must follow."""
+        self.frames = frames
+        self.stream = stream
+        self._table = table
+        self._is_half_way = False  # through the payload: what has come is for the next attempt
+        name = frames.resumption.transfer
+        self._kept: Kept | None = None
+        if name != NO_NAME:
+            self._kept = table.enter(caller, name, stream, asyncio.get_running_loop().time())
+
+    def close(self) -> None:
+        """Leave what there is to the next attempt."""
+        if self._kept is not None:
+            self._table.leave(self._kept, self.stream, asyncio.get_running_loop().time())
+
+    async def read_payload(self) -> Buffer:
+        """Receive what is missing of the payload; see `contracts.IncomingCall`.
+
+        Raises:
+            PeerReset: If another attempt of the same call has taken over.
+            TransportError: As the stream and the frames do.
+        """
+        frames, kept = self.frames, self._kept
+        partial = frames.accept(frames.payload_bytes, kept.partial if kept else None)
+        if kept is not None:
+            kept.partial = partial
+        if frames.resumption.is_resuming:
+            await self.stream.write(frame_position(partial.filled))
+        self._is_half_way = True
+        while not frames.is_complete:
+            message = await self.stream.read()
+            if kept is not None and kept.stream is not self.stream:
+                raise PeerReset("a newer attempt of this call goes on with it")
+            if message is None:
+                raise frames.truncated()
+            frames.feed(message)
+        self._is_half_way = False
+        return frames.payload
+
+    async def answer(self, handlers: Handlers, call: IncomingCall) -> Answer:
+        """Ask the handler, unless it has answered an earlier attempt; failures are answers."""
+        kept = self._kept
+        try:
+            if kept is not None and kept.reply is not None:
+                return self._going_on(kept.reply, kept)
+            reply = await dispatch(handlers, call)
+            if kept is not None and kept.stream is self.stream:
+                kept.answered(reply)
+                return self._going_on(reply, kept)
+            return Answer(reply, Resumption(is_bulk=self.frames.resumption.is_bulk))
+        except TransportError as error:
+            if kept is not None and isinstance(error, HandlerFailed) and not self._is_half_way:
+                self._table.fail(kept, self.stream)
+            return Answer.failure(error)
+
+    def _going_on(self, reply: Reply, kept: Kept) -> Answer:
+        asked = self.frames.resumption
+        size = memoryview(reply.payload).nbytes
+        is_known = asked.reply == kept.reply_name and asked.offset <= size
+        named = Resumption(
+            reply=kept.reply_name, offset=asked.offset if is_known else 0, is_bulk=asked.is_bulk
+        )
+        return Answer(reply, named)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply, or a part of one, or a failure, to be sent."""
+
+    reply: Reply
+    resumption: Resumption
+    failed: bytes = b""
+
+    @classmethod
+    def failure(cls, error: TransportError) -> Answer:
+        """Make one that says what went wrong."""
+        return cls(Reply(b""), Resumption(), failed=frame_failure(as_peer_error(error)))
+
+    async def send(
+        self, write: Callable[[bytes], Awaitable[None]], chunk_bytes: int, pacer: Pacer
+    ) -> None:
+        """Write it, the chunks as fast as `pacer` lets them."""
+        payload, is_bulk = self.reply.payload, self.resumption.is_bulk
+        payload_bytes = memoryview(payload).nbytes
+        chunk_bytes = pacer.chunk_bytes(chunk_bytes, payload_bytes, is_bulk=is_bulk)
+        await write(
+            self.failed
+            or frame_opening(self.reply.header, payload_bytes, chunk_bytes, self.resumption)
+        )
+        if not payload_bytes:
+            return
+        with pacer.moving(is_bulk=is_bulk):
+            for chunk in frame_chunks(payload, chunk_bytes, self.resumption.offset):
+                await pacer.admit(chunk_size(chunk), is_bulk=is_bulk)
+                await write(chunk)

@@ -1,0 +1,51 @@
+"""What the kernel has counted on this process's own TCP connections (Linux).
+
+gRPC does not hand out its sockets; they are found among this process's descriptors, and only read.
+
+Source: struct tcp_info of include/uapi/linux/tcp.h; tcp(7), TCP_INFO.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Collection
+
+from transport.channels import SegmentCounts
+
+_DESCRIPTORS = "/proc/self/fd"
+#: Offsets of the fields within struct tcp_info.
+_TOTAL_RETRANS, _DATA_SEGS_IN, _DATA_SEGS_OUT, _RCV_OOOPACK = 100, 152, 156, 224
+_INFO_BYTES = 232
+_FAMILIES, _STREAM = (socket.AF_INET, socket.AF_INET6), socket.SOCK_STREAM
+
+
+def can_count() -> bool:
+    """Whether this system has these counts."""
+    return hasattr(socket, "TCP_INFO") and os.path.isdir(_DESCRIPTORS)
+
+
+def segment_counts(ports: Collection[int]) -> dict[int, SegmentCounts]:
+    """Read the counts of all connections to one of `ports`, by the number of their socket."""
+    found: dict[int, SegmentCounts] = {}
+    for name in os.listdir(_DESCRIPTORS):
+        with contextlib.suppress(OSError):  # it was closed meanwhile, or is no such connection
+            place = os.readlink(f"{_DESCRIPTORS}/{name}")
+            if place.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    is_tcp = connection.family in _FAMILIES and connection.type == _STREAM
+                    if is_tcp and connection.getpeername()[1] in ports:
+                        found[int(place[8:-1])] = _counts(connection)
+    return found
+
+
+def _counts(connection: socket.socket) -> SegmentCounts:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    info = info.ljust(_INFO_BYTES, b"\0")  # an older kernel counts less
+    sent, retransmitted, received, out_of_order = (
+        struct.unpack_from("=I", info, offset)[0]
+        for offset in (_DATA_SEGS_OUT, _TOTAL_RETRANS, _DATA_SEGS_IN, _RCV_OOOPACK)
+    )
+    return SegmentCounts(sent, retransmitted, received, out_of_order)
