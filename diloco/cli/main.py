@@ -10,7 +10,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli import bench, certs, configuration, control, emulate, export, island, local
+from diloco.cli import (
+    bench,
+    certs,
+    configuration,
+    control,
+    doctor,
+    emulate,
+    export,
+    island,
+    local,
+)
 from diloco.errors import DilocoError
 
 app = typer.Typer(
@@ -43,7 +53,7 @@ def _options(
     )
 
 
-for subject in (control, island, local, export, emulate, certs, bench, configuration):
+for subject in (control, island, local, export, emulate, certs, doctor, bench, configuration):
     subject.register(app)
 
 
