@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bench import codec, overhead, parity, utilisation
+from diloco.bench import codec, overhead, parity, utilisation, wan
 from diloco.bench.report import Column, Report, Requirement
 from diloco.cli.main import app
 
@@ -19,6 +19,7 @@ COMMANDS = {
     "overhead": (overhead, "run_overhead"),
     "utilisation": (utilisation, "run_utilisation"),
     "codec": (codec, "run_codec"),
+    "wan": (wan, "run_wan"),
 }
 
 
