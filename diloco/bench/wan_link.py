@@ -29,22 +29,30 @@ _FIRST_PORT = 5201
 _OMIT_S = 3
 _PATIENCE_S = 400.0
 _END_S = 10.0
-_END = [sys.executable, "-m", "diloco.bench.wan_end"]
 
 Message = dict[str, Any]  # JSON values
 
 
 @contextlib.contextmanager
-def receiving(kind: str, host: str, directory: Path, certs: str = "") -> Iterator[str]:
+def receiving(
+    kind: str, host: str, directory: Path, *, certs: str = "", burst_bytes: int = 0
+) -> Iterator[str]:
     """A receiver in this namespace; gives its address.
+
+    Args:
+        kind: Of `wan_end`, or "averager".
+        host: Its own address.
+        directory: For its key.
+        certs: Directory of certificates; empty: plaintext.
+        burst_bytes: What an averager averages.
 
     Raises:
         IslandFailed: If it does not start; its last words are above.
     """
-    order = {"do": "receive", "kind": kind, "host": host, "certs": certs}
-    order["key"] = str(directory / "receiver.p2p-key")
+    order: Message = {"do": "receive", "kind": kind, "host": host, "certs": certs}
+    order |= {"key": str(directory / "receiver.p2p-key"), "burst_bytes": burst_bytes}
     process = subprocess.Popen(
-        [*_END, json.dumps(order)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [*_end(kind), json.dumps(order)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -69,8 +77,13 @@ def sent(prefix: Sequence[str], order: Message) -> Message:
     Raises:
         IslandFailed: If that failed.
     """
-    command = [*prefix, *_END, json.dumps({"do": "send", **order})]
+    command = [*prefix, *_end(order["kind"]), json.dumps({"do": "send", **order})]
     return dict(json.loads(_output(command)))
+
+
+def _end(kind: str) -> list[str]:
+    module = "wan_averager" if kind == "averager" else "wan_end"
+    return [sys.executable, "-m", f"diloco.bench.{module}"]
 
 
 def _output(command: Sequence[str]) -> str:
@@ -101,7 +114,7 @@ def measure_link(order: Message, emulated: Emulated, directory: Path) -> Message
     by = IPERF3 if shutil.which("iperf3") and not is_paused else PLAIN
     found: Message = {"by": by, "limit_bps": {}, "own_bps": {}}
     with (
-        receiving(order["kind"], host, directory) as own,
+        receiving(order["kind"], host, directory, burst_bytes=order["burst_bytes"]) as own,
         receiving("tcp", host, directory) as plain,
         ThreadPoolExecutor(len(islands)) as pool,
     ):
@@ -110,11 +123,10 @@ def measure_link(order: Message, emulated: Emulated, directory: Path) -> Message
             if by == IPERF3:
                 port = _FIRST_PORT + islands.index(island)
                 return _iperf3_bps(emulated.prefix(island), host, port, order["limit_s"])
-            return _bursts_bps(emulated.prefix(island), order, "tcp", plain, STREAMS)
+            return _bursts_bps(emulated, island, order, "tcp", plain, STREAMS)
 
         def ours(island: str) -> float:
-            prefix = emulated.prefix(island)
-            return _bursts_bps(prefix, order, order["kind"], own, order["lanes"])
+            return _bursts_bps(emulated, island, order, order["kind"], own, order["lanes"])
 
         for _ in range(order["repetitions"]):
             for name, work in (("limit_bps", limit), ("own_bps", ours)):
@@ -124,18 +136,20 @@ def measure_link(order: Message, emulated: Emulated, directory: Path) -> Message
 
 
 def _bursts_bps(
-    prefix: Sequence[str], order: Message, kind: str, address: str, parts: int
+    emulated: Emulated, island: str, order: Message, kind: str, address: str, parts: int
 ) -> float:
     """Payload bits per second of bursts after those that warm up: of the median one."""
     bursts = {
         "kind": kind,
+        "host": emulated.description["islands"][island]["address"],
         "address": address,
+        "burst_bytes": order["burst_bytes"],
         "parts": parts,
         "part_bytes": order["burst_bytes"] // parts,
         "bursts": order["warm_up"] + order["bursts"],
         "every_s": order["every_s"],
     }
-    seconds = sent(prefix, bursts)["seconds"][order["warm_up"] :]
+    seconds = sent(emulated.prefix(island), bursts)["seconds"][order["warm_up"] :]
     return float(8 * order["burst_bytes"] / median(seconds))
 
 

@@ -223,11 +223,23 @@ def test_the_next_start_sweeps_after_sigkill_and_touches_nothing_else(
 
 @needs_namespaces
 @pytest.mark.slow
-def test_a_local_run_has_every_island_in_its_namespace(wan_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["grpc", "hivemind"])
+def test_a_local_run_has_every_island_in_its_namespace(
+    wan_file: Path, tmp_path: Path, kind: str
+) -> None:
     run_file = write_run(tmp_path, {"a": "", "b": ""}, inner_steps=12)
 
     done = emulate(
-        wan_file, "--json", tmp_path / "record.json", "--", "diloco", "local", run_file, "--json"
+        wan_file,
+        "--json",
+        tmp_path / "record.json",
+        "--",
+        "diloco",
+        "local",
+        run_file,
+        "--json",
+        "--set",
+        f"transport.kind={kind}",
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
