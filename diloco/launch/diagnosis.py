@@ -256,7 +256,12 @@ def _path_findings(facts: Facts) -> Iterator[Finding]:
     if not facts.coordinator:
         return
     reached = [path for path in facts.paths if not path.error]
+    is_answered = facts.call is not None and not facts.call.error
     for path in facts.paths:
+        if path.error and is_answered and not reached:
+            found = f"{path.address} is not reached from here but answers calls: through grpc_proxy"
+            yield Finding("coordinator", State.OK, found)
+            continue
         if path.error:
             # Another address that answers is enough: they are tried in order.
             state = State.SLOW if reached else State.BROKEN

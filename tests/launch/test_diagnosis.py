@@ -92,18 +92,23 @@ def port(**changes: object) -> Facts:
             replace(GOOD, tcp=None), "tcp", State.UNKNOWN, "does not say", "", id="no-sysctl",
         ),
         pytest.param(
-            path(error="Connection refused after 0.1 s"), "coordinator", State.BROKEN,
+            replace(path(error="Connection refused after 0.1 s"), call=None), "coordinator", State.BROKEN,
             "10.0.0.5:4711 is not reached: Connection refused", "diloco coordinator RUN.toml",
             id="nobody-listens",
         ),
         pytest.param(
-            path(error="timed out after 5.0 s"), "coordinator", State.BROKEN, "timed out",
+            replace(path(error="timed out after 5.0 s"), call=CallFacts("a:1", error="no answer")),
+            "coordinator", State.BROKEN, "timed out",
             "nc -vz 10.0.0.5 4711", id="firewall",
         ),
         pytest.param(
             replace(GOOD, paths=(replace(PATH, address="a:1", error="timed out"), PATH)),
             "coordinator", State.SLOW, "a:1 is not reached", "open TCP port 1",
             id="another-address-answers",
+        ),
+        pytest.param(
+            path(error="timed out after 5.0 s"), "coordinator", State.OK, "through grpc_proxy", "",
+            id="behind-a-proxy",
         ),
         pytest.param(
             path(answered_bytes=1380), "MTU", State.BROKEN,
