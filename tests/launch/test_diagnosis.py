@@ -92,8 +92,9 @@ def port(**changes: object) -> Facts:
             replace(GOOD, tcp=None), "tcp", State.UNKNOWN, "does not say", "", id="no-sysctl",
         ),
         pytest.param(
-            replace(path(error="Connection refused after 0.1 s"), call=None), "coordinator", State.BROKEN,
-            "10.0.0.5:4711 is not reached: Connection refused", "diloco coordinator RUN.toml",
+            replace(path(error="Connection refused after 0.1 s"), call=None),
+            "coordinator", State.BROKEN, "10.0.0.5:4711 is not reached: Connection refused",
+            "diloco coordinator RUN.toml",
             id="nobody-listens",
         ),
         pytest.param(

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from diloco.cli.doctor import tell_at_start
 from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.launch.access import guarded
@@ -235,3 +236,25 @@ def test_the_machine_alone_is_looked_at_without_a_run() -> None:
 
     assert result.exit_code == 0, result.output
     assert "congestion control" in result.output and "port" not in result.output
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("peers", "warned"),
+    [
+        pytest.param("10.0.0.5:4711", True, id="beyond-this-machine"),
+        pytest.param("127.0.0.1:4711,[::1]:4711", False, id="loopback"),
+        pytest.param("0.0.0.0:0", True, id="wildcard"),
+    ],
+)
+def test_a_slow_tcp_is_told_at_start_where_peers_are_elsewhere(
+    peers: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Namespaces(["here"]) as spaces, inside(spaces.path("here")):
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
+
+        tell_at_start(peers)
+
+    said = capsys.readouterr().err
+    assert ("sudo sysctl -w net.ipv4.tcp_congestion_control=bbr" in said) == warned
+    assert bool(said) == warned
