@@ -340,10 +340,15 @@ def _shaper(setting: Setting) -> dict[str, Any]:
     return {**_beside(SHAPER, found[worst], f"worst: {worst}"), "measured": found}
 
 
-def _shaper_off(rate_bps: float, chunk_bytes: int, seconds: float) -> float:
-    count = max(1, round(rate_bps * seconds / 8 / chunk_bytes))
+def _shaper_off(rate_bps: float, chunk_bytes: int, setting: Setting) -> float:
+    """Relative error of a transfer's time; the least counts, as other load only adds to it."""
+    count = max(1, round(rate_bps * setting.shaper_s / 8 / chunk_bytes))
     ideal_s = 8 * count * chunk_bytes / rate_bps
-    return abs(asyncio.run(_shaped_s(Link(rate_bps, 0.0), chunk_bytes, count)) / ideal_s - 1)
+    link = Link(rate_bps, 0.0)
+    took_s = (
+        asyncio.run(_shaped_s(link, chunk_bytes, count)) for _ in range(setting.repetitions + 1)
+    )
+    return min(abs(each_s / ideal_s - 1) for each_s in took_s)
 
 
 class _Sink:
@@ -378,9 +383,9 @@ def _mtls(setting: Setting) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="diloco-bench-wan-") as directory:
         certs = Path(directory) / "certs"
         ca = RunCa(certs, lambda: datetime.datetime.now(datetime.UTC))
-        ca.create("bench", 2)
+        ca.create("bench", 400)
         for short in ("syncer", "island/bench"):
-            ca.issue(short, 1, again=False)
+            ca.issue(short, 365, again=False)
         found: dict[str, list[float]] = {"plaintext": [], "mtls": []}
         for _ in range(setting.repetitions + 1):
             for name, chosen in (("plaintext", ""), ("mtls", str(certs))):
