@@ -330,9 +330,7 @@ def _has_hivemind() -> bool:
 def _shaper(setting: Setting) -> dict[str, Any]:
     """Time transfers through the shaper, as many calls in progress as lanes; the worst is shown."""
     found = {
-        f"{size >> 10:,d} KiB at {rate / 1e6:,.0f} Mbit/s": _shaper_off(
-            rate, size, setting.shaper_s
-        )
+        f"{size >> 10:,d} KiB at {rate / 1e6:,.0f} Mbit/s": _shaper_off(rate, size, setting)
         for rate in setting.shaper_bps
         for size in setting.shaper_bytes
     }
