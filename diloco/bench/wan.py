@@ -13,6 +13,7 @@ Source: issue 4, "Numbers to show"; measured.md B4.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import fnmatch
 import importlib.util
@@ -39,6 +40,7 @@ _MIB = 1 << 20
 _LANES = 16
 _MISSED_CHECK = 1
 _LAST_WORDS = 2000
+_LOOK_S = 0.1
 
 _COLUMNS = (
     Column("row", "row"),
@@ -191,7 +193,10 @@ def row_names(setting: Setting) -> list[str]:
 
 
 def run_wan(
-    setting: Setting, patterns: Sequence[str], on_progress: Callable[[str, int, int], None]
+    setting: Setting,
+    patterns: Sequence[str],
+    on_progress: Callable[[str, int, int], None],
+    on_look: Callable[[], None] = lambda: None,
 ) -> Report:
     """Measure.
 
@@ -199,6 +204,7 @@ def run_wan(
         setting: What.
         patterns: Names of rows with `*` and `?`; none: all rows.
         on_progress: Hears what is measured next, and of rows done and in all.
+        on_look: Called often while a network is up; what it raises takes it down.
 
     Raises:
         ConfigError: If a pattern matches no row, or networks cannot be emulated here.
@@ -218,7 +224,7 @@ def run_wan(
             by_link.setdefault(row.spec, []).append(row)
     for spec, of_link in by_link.items():
         on_progress(spec.text, len(rows), len(wanted))
-        for row, measured in zip(of_link, _measure(spec, of_link, setting), strict=True):
+        for row, measured in zip(of_link, _measure(spec, of_link, setting, on_look), strict=True):
             rows.append(measured)
             if row.at_least:
                 what = f"{row.name}: payload over {measured['by']}"
@@ -239,7 +245,9 @@ def run_wan(
 # -- links ---------------------------------------------------------------------------------------
 
 
-def _measure(spec: LinkSpec, rows: Sequence[Row], setting: Setting) -> list[dict[str, Any]]:
+def _measure(
+    spec: LinkSpec, rows: Sequence[Row], setting: Setting, on_look: Callable[[], None]
+) -> list[dict[str, Any]]:
     """Make a link, check it, measure its rows on it."""
     able = [row for row in rows if row.kind == "grpc" or _has_hivemind()]
     with tempfile.TemporaryDirectory(prefix="diloco-bench-wan-") as directory:
@@ -247,7 +255,7 @@ def _measure(spec: LinkSpec, rows: Sequence[Row], setting: Setting) -> list[dict
         found: dict[str, Any] = {}
         record: dict[str, Any] = {"check": None}
         if able:
-            found, record = _emulate(spec, able, setting, place)
+            found, record = _emulate(spec, able, setting, place, on_look)
     measured = []
     for row in rows:
         shown = {
@@ -288,7 +296,11 @@ def _judged(row: Row, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _emulate(
-    spec: LinkSpec, rows: Sequence[Row], setting: Setting, place: Path
+    spec: LinkSpec,
+    rows: Sequence[Row],
+    setting: Setting,
+    place: Path,
+    on_look: Callable[[], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run `wan_link` in an emulated network; returns what it found, and the emulation's record.
 
@@ -301,16 +313,31 @@ def _emulate(
     inside = f'exec {sys.executable} -m diloco.bench.wan_link {orders} "$DILOCO_EMULATION"'
     command = [sys.executable, "-m", "diloco", "emulate", str(wan_file), "--check"]
     command += ["--json", str(place / "record.json"), "--", "sh", "-c", inside]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    words = (done.stdout + done.stderr)[-_LAST_WORDS:]
+    code, words = _run(command, place / "words.log", on_look)
     if not (place / "record.json").exists():
-        raise ConfigError(f"diloco emulate failed, exit code {done.returncode}: {words}")
+        raise ConfigError(f"diloco emulate failed, exit code {code}: {words}")
     record = json.loads((place / "record.json").read_text())
-    if done.returncode == _MISSED_CHECK and "command" not in record:
+    if code == _MISSED_CHECK and "command" not in record:
         return {}, record
-    if done.returncode:
-        raise IslandFailed(f"measuring {spec.text} failed, exit code {done.returncode}: {words}")
+    if code:
+        raise IslandFailed(f"measuring {spec.text} failed, exit code {code}: {words}")
     return json.loads((place / "found.json").read_text()), record
+
+
+def _run(command: Sequence[str], log: Path, on_look: Callable[[], None]) -> tuple[int, str]:
+    """Run a command to its end; whatever ends us before ends it, in order, too."""
+    with log.open("wb") as words:
+        process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                on_look()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_S)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return process.returncode, log.read_text(errors="replace")[-_LAST_WORDS:]
 
 
 def _check_text(check: Sequence[dict[str, Any]] | None) -> str:

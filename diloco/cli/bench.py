@@ -176,9 +176,13 @@ def wan(
     """
     from diloco.bench.wan import SETTING, run_wan
     from diloco.cli.progress import counting
+    from diloco.launch.ending import Interrupted, heeding_signals
 
-    with counting(_console(json_target)) as show:
-        report = run_wan(SETTING, rows or [], on_progress=show)
+    try:
+        with heeding_signals() as request, counting(_console(json_target)) as show:
+            report = run_wan(SETTING, rows or [], on_progress=show, on_look=request.check)
+    except Interrupted as interrupted:
+        raise typer.Exit(interrupted.exit_code) from None
     _show(report, json_target, require=require)
 
 
