@@ -292,3 +292,15 @@ class RoundReportReply(_message.Message):
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, checkpoint_steps: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ClockRequest(_message.Message):
+    __slots__ = ("protocol_version",)
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
+
+class ClockReply(_message.Message):
+    __slots__ = ("unix_s",)
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    unix_s: float
+    def __init__(self, unix_s: _Optional[float] = ...) -> None: ...

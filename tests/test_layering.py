@@ -62,6 +62,7 @@ FORBIDDEN = [
     pytest.param("diloco.outer.schedule", ("torch",), (), id="schedule-has-no-torch"),
     pytest.param("diloco.compression", IMPURE, (), id="compression-is-pure"),
     pytest.param("diloco.rounds.state", (*IMPURE, "torch"), (), id="rounds.state-is-pure"),
+    pytest.param("diloco.launch.diagnosis", (*IMPURE, "torch"), (), id="diagnosis-is-pure"),
     pytest.param("diloco.coordinator.membership", (*IMPURE, "torch"), (), id="membership-is-pure"),
     *(
         pytest.param(f"simulations.emulate.{name}", IMPURE, (), id=f"emulate.{name}-is-pure")

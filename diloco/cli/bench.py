@@ -220,6 +220,38 @@ def heartbeat(json_target: JsonTarget = "", require: Require = False) -> None:
     _show(report, json_target, require=require)
 
 
+@bench.command()
+def wan(
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only these rows, with * and ?; repeatable."),
+    ] = None,
+    json_target: JsonTarget = "",
+    require: Require = False,
+) -> None:
+    """Measure how much of emulated long and lossy links the transport fills.
+
+    Each link is made of network namespaces (root; see diloco emulate), checked against its
+    specification, and then carries in turn what iperf3 sends in 8 streams and contributions of 16
+    lanes through the product's own transport. Beside them: the in-process shaper against its
+    specification, and what mTLS costs. About fifteen minutes; a busy machine makes checks miss.
+
+    Read "figure": payload per second over that of the limit in the same minute on the same link;
+    shaper: the largest error of a transfer's time; mtls-cpu: CPU of both ends over that of
+    plaintext. "limit by" says where plain TCP stands in for iperf3: it does not time bursts.
+    """
+    from diloco.bench.wan import SETTING, run_wan
+    from diloco.cli.progress import counting
+    from diloco.launch.ending import Interrupted, heeding_signals
+
+    try:
+        with heeding_signals() as request, counting(_console(json_target)) as show:
+            report = run_wan(SETTING, rows or [], on_progress=show, on_look=request.check)
+    except Interrupted as interrupted:
+        raise typer.Exit(interrupted.exit_code) from None
+    _show(report, json_target, require=require)
+
+
 def _console(json_target: str) -> Console:
     """Standard error, so that progress never mixes with what is asked for."""
     from rich.console import Console

@@ -46,6 +46,7 @@ def coordinator(
     checkpoint and leaves; --resume goes on from there. A second Ctrl-C stops coordinator and syncer
     at once; nothing published is lost.
     """
+    from diloco.cli.doctor import tell_at_start
     from diloco.config.load import load_config
     from diloco.errors import ConfigError
     from diloco.launch.coordinator import run_coordinator
@@ -53,6 +54,7 @@ def coordinator(
     if at_step is not None and not resume:
         raise ConfigError(f"--at {at_step} says where to resume: add --resume, or leave it out")
     config = load_config(run_file, overrides or ())
+    tell_at_start(config.coordinator.listen)
     run = run_coordinator(config, tell=typer.echo, resume=resume, at_step=at_step)
     raise typer.Exit(asyncio.run(run))
 

@@ -81,6 +81,7 @@ def island(
     Under torchrun or srun (RANK, WORLD_SIZE and MASTER_ADDR are set) it is one rank of that job
     and starts nothing, nor does it restart anything.
     """
+    from diloco.cli.doctor import tell_at_start
     from diloco.config.load import load_config
     from diloco.launch.address import find_coordinator
     from diloco.launch.island import run_island
@@ -95,6 +96,7 @@ def island(
         typer.echo(_found_text(config))
     if config.transport.insecure:
         typer.echo(f"warning: {INSECURE_WARNING}", err=True)
+    tell_at_start(address)
     typer.echo(f"island {name} goes to the coordinator at {address}; logs and events: {directory}")
     with _showing(config, name, address):
         code = run_island(config, name, address, directory, place)

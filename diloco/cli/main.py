@@ -10,7 +10,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli import bench, certs, configuration, control, emulate, export, island, local
+from diloco.cli import (
+    bench,
+    certs,
+    configuration,
+    control,
+    doctor,
+    emulate,
+    export,
+    island,
+    local,
+)
 from diloco.errors import DilocoError
 from diloco.launch.logs import log_to
 
@@ -41,7 +51,7 @@ def _options(
         log_to(logging.StreamHandler(), levels[log_level.upper()])
 
 
-for subject in (control, island, local, export, emulate, certs, bench, configuration):
+for subject in (control, island, local, export, emulate, certs, doctor, bench, configuration):
     subject.register(app)
 
 

@@ -30,6 +30,7 @@ from protos.control_pb2 import (
     JOIN_STATUS_WRONG_RUN,
     ROLE_ISLAND,
     ROLE_SYNCER,
+    ClockReply,
     FragmentStatus,
     Grant,
     IslandStatus,
@@ -115,6 +116,7 @@ class Coordinator:
             "control.report": self._report,
             "control.leave": self._leave,
             "control.status": self._status,
+            "control.clock": self._clock,
             "control.syncer_hello": self._syncer_hello,
             "control.round_report": self._round_report,
         }
@@ -299,6 +301,9 @@ class Coordinator:
             self._keep(self._failed(report.fatal_reason, report.fatal_exit_code))
             self.ended.set()
         return _reply(RoundReportReply(checkpoint_steps=self._membership.checkpoints))
+
+    async def _clock(self, call: IncomingCall) -> Reply:
+        return _reply(ClockReply(unix_s=self._unix_clock()))
 
     async def _status(self, call: IncomingCall) -> Reply:
         StatusRequest.FromString(call.header)

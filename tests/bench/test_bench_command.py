@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bench import codec, overhead, parity, publish, syncer, utilisation
+from diloco.bench import codec, heartbeat, overhead, parity, publish, syncer, utilisation, wan
 from diloco.bench.report import Column, Report, Requirement
 from diloco.cli.main import app
 
@@ -21,6 +21,8 @@ COMMANDS = {
     "codec": (codec, "run_codec"),
     "publish": (publish, "run_publish"),
     "syncer": (syncer, "run_syncer"),
+    "heartbeat": (heartbeat, "run_heartbeat"),
+    "wan": (wan, "run_wan"),
 }
 
 

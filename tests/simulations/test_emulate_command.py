@@ -16,7 +16,7 @@ from simulations.emulate.namespaces import NAMESPACES, OWNERS
 from tests.run_files import write_run
 from tests.simulations.emulated_site import needs_namespaces, star
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parents[2]
 DILOCO = [sys.executable, "-m", "diloco"]
@@ -79,6 +79,7 @@ def is_alive(pid: int) -> bool:
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_check_measures_every_link_and_writes_it_down(tmp_path: Path) -> None:
     wan_file = tmp_path / "wan.toml"
     wan_file.write_text(one_island(LINK))
@@ -93,6 +94,7 @@ def test_check_measures_every_link_and_writes_it_down(tmp_path: Path) -> None:
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_a_missed_link_ends_in_1_and_the_command_does_not_run(tmp_path: Path) -> None:
     path = tmp_path / "wan.toml"
     path.write_text(one_island(LINK))
@@ -111,6 +113,7 @@ def test_a_missed_link_ends_in_1_and_the_command_does_not_run(tmp_path: Path) ->
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_the_command_is_where_it_should_be_and_its_exit_code_is_ours(wan_file: Path) -> None:
     script = "cat /proc/net/fib_trie | grep -c 10.77 > /dev/null; ip -br address; exit 7"
 
@@ -126,25 +129,27 @@ def test_the_command_is_where_it_should_be_and_its_exit_code_is_ours(wan_file: P
 @needs_namespaces
 def test_links_change_when_the_file_says(tmp_path: Path) -> None:
     path = tmp_path / "wan.toml"
-    cut = '[changes.cut]\nat = "1s"\nlasts = "1500ms"\nlink = "a"\noutage = true\n'
-    slow = '[changes.slow]\nat = "1s"\nlink = "b"\ndirection = "up"\nbandwidth = "1Mbit/s"\n'
+    cut = '[changes.cut]\nat = "300ms"\nlasts = "500ms"\nlink = "a"\noutage = true\n'
+    slow = '[changes.slow]\nat = "300ms"\nlink = "b"\ndirection = "up"\nbandwidth = "1Mbit/s"\n'
     path.write_text(star(up=LINK, down=LINK, tail=cut + slow))
 
-    done = emulate(path, "--json", tmp_path / "record.json", "--", "sleep", "4")
+    done = emulate(path, "--json", tmp_path / "record.json", "--", "sleep", "1.5")
 
     record = json.loads((tmp_path / "record.json").read_text())
     assert done.returncode == 0, done.stderr
     seen = [(c["at_s"], c["link"], c["way"], c["is_up"]) for c in record["changes"]]
     assert seen == [
-        (1.0, "a", "up", False), (1.0, "a", "down", False), (1.0, "b", "up", True),
-        (2.5, "a", "up", True), (2.5, "a", "down", True),
+        (0.3, "a", "up", False), (0.3, "a", "down", False), (0.3, "b", "up", True),
+        (0.8, "a", "up", True), (0.8, "a", "down", True),
     ]  # fmt: skip
     assert record["changes"][2]["bandwidth_bps"] == 1e6
     assert [c["link"] for c in record["carried"]] == ["a", "a", "b", "b"]
 
 
 @needs_namespaces
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_command_and_network(
     wan_file: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -162,6 +167,7 @@ def test_a_signal_ends_command_and_network(
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_what_a_command_leaves_running_is_ended(wan_file: Path, tmp_path: Path) -> None:
     script = f"setsid sleep 600 & echo $! > {tmp_path}/pid"
 
@@ -173,8 +179,15 @@ def test_what_a_command_leaves_running_is_ended(wan_file: Path, tmp_path: Path) 
 
 
 @needs_namespaces
+@pytest.mark.parametrize(
+    ("heeds", "end"),
+    [
+        pytest.param("", -signal.SIGTERM, id="obedient"),
+        pytest.param("trap '' TERM;", -signal.SIGKILL, id="deaf", marks=pytest.mark.slow),
+    ],
+)
 def test_the_next_start_sweeps_after_sigkill_and_touches_nothing_else(
-    wan_file: Path, tmp_path: Path
+    wan_file: Path, tmp_path: Path, heeds: str, end: int
 ) -> None:
     foreign = "diloco-0badf00d-a"
     subprocess.run(["ip", "netns", "add", foreign], check=True)
@@ -182,11 +195,12 @@ def test_the_next_start_sweeps_after_sigkill_and_touches_nothing_else(
     killed = start(wan_file, tmp_path / "killed")
     theirs, left = namespaces_of(living), namespaces_of(killed)
     try:
-        # What ignores the signal of its parent's death is found by its namespace.
-        deaf = ["sh", "-c", f"trap '' TERM; echo $$ > {tmp_path}/deaf; while :; do sleep 1; done"]
+        # What does not hear of its parent's death is found by its namespace.
+        script = f"{heeds} echo $$ > {tmp_path}/orphan; while :; do sleep 1; done"
         name = next(name for name in left if name.endswith("-a"))
-        ignoring = subprocess.Popen(["ip", "netns", "exec", name, *deaf], start_new_session=True)
-        wait_for((tmp_path / "deaf").exists)
+        enter = ["ip", "netns", "exec", name, "sh", "-c", script]
+        orphan = subprocess.Popen(enter, start_new_session=True)
+        wait_for((tmp_path / "orphan").exists)
         killed.kill()
         killed.wait(30)
         assert left <= ours()
@@ -197,7 +211,7 @@ def test_the_next_start_sweeps_after_sigkill_and_touches_nothing_else(
         assert "removed what a killed emulation had left" in done.stderr
         assert not left & ours()
         assert not is_alive(int((tmp_path / "killed").read_text()))
-        assert ignoring.wait(30) == -signal.SIGKILL
+        assert orphan.wait(30) == end
         assert theirs | {foreign} <= ours()
         assert living.poll() is None and is_alive(int((tmp_path / "living").read_text()))
     finally:
@@ -208,11 +222,24 @@ def test_the_next_start_sweeps_after_sigkill_and_touches_nothing_else(
 
 
 @needs_namespaces
-def test_a_local_run_has_every_island_in_its_namespace(wan_file: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpc", "hivemind"])
+def test_a_local_run_has_every_island_in_its_namespace(
+    wan_file: Path, tmp_path: Path, kind: str
+) -> None:
     run_file = write_run(tmp_path, {"a": "", "b": ""}, inner_steps=12)
 
     done = emulate(
-        wan_file, "--json", tmp_path / "record.json", "--", "diloco", "local", run_file, "--json"
+        wan_file,
+        "--json",
+        tmp_path / "record.json",
+        "--",
+        "diloco",
+        "local",
+        run_file,
+        "--json",
+        "--set",
+        f"transport.kind={kind}",
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -230,6 +257,7 @@ def test_a_local_run_has_every_island_in_its_namespace(wan_file: Path, tmp_path:
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_a_run_with_other_islands_is_refused(wan_file: Path, tmp_path: Path) -> None:
     run_file = write_run(tmp_path, {"a": "", "west": ""}, inner_steps=4)
 
@@ -239,6 +267,7 @@ def test_a_run_with_other_islands_is_refused(wan_file: Path, tmp_path: Path) -> 
     assert "has no island west; it has a, b" in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 def test_nothing_to_do_is_refused(wan_file: Path) -> None:
     nothing = emulate(wan_file)
     nobody = emulate(wan_file, "--shell", "c")
@@ -249,6 +278,7 @@ def test_nothing_to_do_is_refused(wan_file: Path) -> None:
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_a_command_that_is_not_there_is_named(wan_file: Path) -> None:
     done = emulate(wan_file, "--", "no-such-program")
 
@@ -256,6 +286,7 @@ def test_a_command_that_is_not_there_is_named(wan_file: Path) -> None:
     assert "cannot run no-such-program" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_the_tools_the_package_is_named(wan_file: Path, tmp_path: Path) -> None:
     done = emulate(wan_file, "--", "true", env={**os.environ, "PATH": str(tmp_path)})
 
@@ -272,6 +303,7 @@ def test_without_root_it_says_what_to_do() -> None:
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_a_user_namespace_is_enough_and_the_loss_of_priority_is_said(tmp_path: Path) -> None:
     path = tmp_path / "wan.toml"
     path.write_text(one_island(LINK))

@@ -19,7 +19,7 @@ from simulations.emulate.network import LinkState
 from tests.simulations.emulated_site import Transfer, make_emulation, needs_namespaces, star
 from transport.link import Link
 
-pytestmark = [needs_namespaces, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [needs_namespaces, pytest.mark.timeout(120)]
 
 LOSSY = star(
     up='bandwidth = "50Mbit/s", delay = "10ms", loss = 0.02',
@@ -41,6 +41,7 @@ def missed(findings: list[Finding]) -> set[tuple[str, str, str]]:
     return {(f.link, f.way, f.figure) for f in findings if not f.is_met}
 
 
+@pytest.mark.slow
 def test_every_link_does_what_was_asked_of_it(lossy: Emulation) -> None:
     findings = check(lossy)
 
@@ -48,6 +49,7 @@ def test_every_link_does_what_was_asked_of_it(lossy: Emulation) -> None:
     assert not missed(findings), [finding.cells() for finding in findings]
 
 
+@pytest.mark.slow
 def test_the_check_finds_exactly_what_is_not_as_asked(lossy: Emulation) -> None:
     first, second = lossy.network.wires
     up, down = first.profile.up, first.profile.down
@@ -140,6 +142,7 @@ def test_an_unknown_congestion_control_is_refused_and_nothing_is_left(tmp_path: 
     assert not [*OWNERS.glob(f"{emulation.namespaces.id}*")]
 
 
+@pytest.mark.slow
 def test_two_tiers_share_the_bottleneck_between_regions(tmp_path: Path) -> None:
     text = """
 topology = "two-tier"
@@ -192,6 +195,7 @@ link = "near"
     assert carried["us", "up"].bytes > 1e6 and carried["eu", "up"].bytes < 1e5
 
 
+@pytest.mark.slow
 def test_the_same_seed_loses_the_same_packets(tmp_path: Path) -> None:
     link = 'bandwidth = "50Mbit/s", delay = "1ms", loss = 0.05'
     lost = []

@@ -1,0 +1,389 @@
+"""What is wrong with a site before a run: findings from facts, each with the command that mends it.
+
+Pure: `machine_facts` reads what is judged here.
+
+    broken   the run cannot work so
+    slow     it works, and a long or lossy path carries less than it could
+    unknown  could not be found out here
+    ok
+
+A connection carries at most a window a round trip, and the kernel gives half of a buffer to the
+window: rate = 8 buffer / 2 / round trip. Source: measured.md B4 (buffers, congestion control, slow
+start after idle), tcp(7), ip-sysctl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from transport.addresses import is_loopback, split_address
+from transport.tls import WARN_DAYS
+from transport.units import format_bandwidth, format_bytes, format_duration
+
+#: What one connection should be able to carry, and over which round trip where none is known.
+_RATE_BPS, _RTT_S = 1e9, 0.100
+_BUFFER_BYTES = 64 * 2**20
+#: Clocks are compared in logs and in certificates, whose start allows for some minutes.
+_SLOW_CLOCK_S, _WRONG_CLOCK_S = 5.0, 240.0
+_LOSS_PROOF = ("bbr", "bbr2", "bbr3")
+
+
+class State(StrEnum):
+    """How a finding is to be taken."""
+
+    OK = "ok"
+    UNKNOWN = "unknown"
+    SLOW = "slow"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        what: In a word or two.
+        state: How it is to be taken.
+        found: What was found, values included.
+        mend: The command to type; empty where there is nothing to do.
+    """
+
+    what: str
+    state: State
+    found: str
+    mend: str = ""
+
+    def as_text(self) -> str:
+        """Say it in a line."""
+        return f"{self.what}: {self.found}" + (f"; mend it: {self.mend}" if self.mend else "")
+
+    def as_dict(self) -> dict[str, str]:
+        """Give it as JSON values."""
+        return {key: str(value) for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TcpFacts:
+    """The kernel's TCP, as a new connection of this process gets it.
+
+    Attributes:
+        congestion_control: Algorithm of a sender.
+        available: Algorithms that are loaded.
+        slow_start_after_idle: Whether a connection begins slowly again after a pause.
+        send_bytes: Largest send buffer.
+        receive_bytes: Largest receive buffer.
+        mtu_probing: net.ipv4.tcp_mtu_probing: 0 never, 1 after a black hole, 2 always.
+    """
+
+    congestion_control: str
+    available: tuple[str, ...]
+    slow_start_after_idle: bool
+    send_bytes: int
+    receive_bytes: int
+    mtu_probing: int
+
+
+@dataclass(frozen=True, slots=True)
+class PathFacts:
+    """The way to one address of the coordinator.
+
+    Attributes:
+        address: HOST:PORT.
+        error: Why no connection was made; empty: one was.
+        rtt_s: Round trip, of the handshake.
+        congestion_control: Algorithm on this route; a route may have its own.
+        mtu_bytes: What the kernel takes for the longest packet.
+        answered_bytes: Longest unfragmented echo request that was answered; 0: none was.
+    """
+
+    address: str
+    error: str = ""
+    rtt_s: float = 0.0
+    congestion_control: str = ""
+    mtu_bytes: int = 0
+    answered_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallFacts:
+    """A call to the coordinator, with this site's certificates and tokens.
+
+    Attributes:
+        address: Where it went.
+        error: Why there was no answer; empty: there was one.
+        clock_s: How far this clock is ahead of the coordinator's.
+        uncertain_s: By how much `clock_s` may be off: half of the call's duration.
+    """
+
+    address: str
+    error: str = ""
+    clock_s: float = 0.0
+    uncertain_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PortFacts:
+    """A port that this site's processes listen at.
+
+    Attributes:
+        key: Key of the run file.
+        address: HOST:PORT.
+        error: Why it cannot be bound; empty: it can.
+        is_ours: Whether a process of this very run holds it.
+    """
+
+    key: str
+    address: str
+    error: str = ""
+    is_ours: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFacts:
+    """What one identity of this site shows to others.
+
+    Attributes:
+        short: Identity, such as island/eu.
+        directory: Where its files lie.
+        error: Why they cannot be used; empty: they can.
+        days_left: Until the certificate expires.
+    """
+
+    short: str
+    directory: str
+    error: str = ""
+    days_left: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was found out at a site; what does not apply is empty.
+
+    Attributes:
+        tcp: The kernel's TCP; None: this system does not say.
+        is_clock_kept: Whether something keeps this clock right (NTP); None: not said.
+        insecure: Whether the run file declares its network trusted.
+        certificates: Of every identity of this site.
+        ports: That this site's processes listen at.
+        coordinator: Its address, as far as it is known.
+        paths: To every address of the coordinator.
+        call: To the coordinator.
+    """
+
+    tcp: TcpFacts | None = None
+    is_clock_kept: bool | None = None
+    insecure: bool = False
+    certificates: tuple[CertificateFacts, ...] = ()
+    ports: tuple[PortFacts, ...] = ()
+    coordinator: str = ""
+    paths: tuple[PathFacts, ...] = ()
+    call: CallFacts | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give them as JSON values, hence `Any`."""
+        return asdict(self)
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    """Judge everything, in the order of the command's table."""
+    return [
+        *tcp_findings(facts),
+        *_path_findings(facts),
+        *_clock_findings(facts),
+        *_port_findings(facts),
+        *_certificate_findings(facts),
+    ]
+
+
+def tcp_findings(facts: Facts) -> Iterator[Finding]:
+    """Judge what the kernel does with every connection."""
+    tcp = facts.tcp
+    if tcp is None:
+        yield Finding("tcp", State.UNKNOWN, "this system does not say how its TCP is set")
+        return
+    open_paths = [path for path in facts.paths if not path.error]
+    algorithms = sorted({path.congestion_control for path in open_paths} - {""})
+    algorithm = algorithms[0] if len(algorithms) == 1 else tcp.congestion_control
+    is_loss_proof = algorithm in _LOSS_PROOF
+    if is_loss_proof:
+        yield Finding("congestion control", State.OK, algorithm)
+    else:
+        load = "" if "bbr" in tcp.available else "sudo modprobe tcp_bbr && "
+        yield Finding(
+            "congestion control",
+            State.SLOW,
+            f"{algorithm}: 0.1 % of loss over 100 ms leaves one connection 17 of 100 Mbit/s, bbr "
+            f"leaves it 87",
+            f"{load}sudo sysctl -w net.ipv4.tcp_congestion_control=bbr",
+        )
+    if not tcp.slow_start_after_idle:
+        yield Finding("slow start after idle", State.OK, "off")
+    elif is_loss_proof:
+        yield Finding("slow start after idle", State.OK, f"on, which {algorithm} does not heed")
+    else:
+        yield Finding(
+            "slow start after idle",
+            State.SLOW,
+            f"on: with {algorithm} every round begins slowly again, at a third of the rate of a "
+            f"long fast path",
+            "sudo sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
+        )
+    yield from _buffer_findings(tcp, max((path.rtt_s for path in open_paths), default=0.0))
+
+
+def _buffer_findings(tcp: TcpFacts, rtt_s: float) -> Iterator[Finding]:
+    named = "" if rtt_s else ", the round trip being unknown"
+    rtt_s = rtt_s or _RTT_S
+    for what, parameter, lowest, num_bytes in (
+        ("send buffer", "tcp_wmem", "4096 65536", tcp.send_bytes),
+        ("receive buffer", "tcp_rmem", "4096 131072", tcp.receive_bytes),
+    ):
+        rate_bps = 8 * num_bytes / 2 / rtt_s
+        found = (
+            f"at most {format_bytes(num_bytes)}: up to {format_bandwidth(float(f'{rate_bps:.2g}'))}"
+            f" a connection over {format_duration(rtt_s)}{named}"
+        )
+        needed = max(_BUFFER_BYTES, int(2 * _RATE_BPS * rtt_s / 8))
+        mend = f'sudo sysctl -w net.ipv4.{parameter}="{lowest} {needed}"'
+        is_enough = rate_bps >= _RATE_BPS
+        yield Finding(what, State.OK if is_enough else State.SLOW, found, "" if is_enough else mend)
+
+
+def _path_findings(facts: Facts) -> Iterator[Finding]:
+    if not facts.coordinator:
+        return
+    reached = [path for path in facts.paths if not path.error]
+    is_answered = facts.call is not None and not facts.call.error
+    for path in facts.paths:
+        if path.error and is_answered and not reached:
+            found = f"{path.address} is not reached from here but answers calls: through grpc_proxy"
+            yield Finding("coordinator", State.OK, found)
+            continue
+        if path.error:
+            # Another address that answers is enough: they are tried in order.
+            state = State.SLOW if reached else State.BROKEN
+            yield Finding(
+                "coordinator",
+                state,
+                f"{path.address} is not reached: {path.error}",
+                _mend_path(path),
+            )
+            continue
+        found = f"{path.address} is reached, round trip {format_duration(path.rtt_s)}"
+        yield Finding("coordinator", State.OK, found)
+        yield _mtu_finding(path, facts.tcp)
+    call = facts.call
+    if call is not None and reached and call.error:
+        yield Finding(
+            "call to the coordinator",
+            State.BROKEN,
+            call.error,
+            "diloco certs show, where the CA is; on the coordinator's site: diloco doctor RUN.toml",
+        )
+    elif call is not None and not call.error:
+        yield Finding("call to the coordinator", State.OK, "answered")
+
+
+def _mend_path(path: PathFacts) -> str:
+    host, port = split_address(path.address)
+    if "refused" in path.error.lower():
+        return "start it: diloco coordinator RUN.toml; or correct coordinator.address"
+    if "resolve" in path.error.lower() or "name" in path.error.lower():
+        return f"getent hosts {host}; correct coordinator.address (--coordinator)"
+    return (
+        f"open TCP port {port} towards {host} in the firewalls between (nc -vz {host} {port} tries "
+        f"it), or set grpc_proxy"
+    )
+
+
+def _mtu_finding(path: PathFacts, tcp: TcpFacts | None) -> Finding:
+    if not path.answered_bytes:
+        return Finding(
+            "MTU",
+            State.UNKNOWN,
+            f"{path.address}: {path.mtu_bytes} bytes by the kernel's account; echo requests are "
+            f"not answered or not allowed, so it was not probed",
+        )
+    if path.answered_bytes >= path.mtu_bytes:
+        found = f"{path.address}: packets of {path.mtu_bytes} bytes pass"
+        return Finding("MTU", State.OK, found)
+    found = (
+        f"{path.address}: packets of {path.mtu_bytes} bytes are lost in silence, "
+        f"{path.answered_bytes} bytes pass: a tunnel drops what it should refuse"
+    )
+    if tcp is not None and tcp.mtu_probing:
+        return Finding("MTU", State.SLOW, f"{found}; tcp_mtu_probing finds its way around it")
+    return Finding("MTU", State.BROKEN, found, "sudo sysctl -w net.ipv4.tcp_mtu_probing=1")
+
+
+def _clock_findings(facts: Facts) -> Iterator[Finding]:
+    keep = "sudo timedatectl set-ntp true"
+    call = facts.call
+    if call is not None and not call.error:
+        off_s = max(0.0, abs(call.clock_s) - call.uncertain_s)
+        ahead = "ahead of" if call.clock_s > 0 else "behind"
+        found = f"{format_duration(float(f'{abs(call.clock_s):.2g}'))} {ahead} the coordinator's"
+        state = State.OK
+        if off_s > _SLOW_CLOCK_S:
+            state = State.BROKEN if off_s > _WRONG_CLOCK_S else State.SLOW
+            found += ": certificates and grants are judged by it"
+        yield Finding("clock", state, found, keep if state is not State.OK else "")
+    elif facts.is_clock_kept is None:
+        yield Finding("clock", State.UNKNOWN, "not compared with the coordinator's")
+    elif facts.is_clock_kept:
+        yield Finding("clock", State.OK, "kept by the system")
+    else:
+        found = "nothing keeps it right, and it was not compared with the coordinator's"
+        yield Finding("clock", State.UNKNOWN, found, keep)
+
+
+def _port_findings(facts: Facts) -> Iterator[Finding]:
+    for port in facts.ports:
+        if port.is_ours:
+            yield Finding("port", State.OK, f"{port.key}: {port.address} is held by this run")
+        elif port.error:
+            number = split_address(port.address)[1]
+            yield Finding(
+                "port",
+                State.BROKEN,
+                f"{port.key} = {port.address} cannot be bound: {port.error}",
+                f"ss -ltnp 'sport = :{number}' shows who has it; end that, or choose another",
+            )
+        else:
+            yield Finding("port", State.OK, f"{port.key}: {port.address} can be bound")
+
+
+def _certificate_findings(facts: Facts) -> Iterator[Finding]:
+    for shown in facts.certificates:
+        renew = f"diloco certs rotate {shown.short}, where the CA is; bring it to {shown.directory}"
+        if shown.error:
+            yield Finding("certificate", State.BROKEN, shown.error, renew)
+        elif shown.days_left < WARN_DAYS:
+            found = f"{shown.short} expires in {shown.days_left:.1f} days"
+            yield Finding("certificate", State.SLOW, found, renew)
+        else:
+            found = f"{shown.short} is valid for {shown.days_left:.0f} days"
+            yield Finding("certificate", State.OK, found)
+    if facts.certificates or not (facts.ports or facts.paths):
+        return
+    hosts = [split_address(port.address)[0] for port in facts.ports]
+    hosts += [split_address(path.address)[0] for path in facts.paths]
+    if facts.insecure:
+        yield Finding(
+            "certificate",
+            State.SLOW,
+            "transport.insecure = true: whoever reaches the ports can read and change the traffic",
+            "diloco certs init RUN.toml",
+        )
+    elif all(is_loopback(host) for host in hosts):
+        yield Finding("certificate", State.OK, "none; everything is on this machine's loopback")
+    else:
+        yield Finding(
+            "certificate",
+            State.BROKEN,
+            "none, and not all is loopback",
+            "diloco certs init RUN.toml",
+        )

@@ -1,0 +1,260 @@
+"""`diloco doctor` on real systems: namespaces, sockets, servers, certificates that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco.cli.doctor import tell_at_start
+from diloco.cli.main import app
+from diloco.config.load import load_config
+from diloco.launch.access import guarded
+from diloco.launch.machine_facts import gather, read_tcp, try_path
+from diloco.launch.state_dir import StateDir, acquire, write_pid
+from protos.control_pb2 import ClockReply
+from simulations.emulate.namespaces import Namespaces, inside
+from tests.run_files import write_run
+from tests.simulations.emulated_site import needs_namespaces
+from tests.transport.pki import COORDINATOR, EAST, SYNCER, Pki
+from transport.contracts import IncomingCall, Reply
+from transport.grpc_server import GrpcServer
+from transport.tls import Tls
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return write_run(tmp_path, {"east": "", "west": ""})
+
+
+@contextlib.contextmanager
+def serving(tls: Tls | None = None, ahead_s: float = 0.0) -> Iterator[str]:
+    """A server whose clock is ahead of ours, in a thread; gives its address."""
+
+    async def clock(_: IncomingCall) -> Reply:
+        return Reply(ClockReply(unix_s=time.time() + ahead_s).SerializeToString())
+
+    addresses: list[str] = []
+    is_up, is_over = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        server = GrpcServer("127.0.0.1:0", guarded({"control.clock": clock}), tls=tls)
+        await server.start()
+        addresses.append(server.address)
+        is_up.set()
+        while not is_over.is_set():
+            await asyncio.sleep(0.02)
+        await server.stop(0.0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert is_up.wait(30)
+        yield addresses[0]
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def doctor(*words: object) -> tuple[int, dict[str, list[dict[str, str]]]]:
+    """What `diloco doctor ... --json` found, by what it looked at; and its exit code."""
+    result = CliRunner().invoke(app, ["doctor", *map(str, words), "--json"])
+    found: dict[str, list[dict[str, str]]] = {}
+    for finding in json.loads(result.stdout)["findings"]:
+        found.setdefault(finding["what"], []).append(finding)
+    return result.exit_code, found
+
+
+@needs_namespaces
+def test_tcp_is_read_where_the_process_is() -> None:
+    with Namespaces(["here"]) as spaces, inside(spaces.path("here")):
+        for name, value in {
+            "tcp_slow_start_after_idle": "0",
+            "tcp_wmem": "4096 65536 1048576",
+            "tcp_rmem": "4096 131072 2097152",
+            "tcp_congestion_control": "reno",
+            "tcp_mtu_probing": "1",
+        }.items():
+            Path("/proc/sys/net/ipv4", name).write_text(value)
+
+        facts = read_tcp()
+
+    assert facts is not None
+    assert facts.congestion_control == "reno" and "reno" in facts.available
+    assert not facts.slow_start_after_idle
+    assert (facts.send_bytes, facts.receive_bytes, facts.mtu_probing) == (1 << 20, 2 << 20, 1)
+
+
+@needs_namespaces
+def test_a_black_hole_for_long_packets_is_found() -> None:
+    """A device drops in silence what is longer than its own MTU, as a badly set tunnel does."""
+    with Namespaces(["near", "far"]) as spaces:
+        near, far = spaces.name("near"), spaces.name("far")
+        for line in [
+            f"link add hole netns {near} type veth peer name hole netns {far}",
+            f"-n {near} address add 10.99.0.1/24 dev hole",
+            f"-n {far} address add 10.99.0.2/24 dev hole",
+            f"-n {far} link set hole mtu 1400 up",
+            f"-n {near} link set hole up",
+        ]:
+            subprocess.run(["ip", *line.split()], check=True)
+        with inside(spaces.path("far")):
+            listener = socket.create_server(("10.99.0.2", 0))
+        address = "{}:{}".format(*listener.getsockname())
+
+        with listener, inside(spaces.path("near")):
+            path = try_path(address)
+
+    assert path.error == ""
+    assert path.mtu_bytes == 1500 and path.answered_bytes == 1380
+
+
+def test_an_island_with_good_certificates_is_answered(run_file: Path, tmp_path: Path) -> None:
+    pki = Pki(tmp_path / "certs")
+    pki.issue(EAST)
+    with serving(pki.tls(COORDINATOR)) as address:
+        code, found = doctor(
+            run_file, "--island", "east", "--coordinator", address,
+            "--set", f"transport.certs={pki.directory}",
+        )  # fmt: skip
+
+    assert code == 0, found
+    assert [f["state"] for f in found["call to the coordinator"]] == ["ok"]
+    assert [f["state"] for f in found["clock"]] == ["ok"]
+    assert "island/east is valid for 90 days" in found["certificate"][0]["found"] or (
+        "island/east is valid for 89 days" in found["certificate"][0]["found"]
+    )
+    assert "round trip" in found["coordinator"][0]["found"]
+    assert found["MTU"][0]["state"] in ("ok", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what", "found", "mend"),
+    [
+        pytest.param(
+            lambda pki: pki.issue(EAST, age_days=100, days=90), "certificate", "expired at",
+            "diloco certs rotate island/east", id="expired",
+        ),
+        pytest.param(
+            lambda pki: (pki.directory / "island-east.pem").unlink(), "certificate", "cannot read",
+            "diloco certs rotate island/east", id="missing",
+        ),
+        pytest.param(
+            lambda pki: pki.revoke([EAST]), "call to the coordinator", "was revoked",
+            "diloco certs show", id="revoked",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_certificate_is_broken(
+    run_file: Path,
+    tmp_path: Path,
+    spoil: Callable[[Pki], object],
+    what: str,
+    found: str,
+    mend: str,
+) -> None:
+    pki = Pki(tmp_path / "certs")
+    pki.issue(EAST)
+    with serving(pki.tls(COORDINATOR)) as address:
+        spoil(pki)
+        code, findings = doctor(
+            run_file, "--island", "east", "--coordinator", address,
+            "--set", f"transport.certs={pki.directory}",
+        )  # fmt: skip
+
+    assert code == 1
+    broken = next(f for f in findings[what] if f["state"] == "broken")
+    assert found in broken["found"] and mend in broken["mend"]
+
+
+def test_a_clock_that_is_an_hour_off_is_broken(run_file: Path) -> None:
+    with serving(ahead_s=3600.0) as address:
+        code, found = doctor(run_file, "--island", "east", "--coordinator", address)
+
+    assert code == 1
+    assert found["clock"][0]["state"] == "broken"
+    assert "behind the coordinator's" in found["clock"][0]["found"]
+
+
+def test_a_coordinator_that_is_not_there_is_broken(run_file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    code, found = doctor(run_file, "--island", "east", "--coordinator", f"127.0.0.1:{port}")
+
+    assert code == 1
+    assert "refused" in found["coordinator"][0]["found"]
+    assert "diloco coordinator RUN.toml" in found["coordinator"][0]["mend"]
+
+
+def test_a_port_that_another_process_has_is_broken_and_our_own_is_not(
+    run_file: Path, tmp_path: Path
+) -> None:
+    state = StateDir(tmp_path / "state")
+    state.create()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"coordinator.listen=127.0.0.1:{taken.getsockname()[1]}"
+        code, found = doctor(run_file, "--set", listen)
+        lock = acquire(state.coordinator_lock)
+        write_pid(lock, 1)
+        (own,) = [
+            port
+            for port in gather(load_config(run_file, [listen])).ports
+            if port.key == "coordinator.listen"
+        ]
+        os.close(lock)
+
+    assert code == 1
+    assert [f["state"] for f in found["port"]] == ["broken", "ok"]
+    assert "ss -ltnp" in found["port"][0]["mend"]
+    assert own.is_ours
+
+
+def test_the_coordinators_site_judges_both_its_certificates(run_file: Path, tmp_path: Path) -> None:
+    pki = Pki(tmp_path / "certs")
+    pki.issue(COORDINATOR, days=10)
+    pki.issue(SYNCER, age_days=100, days=90)
+
+    code, found = doctor(run_file, "--set", f"transport.certs={pki.directory}")
+
+    assert code == 1
+    assert [f["state"] for f in found["certificate"]] == ["slow", "broken"]
+
+
+def test_the_machine_alone_is_looked_at_without_a_run() -> None:
+    result = CliRunner().invoke(app, ["doctor"])
+
+    assert result.exit_code == 0, result.output
+    assert "congestion control" in result.output and "port" not in result.output
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("peers", "warned"),
+    [
+        pytest.param("10.0.0.5:4711", True, id="beyond-this-machine"),
+        pytest.param("127.0.0.1:4711,[::1]:4711", False, id="loopback"),
+        pytest.param("0.0.0.0:0", True, id="wildcard"),
+    ],
+)
+def test_a_slow_tcp_is_told_at_start_where_peers_are_elsewhere(
+    peers: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Namespaces(["here"]) as spaces, inside(spaces.path("here")):
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
+
+        tell_at_start(peers)
+
+    said = capsys.readouterr().err
+    assert ("sudo sysctl -w net.ipv4.tcp_congestion_control=bbr" in said) == warned
+    assert bool(said) == warned
