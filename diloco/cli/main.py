@@ -48,7 +48,7 @@ def _options(
     if log_level.upper() not in levels:
         raise typer.BadParameter(f"{log_level!r}: choose debug, info, warning or error")
     if not logging.getLogger().handlers:
-        log_to(logging.StreamHandler(), levels[log_level.upper()])
+        log_to(None, levels[log_level.upper()])
 
 
 for subject in (control, island, local, export, emulate, certs, doctor, bench, configuration):

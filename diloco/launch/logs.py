@@ -25,8 +25,9 @@ class LogFormatter(logging.Formatter):
         return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def log_to(handler: logging.Handler, level: int) -> None:
-    """Send what this process logs to a handler, in our form."""
+def log_to(path: Path | None, level: int) -> None:
+    """Send what this process logs to a file, or with None to stderr, in our form."""
+    handler = logging.FileHandler(path) if path else logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     root = logging.getLogger()
     root.addHandler(handler)

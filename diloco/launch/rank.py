@@ -75,8 +75,7 @@ def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: 
         Exit code: 0, or that of the error with which the island stopped.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    log = output_dir / f"{config.island_id}-{job.island_rank}.log"
-    log_to(logging.FileHandler(log), logging.INFO)
+    log_to(output_dir / f"{config.island_id}-{job.island_rank}.log", logging.INFO)
     rank = _Rank(config, job, coordinator_address, output_dir)
     try:
         with connect(config, coordinator_address) as connection:

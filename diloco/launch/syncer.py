@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lock-descriptor", type=int, help="the store's lock, held already")
     parsed = parser.parse_args(arguments)
     state = StateDir(parsed.state_dir.absolute())
-    log_to(logging.StreamHandler(), logging.INFO)
+    log_to(None, logging.INFO)
     try:
         with hold(state.store_lock, inherited=parsed.lock_descriptor):
             try:

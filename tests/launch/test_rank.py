@@ -84,7 +84,7 @@ def test_only_an_end_that_failed_is_logged_as_an_error(
     level: str,
 ) -> None:
     config = load_config(write_run(tmp_path, {"east": ""}), island="east")
-    monkeypatch.setattr("diloco.launch.rank._log_to", Mock())  # the root logger is everybody's
+    monkeypatch.setattr("diloco.launch.rank.log_to", Mock())  # the root logger is everybody's
     monkeypatch.setattr(_Rank, "run", Mock(side_effect=error))
 
     with caplog.at_level("INFO"):
