@@ -141,7 +141,7 @@ def test_a_small_link_is_made_checked_and_filled() -> None:
     common = {"burst_bytes": 2 << 20, "bursts": 1, "at_least": 0.01}
     rows = (Row("warm", SMALL, **common), Row("bursts", SMALL, every_s=1.0, **common))  # type: ignore[arg-type]
 
-    report = run(Setting(rows, repetitions=1, limit_s=1.0))
+    report = run(Setting(rows, repetitions=1, limit_s=1.0), "warm", "bursts")
 
     shown = {row["row"]: row for row in report.rows}
     for name in ("warm", "bursts"):
