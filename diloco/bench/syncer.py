@@ -1,10 +1,11 @@
 """How many islands one core serves: a real syncer's CPU time and memory beside simulated islands.
 
 The syncer is `python -m diloco.launch.syncer` on one CPU, with a state directory on disk; its
-islands, all in this process, send contributions that were encoded beforehand, every lane at once,
-over a connection each. What the syncer spends on a round is all it does: receive, verify, spool,
-decode, sum, outer step, encode, write the record, publish. Its CPU seconds count, so other load on
-the machine does less harm; memory is the high-water mark of its resident set.
+islands, all in this process, send contributions that were encoded beforehand, some islands at a
+time, all lanes of one at once, over a connection each. What the syncer spends on a round is all it
+does: receive, verify, spool, decode, sum, outer step, encode, write the record, publish. Its CPU
+seconds count, so other load on the machine does less harm; memory is the high-water mark of its
+resident set.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _START_S = 180.0
 _LOOK_S = 0.1
 _MIB = 1 << 20
 _STATE_BYTES = 12
-_FLOAT_BYTES = 4
+_LIMITS = {"tensors": "memory bandwidth", "loop": "Python", "wire": "gRPC"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,11 @@ class Setting:
         num_islands: One row for each.
         spool_memory: `coordinator.spool_memory` of those rows: all contributions fit.
         small_spool_memory: Of one more row, with the most islands: most of them go to disk.
+        num_sending: Islands that send at once.
         num_rounds: Measured in a row, after one that warms up.
         flatness: CPU time a parameter and island with the most islands, over that with the fewest.
-        memory: Peak memory beyond state and contributions, over one fragment's state.
+        memory: Peak memory beyond state, contributions and lanes in flight, over one fragment's
+            state.
     """
 
     numel: int = 16 << 20
@@ -66,6 +69,7 @@ class Setting:
     num_islands: tuple[int, ...] = (4, 8, 16, 32, 64)
     spool_memory: str = "1GiB"
     small_spool_memory: str = "64MiB"
+    num_sending: int = 8
     num_rounds: int = 3
     flatness: float = 1.2
     memory: float = 1.25
@@ -83,8 +87,10 @@ _COLUMNS = (
     Column("loop", "Python", ".0%"),
     Column("wire", "gRPC", ".0%"),
     Column("kernel", "of it kernel", ".0%"),
+    Column("limit", "limit"),
     Column("peak_mib", "peak MiB", ".0f"),
     Column("held_mib", "coded MiB", ".0f"),
+    Column("in_flight_mib", "in flight MiB", ".0f"),
     Column("extra_mib", "extra MiB", ".0f"),
     Column("extra_of_state", "/fragment", ".2f"),
 )
@@ -118,7 +124,7 @@ def run_syncer(setting: Setting, on_progress: Callable[[int, int], None]) -> Rep
             "x",
         ),
         Requirement(
-            "peak memory beyond state and contributions",
+            "peak memory beyond state, contributions and lanes in flight",
             max(row["extra_of_state"] for row in rows),
             setting.memory,
             "of one fragment's state",
@@ -160,12 +166,19 @@ def _measure(
             for name in names
         ]
         spent, peak, baseline, wall_s = asyncio.run(
-            _rounds(islands, payloads, process, setting.num_rounds, on_round)
+            _rounds(islands, payloads, process, setting, on_round)
         )
     coded = len(names) * sum(map(len, payloads))
     held = min(coded, config.coordinator.spool_bytes)
+    # Each lane on its way is in memory as the transport's messages and as the payload they become.
+    in_flight = 2 * min(num_islands, setting.num_sending) * sum(map(len, payloads))
     fragment_bytes = _STATE_BYTES * setting.numel
-    extra = peak - baseline - fragment_bytes - held
+    extra = peak - baseline - fragment_bytes - held - in_flight
+    shares = {
+        "tensors": spent.tensors_s / spent.cpu_s,
+        "loop": spent.loop_s / spent.cpu_s,
+        "wire": spent.wire_s / spent.cpu_s,
+    }
     served = num_islands * setting.numel * setting.num_rounds
     return {
         "num_islands": num_islands,
@@ -173,13 +186,13 @@ def _measure(
         "nanoseconds": 1e9 * spent.cpu_s / served,
         "millions_per_s": 1e-6 * served / spent.cpu_s,
         "round_s": wall_s / setting.num_rounds,
-        "tensors": spent.tensors_s / spent.cpu_s,
-        "loop": spent.loop_s / spent.cpu_s,
-        "wire": spent.wire_s / spent.cpu_s,
+        **shares,
+        "limit": _LIMITS[max(shares, key=lambda part: shares[part])],
         "kernel": spent.kernel_s / spent.cpu_s,
         "baseline_mib": baseline / _MIB,
         "peak_mib": peak / _MIB,
         "held_mib": held / _MIB,
+        "in_flight_mib": in_flight / _MIB,
         "extra_mib": extra / _MIB,
         "extra_of_state": extra / fragment_bytes,
     }
@@ -189,14 +202,19 @@ async def _rounds(
     islands: Sequence[SimulatedIsland],
     payloads: Sequence[bytes],
     process: _Process,
-    num_rounds: int,
+    setting: Setting,
     on_round: Callable[[int], None],
 ) -> tuple[_Spent, int, int, float]:
     """Found, warm up, then measure: CPU seconds, peak and first resident bytes, wall seconds."""
     digests = [blake3.blake3(payload).digest() for payload in payloads]
+    sending = asyncio.Semaphore(setting.num_sending)
+
+    async def contribute(island: SimulatedIsland, version: int) -> None:
+        async with sending:
+            await island.contribute(version, payloads, digests)
 
     async def one(version: int) -> None:
-        await asyncio.gather(*(island.contribute(version, payloads, digests) for island in islands))
+        await asyncio.gather(*(contribute(island, version) for island in islands))
         await asyncio.gather(*(island.published(version + 1) for island in islands))
         on_round(version + 1)
 
@@ -206,7 +224,7 @@ async def _rounds(
     await one(0)
     process.forget_peak()
     before, began = process.spent(), time.monotonic()
-    for version in range(1, num_rounds + 1):
+    for version in range(1, setting.num_rounds + 1):
         await one(version)
     spent, wall_s = process.spent() - before, time.monotonic() - began
     peak = process.peak_bytes()

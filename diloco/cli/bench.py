@@ -188,9 +188,9 @@ def syncer(json_target: JsonTarget = "", require: Require = False) -> None:
     its inverse, millions of island-parameters a second; "tensors", "Python" and "gRPC" are the
     shares of this time in merging and verifying, in the event loop and in gRPC's threads: the
     largest is the limit; "kernel" is the part of all three in system calls, for pages and disk.
-    "extra": peak memory over that of an idle syncer, the fragment's state and the contributions
-    in memory; "/fragment": over the state of the fragment, 12 bytes a parameter. In the last row
-    most contributions are spooled to disk.
+    "extra": peak memory over that of an idle syncer, the fragment's state, the contributions in
+    memory and the lanes in flight (8 islands send at once); "/fragment": over the state of the
+    fragment, 12 bytes a parameter. In the last row most contributions are spooled to disk.
     """
     from diloco.bench.syncer import SETTING, run_syncer
     from diloco.cli.progress import counting

@@ -25,7 +25,7 @@ from transport.contracts import Buffer
 class Spool:
     """Payloads of at most `memory_bytes` in memory, all others in files of `directory`.
 
-    As many bytes again may be arriving; whoever has more waits, its payload at the sender.
+    As many bytes again may be arriving; whoever has more waits, with what its stream holds unread.
     """
 
     def __init__(self, directory: Path, memory_bytes: int) -> None:

@@ -136,3 +136,15 @@ def test_a_pattern_without_a_parameter_is_refused_with_those_there_are() -> None
         ConfigError, match=r"'\*nrm\*=float32' matches no parameter.*a.norm.weight,"
     ):
         check_patterns("int4 *nrm*=float32", names)
+
+
+def test_a_mixture_is_checked_run_by_run() -> None:
+    codec = lane_codec(NAME, FRAGMENT, 1)
+    payload = codec.encode(values(1))
+    codec.check(payload, 16640)
+    for place in (0, 2 * 256):  # bits of a bfloat16 and of an int4 scale, each infinite or NaN
+        damaged = payload.clone()
+        damaged[place : place + 2] = 0xFF
+        for refuse in (codec.check, codec.decode):
+            with pytest.raises(CodecError):
+                refuse(damaged, 16640)

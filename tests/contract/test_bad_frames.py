@@ -22,7 +22,7 @@ from transport.hivemind_address import parse_peer_address
 from transport.hivemind_client import HivemindTransport
 from transport.hivemind_daemon import Daemon, Swarm
 from transport.hivemind_server import HivemindServer
-from transport.hivemind_wire import ACCEPTED, Opening, read_message, write_messages
+from transport.hivemind_wire import ACCEPTED, Opening, read_message, write_message
 from transport.limits import Limits
 
 DEADLINE_S = 30.0
@@ -59,7 +59,8 @@ async def raw_hivemind(address: str) -> AsyncIterator[Say]:
     async def say(messages: list[bytes]) -> bytes:
         reader, writer = await daemon.open(parse_peer_address(address))
         writer.write(Opening("echo", "", DEADLINE_S).to_bytes())
-        await write_messages(writer, messages)
+        for message in messages:
+            await write_message(writer, message)
         assert await reader.readexactly(len(ACCEPTED)) == ACCEPTED
         first = await read_message(reader)
         writer.transport.abort()
