@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from diloco.sync import exchange, outer_loop, staging
+from diloco.sync import exchange, staging
 from diloco.sync.shards import LaneShards
 
 _P = ParamSpec("_P")
@@ -17,11 +17,11 @@ _T = TypeVar("_T")
 #: Phase -> (owner, name) of the function that is it; critical ones run in the training thread.
 CRITICAL_PHASES = {
     "collect": (LaneShards, "collect"),
-    "pseudo-gradient": (outer_loop, "pseudo_gradient_"),
-    "norm": (outer_loop, "_norm"),
     "distribute": (LaneShards, "distribute"),
 }
 IO_PHASES = {
+    "pseudo-gradient": (exchange, "pseudo_gradient_"),
+    "norm": (exchange, "l2_norm"),
     "encode": (exchange, "encode_with_feedback"),
     "decode and add": (staging, "apply_payload"),
     "digest of lanes": (staging, "lane_digest"),

@@ -33,17 +33,24 @@ from diloco.compression.base import check_finite, check_flat, check_payload
 from diloco.compression.compiled import chosen
 from diloco.compression.levels import Levels
 from diloco.compression.packing import pack, smallest_code, unpack
-from diloco.compression.random_bits import key_tensor, uniform
+from diloco.compression.random_bits import key_tensor, shifted, uniform
 from diloco.errors import CodecError
 
 BLOCK_NUMEL = 128
 
 _SCALE_BYTES = 2
+#: Blocks that an eager formula on a CPU takes at once: what it allocates stays in the CPU's caches.
+_TILE = 1024
 _ZERO_BLOCK = 2.0**-100
 _LARGEST = torch.finfo(torch.float32).max
 #: What a rounded-up scale may lie below its quotient, in units in the last place of float32: two
 #: multiplications are off by so much at most, and must not push an exact scale to the next.
 _SLACK = 4
+
+
+def _tiles(num_blocks: int, *, is_eager: bool) -> list[slice]:
+    size = _TILE if is_eager else num_blocks
+    return [slice(first, first + size) for first in range(0, num_blocks, size)]
 
 
 class BlockCodec:
@@ -77,12 +84,19 @@ class BlockCodec:
         padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
         if not padded.numel():
             return values.new_empty(0, dtype=torch.uint8)
+        blocks = padded.reshape(-1, BLOCK_NUMEL)
+        payload = values.new_empty(self.wire_bytes(values.numel()), dtype=torch.uint8)
+        scales = payload[: _SCALE_BYTES * len(blocks)].view(torch.int16)
+        packed = payload[_SCALE_BYTES * len(blocks) :].view(len(blocks), -1)
         formula = chosen(self.quantise, padded, padded.numel())
-        drawn_by = key_tensor(key, values.device) if self._is_stochastic else None
-        largest, scales, codes = formula(padded.reshape(-1, BLOCK_NUMEL), drawn_by)
-        if not largest.isfinite().all():
-            check_finite(self.name, values)
-        return torch.cat((scales.view(torch.uint8), codes.flatten()))
+        for tile in _tiles(len(blocks), is_eager=formula == self.quantise and padded.is_cpu):
+            drawn_by = None
+            if self._is_stochastic:
+                drawn_by = key_tensor(shifted(key, tile.start * BLOCK_NUMEL), values.device)
+            largest, scales[tile], packed[tile] = formula(blocks[tile], drawn_by)
+            if not largest.isfinite().all():
+                check_finite(self.name, values)
+        return payload
 
     @torch.no_grad()
     def decode(self, payload: Tensor, numel: int) -> Tensor:
@@ -95,10 +109,20 @@ class BlockCodec:
         if not numel:
             return payload.new_empty(0, dtype=torch.float32)
         scales, packed = self._read(payload)
-        values, smallest = chosen(self.dequantise, packed, numel)(scales, packed)
-        self._insist_on_code(int(smallest) + self._zero_code)
-        values = values.flatten()
-        return values if values.numel() == numel else values[:numel].clone()
+        num_blocks = len(packed)
+        formula = chosen(self.dequantise, packed, numel)
+        tiles = _tiles(num_blocks, is_eager=formula == self.dequantise and packed.is_cpu)
+        size = (0 if len(tiles) == 1 else num_blocks, BLOCK_NUMEL)
+        values = payload.new_empty(size, dtype=torch.float32)
+        for tile in tiles:
+            decoded, smallest = formula(scales[tile], packed[tile])
+            self._insist_on_code(int(smallest) + self._zero_code)
+            if len(tiles) == 1:
+                values = decoded
+            else:
+                values[tile] = decoded
+        flat = values.flatten()
+        return flat if flat.numel() == numel else flat[:numel].clone()
 
     @torch.no_grad()
     def check(self, payload: Tensor, numel: int) -> None:

@@ -32,6 +32,11 @@ def key_tensor(key: int, device: torch.device) -> Tensor:
     return torch.tensor(signed, device=device)
 
 
+def shifted(key: int, by: int) -> int:
+    """Return the key for which `uniform` draws at index i what it draws at i + `by` for `key`."""
+    return key >> 32 << 32 | (key + by) & 0xFFFFFFFF
+
+
 def uniform(key: Tensor, rows: int, width: int) -> Tensor:
     """Draw float32 [rows, width] in (0, 1): (h + 1/2) / 2^16 with 16 bits h of every index's hash.
 

@@ -34,7 +34,10 @@ _LEDGER_NUMBERS = 12
 
 @dataclass(frozen=True, slots=True)
 class CapturedLanes:
-    """One fragment's lanes on one rank, by lane id; `is_declined`: what is in flight is a decline.
+    """One fragment's lanes on one rank, by lane id.
+
+    `is_declined`: what is in flight is a decline; `broken_in_a_row`: how many of the last
+    pseudo-gradients were not finite.
 
     The tensors are those in use: they are replaced and never written to, here and by whoever reads
     them. Residuals are empty without error feedback.
@@ -45,15 +48,15 @@ class CapturedLanes:
     residual: Mapping[int, Tensor]
     residual_after: Mapping[int, Tensor]
     is_declined: bool
+    broken_in_a_row: int
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedFragment:
-    """One fragment of an island: its ledger, its lanes, and the broken sends in a row."""
+    """One fragment of an island: its ledger and its lanes."""
 
     ledger: FragmentLedger
     lanes: CapturedLanes
-    broken_in_a_row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +150,8 @@ class StateLayout:
         for section, lane_id in self._parts(p):
             values = state[f"{section}/{p}/{lane_id}"].detach().cpu()
             parts[section][lane_id] = values.clone(memory_format=torch.contiguous_format)
-        return CapturedFragment(
-            ledger, CapturedLanes(**parts, is_declined=in_flight == 2), broken_in_a_row
-        )
+        lanes = CapturedLanes(**parts, is_declined=in_flight == 2, broken_in_a_row=broken_in_a_row)
+        return CapturedFragment(ledger, lanes)
 
     def _parts(self, p: int) -> Iterator[tuple[str, int]]:
         feedback = ("residual", "residual_after") if self.error_feedback else ()
@@ -176,6 +178,6 @@ def _numbers(fragment: CapturedFragment) -> list[int]:
         ledger.local_steps,
         ledger.sent_until,
         int(ledger.is_flushed),
-        fragment.broken_in_a_row,
+        fragment.lanes.broken_in_a_row,
         *in_flight,
     ]

@@ -80,8 +80,8 @@ class CarriedFragment:
     """A fragment's lanes on one rank; `lanes` may be empty.
 
     `outcome` is what the syncer said of `outstanding`, which is a decline where `decline_reason`
-    says why; `state` is what the syncer last announced. `staging_version` is the newest version
-    whose fetch was begun.
+    says why; `broken_in_a_row` counts the last pseudo-gradients that were not finite; `state` is
+    what the syncer last announced. `staging_version` is the newest version whose fetch was begun.
     """
 
     fragment_id: int
@@ -93,6 +93,7 @@ class CarriedFragment:
     outstanding: Outstanding | None = None
     sending: dict[int, SentLane] = field(default_factory=dict)
     decline_reason: str = ""
+    broken_in_a_row: int = 0
     outcome: Verdict | None = None
     state: wire.FragmentState = field(default_factory=wire.FragmentState)
     staged: dict[int, Tensor] = field(default_factory=dict)
@@ -168,7 +169,12 @@ class CarriedFragment:
                 residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel))
                 residual_after[lane_id] = torch.zeros(numel) if after is None else after
         return CapturedLanes(
-            dict(self.anchor), payload, residual, residual_after, bool(self.decline_reason)
+            dict(self.anchor),
+            payload,
+            residual,
+            residual_after,
+            is_declined=bool(self.decline_reason),
+            broken_in_a_row=self.broken_in_a_row,
         )
 
     def known(self) -> wire.FragmentState:

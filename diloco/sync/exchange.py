@@ -1,4 +1,4 @@
-"""A carrier's side of the rounds: encode, submit, resubmit, poll, fetch, verify, stage.
+"""A carrier's side of the rounds: subtract, encode, submit, poll, fetch, verify, stage.
 
 Runs in one event loop (the IO thread of a rank, or a virtual clock); never issues a collective,
 never touches a parameter or an anchor. The training thread posts `send`, `decline` and `settle`
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,15 @@ from torch import Tensor
 from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.lanes import lane_codec
 from diloco.compression.random_bits import rounding_key
-from diloco.errors import CodecError, DilocoError, IslandFailed, error_of_exit_code
+from diloco.errors import (
+    AggregationError,
+    CodecError,
+    DilocoError,
+    IslandFailed,
+    error_of_exit_code,
+)
 from diloco.outer.fragments import Plan
+from diloco.outer.pseudo_gradient import l2_norm, pseudo_gradient_
 from diloco.rounds.messages import outcome_of
 from diloco.rounds.state import Outcome, RoundKey
 from diloco.sync.calls import SyncerCalls
@@ -32,7 +40,7 @@ from diloco.sync.entry import Entry, check_restored
 from diloco.sync.ledger import Outstanding, Verdict
 from diloco.sync.staging import stage_lane
 from diloco.sync.tasks import Tasks, wait_for
-from diloco.telemetry.events import Event, SyncerRestarted
+from diloco.telemetry.events import Event, FragmentSent, SyncerRestarted
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from transport.contracts import Transport
@@ -41,6 +49,7 @@ from transport.retry import RetryPolicy
 logger = logging.getLogger(__name__)
 
 _DECLINED = "declined:"
+_MAX_BROKEN_IN_A_ROW = 3
 _NOT_OPEN_WAIT_S = 0.25
 _DECLINE_AGAIN_S = 1.0
 
@@ -176,22 +185,40 @@ class Exchange:
             lambda: all(view.anchor_version >= 0 for view in self._views.values()), at_most_s
         )
 
-    def send(self, sent: Outstanding, deltas: Mapping[int, Tensor]) -> None:
-        """Encode and submit this rank's lanes of a contribution, until its outcome is known."""
+    def send(self, sent: Outstanding, local: Mapping[int, Tensor]) -> None:
+        """Submit the pseudo-gradient of this rank's lanes until its outcome is known.
+
+        Here and not in the training thread, which goes on with the next inner step meanwhile. One
+        that is not finite is declined; three in a row are a failure.
+
+        Args:
+            sent: What is sent.
+            local: Lane id -> local values at the send; overwritten.
+        """
         carried = self._begin(sent)
+        norms = []
         try:
-            for lane_id in carried.lanes:
-                carried.sending[lane_id] = self._encode(carried, sent.key, lane_id, deltas[lane_id])
+            for lane_id in carried.lanes:  # all of one lane while it is in the CPU's caches
+                delta = pseudo_gradient_(local[lane_id], carried.anchor[lane_id])
+                norms.append(l2_norm(delta))
+                if not math.isfinite(norms[-1]):
+                    break
+                carried.sending[lane_id] = self._encode(carried, sent.key, lane_id, delta)
         except CodecError as error:
             self.fail(error)
             return
-        self._submit_all(carried, sent)
+        norm = math.hypot(*norms)
+        if math.isfinite(norm):
+            carried.broken_in_a_row = 0
+            self._submit_all(carried, sent)
+            self._on_event(_sent_event(sent, norm))
+        else:
+            self._decline_broken(carried, sent, norm)
 
     def decline(self, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that the island has nothing valid to contribute to this attempt."""
-        carried = self._begin(sent)
-        carried.decline_reason = reason
-        self._tasks.spawn(self._decline(carried, sent))
+        self._start_decline(self._begin(sent), sent, reason)
+        self._on_event(_sent_event(sent, 0.0, reason))
 
     def settle(self, fragment_id: int, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding, after the island agreed on its end."""
@@ -308,6 +335,32 @@ class Exchange:
         )
         return SentLane.of(*encode_with_feedback(codec, delta, residual, drawn_by))
 
+    def _decline_broken(self, carried: CarriedFragment, sent: Outstanding, norm: float) -> None:
+        """Decline; end the island when its own numbers are broken three times in a row.
+
+        Counted where it is seen, on the ranks whose lanes are broken, and whatever became of the
+        rounds: when all islands diverge, each attempt expires and would hide the reason.
+        """
+        p = carried.fragment_id
+        reason = f"the pseudo-gradient of fragment {p} is not finite"
+        carried.sending = {}
+        self._start_decline(carried, sent, reason)
+        self._on_event(_sent_event(sent, norm, reason))
+        carried.broken_in_a_row += 1
+        if carried.broken_in_a_row >= _MAX_BROKEN_IN_A_ROW:
+            self.fail(
+                AggregationError(
+                    f"fragment {p}: {carried.broken_in_a_row} pseudo-gradients in a row were not "
+                    f"finite, the last after inner step {sent.sent_at_inner_step}. The training "
+                    f"diverged: lower inner.optimizer.lr, or start again from an earlier state"
+                )
+            )
+
+    def _start_decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
+        logger.warning("declining, key=%s: %s", sent.key, reason)
+        carried.decline_reason = reason
+        self._tasks.spawn(self._decline(carried, sent))
+
     def _submit_all(self, carried: CarriedFragment, sent: Outstanding) -> None:
         for lane_id, lane in carried.sending.items():
             self._tasks.spawn(self._submit(carried, sent, lane_id, lane))
@@ -397,12 +450,14 @@ class Exchange:
             carried.anchor = dict(restored.lanes.anchor)
             carried.anchor_version = restored.ledger.version
             carried.residual = dict(restored.lanes.residual)
+            carried.broken_in_a_row = restored.lanes.broken_in_a_row
             if (sent := restored.ledger.outstanding) is None:
                 continue
-            if restored.lanes.is_declined:
-                self.decline(sent, "declined before the checkpoint that is resumed")
-                continue
             self._begin(sent)
+            if restored.lanes.is_declined:
+                reason = "declined before the checkpoint that is resumed"
+                self._start_decline(carried, sent, reason)
+                continue
             carried.sending = {
                 lane_id: SentLane.of(payload, restored.lanes.residual_after.get(lane_id))
                 for lane_id, payload in restored.lanes.payload.items()
@@ -454,3 +509,17 @@ class Exchange:
         """Show the training thread how things stand."""
         for p, carried in self._carried.items():
             self._views[p] = carried.view()
+
+
+def _sent_event(sent: Outstanding, lanes_norm: float, declined: str = "") -> FragmentSent:
+    return FragmentSent(
+        sent.sent_at_inner_step,
+        sent.key.fragment_id,
+        sent.key.version,
+        sent.key.attempt,
+        sent.weight_tokens,
+        sent.weight_steps,
+        sent.is_flush,
+        lanes_norm,
+        declined,
+    )

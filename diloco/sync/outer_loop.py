@@ -12,16 +12,11 @@ Source: protocol.md sections 3, 5, 6, 7 and 9.
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 
-import torch
 from torch import Tensor
 
-from diloco.errors import AggregationError
 from diloco.outer.fragments import Plan
-from diloco.outer.pseudo_gradient import pseudo_gradient_
 from diloco.outer.schedule import Schedule
 from diloco.sync.agreement import Agreed, Agreement, Standing, exit_code_of, raise_failure
 from diloco.sync.exchange import Exchange
@@ -29,11 +24,7 @@ from diloco.sync.io_thread import Waits
 from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
 from diloco.sync.outer_state import LOOK_S, OuterState, Runner, StateKeeper
 from diloco.sync.shards import LaneShards
-from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, RoundExpiredSeen
-
-logger = logging.getLogger(__name__)
-
-_MAX_BROKEN_IN_A_ROW = 3
+from diloco.telemetry.events import Event, FragmentMerged, RoundExpiredSeen
 
 
 class OuterLoop:
@@ -84,7 +75,6 @@ class OuterLoop:
         )
         self._ledgers = [FragmentLedger(timeline, f.fragment_id) for f in plan.fragments]
         self._anchors: list[Mapping[int, Tensor]] = []
-        self._broken_in_a_row = [0] * len(plan.fragments)
         numel = sum(fragment.numel for fragment in plan.fragments)
         self._shares = [fragment.numel / numel for fragment in plan.fragments]
         self.inner_step = start_step
@@ -170,7 +160,6 @@ class OuterLoop:
     def _take(self, state: OuterState) -> None:
         self.inner_step, self.first_checkpoint_step = state.inner_step, state.first_checkpoint_step
         self._ledgers, self._anchors = state.ledgers, state.anchors
-        self._broken_in_a_row = state.broken_in_a_row
 
     # -- run checkpoints -------------------------------------------------------------------------
 
@@ -201,7 +190,6 @@ class OuterLoop:
             self.first_checkpoint_step,
             self._ledgers,
             self._anchors,
-            self._broken_in_a_row,
         )
         return (yield from self._keeper.capturing(state))
 
@@ -272,54 +260,14 @@ class OuterLoop:
         return self._schedule.merge_step(sent.sent_at_inner_step)
 
     def _send(self, ledger: FragmentLedger, *, is_flush: bool) -> None:
-        """Take the pseudo-gradient of a fragment and post it."""
+        """Post a fragment's local values, or that there is nothing to tell of them."""
         p = ledger.fragment_id
-        deltas = self._shards.collect(p)
-        norms = []
-        for lane_id, local in deltas.items():  # a norm finds its lane still in the CPU's caches
-            norms.append(_norm(pseudo_gradient_(local, self._anchors[p][lane_id])))
-        norm = math.hypot(*norms)
         sent = ledger.send(self.inner_step, is_flush=is_flush)
-        declined = ""
-        if not math.isfinite(norm):
-            declined = f"the pseudo-gradient of fragment {p} is not finite"
-        elif sent.weight_tokens == 0 and not is_flush:
+        if sent.weight_tokens == 0 and not is_flush:
             declined = "no tokens were counted since the last merge"
-        self._count_broken(p, is_broken=not math.isfinite(norm))
-        if declined:
-            logger.warning("declining, key=%s: %s", sent.key, declined)
             self._runner.post(self._exchange.decline, sent, declined)
         else:
-            self._runner.post(self._exchange.send, sent, deltas)
-        self._on_event(
-            FragmentSent(
-                self.inner_step,
-                p,
-                sent.key.version,
-                sent.key.attempt,
-                sent.weight_tokens,
-                sent.weight_steps,
-                is_flush,
-                norm,
-                declined,
-            )
-        )
-
-    def _count_broken(self, fragment_id: int, *, is_broken: bool) -> None:
-        """End the island when its own numbers are broken three times in a row.
-
-        Counted where it is seen, on the ranks whose lanes are broken, and whatever became of the
-        rounds: when all islands diverge, each attempt expires and would hide the reason.
-        """
-        count = self._broken_in_a_row[fragment_id] + 1 if is_broken else 0
-        self._broken_in_a_row[fragment_id] = count
-        if count >= _MAX_BROKEN_IN_A_ROW:
-            reason = (
-                f"fragment {fragment_id}: {count} pseudo-gradients in a row were not finite, the "
-                f"last after inner step {self.inner_step}. The training diverged: lower "
-                f"inner.optimizer.lr, or start again from an earlier state"
-            )
-            self._runner.post(self._exchange.fail, AggregationError(reason))
+            self._runner.post(self._exchange.send, sent, self._shards.collect(p))
 
     def _settle(self, ledger: FragmentLedger, agreed: Agreed | None) -> Waits[None]:
         """Wait until the island agrees on the outcome of what is outstanding, and apply it."""
@@ -394,10 +342,3 @@ class OuterLoop:
             verdict = view.verdict if is_current else None
             standings.append(Standing(view.staged_version, verdict, view.attempt))
         return standings
-
-
-def _norm(delta: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(delta))  # a third of the time of float64
-    if math.isfinite(norm):
-        return norm
-    return float(torch.linalg.vector_norm(delta, dtype=torch.float64))  # squares may overflow

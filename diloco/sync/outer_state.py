@@ -8,6 +8,7 @@ Source: protocol.md section 9.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -26,8 +27,11 @@ from diloco.sync.ledger import FragmentLedger
 from diloco.sync.shards import LaneShards
 from diloco.telemetry.events import Event, InitialOverwritten, IslandRejoined, IslandResumed
 
+logger = logging.getLogger(__name__)
+
 #: Seconds after which a blocked rank looks at the others again.
 LOOK_S = 1.0
+_TELL_LOOKS = 10
 
 
 class Runner(Protocol):
@@ -39,7 +43,7 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class OuterState:
-    """What an outer loop goes on from: by fragment its ledger, anchor and broken sends in a row.
+    """What an outer loop goes on from: by fragment its ledger and anchor.
 
     Before `first_checkpoint_step` no checkpoint of the run can be taken (`course`).
     """
@@ -48,7 +52,6 @@ class OuterState:
     first_checkpoint_step: int
     ledgers: list[FragmentLedger]
     anchors: list[Mapping[int, Tensor]]
-    broken_in_a_row: list[int]
 
 
 class StateKeeper:
@@ -110,9 +113,7 @@ class StateKeeper:
             self._on_event(IslandRejoined(course.inner_step, lost_steps))
         elif overwritten:
             self._on_event(InitialOverwritten(course.inner_step, overwritten))
-        return OuterState(
-            course.inner_step, course.first_checkpoint_step, ledgers, anchors, [0] * len(entered)
-        )
+        return OuterState(course.inner_step, course.first_checkpoint_step, ledgers, anchors)
 
     def resuming(self, state: Mapping[str, Tensor]) -> Waits[OuterState]:
         """Restore what `capturing` returned, and submit again what was in flight."""
@@ -136,7 +137,6 @@ class StateKeeper:
             inner_step,
             [fragment.ledger for fragment in fragments],
             [fragment.lanes.anchor for fragment in fragments],
-            [fragment.broken_in_a_row for fragment in fragments],
         )
 
     def pinning(self, inner_step: int, versions: Sequence[int]) -> Waits[None]:
@@ -156,22 +156,37 @@ class StateKeeper:
         lanes: dict[int, CapturedLanes] = {}
         yield self._exchange.capture(lanes)
         # Only ranks whose lanes are broken know of it; whoever carries these lanes next must too.
-        broken = self._largest(state.broken_in_a_row)
-        declined = self._largest([int(lanes[p].is_declined) for p in range(len(state.ledgers))])
+        known = [lanes[p] for p in range(len(state.ledgers))]
+        broken = self._largest([of.broken_in_a_row for of in known])
+        declined = self._largest([int(of.is_declined) for of in known])
         fragments = [
-            CapturedFragment(ledger, replace(lanes[p], is_declined=bool(declined[p])), broken[p])
+            CapturedFragment(
+                ledger,
+                replace(known[p], is_declined=bool(declined[p]), broken_in_a_row=broken[p]),
+            )
             for p, ledger in enumerate(state.ledgers)
         ]
         return self._layout.to_tensors(self._timeline, state.inner_step, fragments)
 
     def _entering(self) -> Waits[list[Entered]]:
         """Wait until every rank holds its anchors; they must be of the same versions."""
+        num_looks = 0
         while True:
             yield self._exchange.wait_until_entered(LOOK_S)
             views = [self._exchange.view(f.fragment_id) for f in self._plan.fragments]
             entered = entered_of(self._smallest(entry_words(views)))
             if entered is not None:
                 return entered
+            num_looks += 1
+            if num_looks % _TELL_LOOKS == 0 and self._agreement.is_leader:
+                # A warning: also a loop that set up no logging sees why nothing happens.
+                logger.warning(
+                    "still waiting to enter the run: %d of %d fragments have come. Until every "
+                    "island has joined there is nothing to enter: see who is missing by "
+                    "`diloco status` with the coordinator's address",
+                    sum(view.anchor_version >= 0 for view in views),
+                    len(views),
+                )
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         return [-value for value in self._smallest([-value for value in values])]

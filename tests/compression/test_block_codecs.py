@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.compression import compiled as compiling
-from diloco.compression.blocks import BlockCodec
+from diloco.compression.blocks import BLOCK_NUMEL, BlockCodec
 from diloco.compression.compiled import can_compile, compiled
 from diloco.compression.levels import E2M1, E3M0, INT2, INT4, INT8, Levels
 from diloco.compression.packing import unpack
@@ -417,3 +417,20 @@ def test_a_gpu_gives_the_same_bytes_eager_and_compiled(codec: BlockCodec) -> Non
             assert torch.equal(got.cpu(), wanted)
         for got, wanted in zip(decode(scales.cuda(), expected[2].cuda()), values, strict=True):
             assert torch.equal(got.cpu(), wanted)
+
+
+@each_codec
+def test_tiles_of_an_eager_formula_give_the_same_bytes(
+    codec: BlockCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(11 * BLOCK_NUMEL + 7, generator=torch.Generator().manual_seed(3))
+    whole = codec.encode(values, 2**64 - 5)  # its low half overflows within the vector
+    expected = codec.decode(whole, values.numel())
+
+    monkeypatch.setattr("diloco.compression.blocks._TILE", 2)
+
+    assert torch.equal(codec.encode(values, 2**64 - 5), whole)
+    assert torch.equal(codec.decode(whole, values.numel()), expected)
+    values[5 * BLOCK_NUMEL] = torch.nan
+    with pytest.raises(CodecError, match="nan at element 640"):
+        codec.encode(values)

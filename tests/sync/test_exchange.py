@@ -352,7 +352,7 @@ def test_an_island_that_comes_while_the_attempt_expires_asks_four_times_a_second
     run_virtual(scenario())
 
 
-def deltas_of(setting: Setting, value: float = 1.0) -> dict[int, Tensor]:
+def lanes_of(setting: Setting, value: float = 1.0) -> dict[int, Tensor]:
     lanes = setting.plan().fragments[0].lanes
     return {lane.lane_id: torch.full((lane.numel,), value) for lane in lanes}
 
@@ -535,8 +535,10 @@ def test_a_version_that_is_no_longer_the_newest_is_staged_whole_and_verified(
                 await island.contribute(RoundKey(0, 0, version, 0), value=1.0 + version)
             await asyncio.sleep(1.0)
         exchange = make_exchange(run.setting, "a", {0: (0, 1)}, run.network.connect("syncer"))
-        lanes = CapturedLanes(deltas_of(run.setting, 0.0), {}, {}, {}, is_declined=False)
-        exchange.restore([CapturedFragment(FragmentLedger(0, 0), lanes, 0)])
+        lanes = CapturedLanes(
+            lanes_of(run.setting, 0.0), {}, {}, {}, is_declined=False, broken_in_a_row=0
+        )
+        exchange.restore([CapturedFragment(FragmentLedger(0, 0), lanes)])
         await asyncio.sleep(1.0)
 
         assert exchange.view(0).staged_version == 1
@@ -550,6 +552,24 @@ def test_a_version_that_is_no_longer_the_newest_is_staged_whole_and_verified(
     run_virtual(scenario())
 
 
+def test_who_waits_for_the_others_says_so_every_ten_seconds(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        a, b = WiredIsland(run, "a"), WiredIsland(run, "b")
+        waiting = asyncio.ensure_future(a.start())
+        await asyncio.sleep(25.0)
+        await asyncio.gather(waiting, b.start())
+
+    run_virtual(scenario())
+
+    told = [text for text in caplog.messages if "still waiting to enter the run: 0 of" in text]
+    assert len(told) == 2
+    assert "diloco status" in told[0]
+
+
 # -- ranks ---------------------------------------------------------------------------------------
 
 
@@ -557,7 +577,7 @@ def test_two_ranks_found_and_send_disjoint_lanes_and_one_carries_nothing(setting
     async def scenario() -> None:
         run = VirtualRun(replace(setting, initial={"w": [0.0] * NUMEL}, islands=("a",)))
         await run.start_syncer()
-        initial = deltas_of(run.setting, 0.0)
+        initial = lanes_of(run.setting, 0.0)
         ranks = []
         for lanes in ((0,), (1,), ()):
             rank = make_exchange(run.setting, "a", {0: lanes}, run.network.connect("syncer"))
@@ -566,7 +586,7 @@ def test_two_ranks_found_and_send_disjoint_lanes_and_one_carries_nothing(setting
 
         await asyncio.gather(*(rank.wait_until_entered(30.0) for rank, _ in ranks))
         for rank, lanes in ranks:
-            rank.send(outstanding(), {i: deltas_of(run.setting, 1.0 + i)[i] for i in lanes})
+            rank.send(outstanding(), {i: lanes_of(run.setting, -1.0 - i)[i] for i in lanes})
         await asyncio.gather(*(rank.wait_for_end(0, 30.0) for rank, _ in ranks))
 
         for rank, lanes in ranks:
@@ -587,7 +607,7 @@ def test_founding_goes_on_after_the_syncer_lost_half_of_the_lanes(setting: Setti
         await run.start_syncer()
         lines = [Wire(run.network.connect("syncer")) for _ in range(2)]
         lines[1].is_cut = True
-        initial = deltas_of(run.setting, 3.0)
+        initial = lanes_of(run.setting, 3.0)
         ranks = [
             make_exchange(run.setting, "a", {0: (i,)}, run.network.connect("syncer"), lines[i])
             for i in range(2)
@@ -760,7 +780,7 @@ def test_a_pseudo_gradient_that_overflows_with_its_residual_ends_the_island(
         _, a, _ = await started(feedback(setting))
         a.exchange._carried[0].residual[0] = torch.full((128,), 3e38)
 
-        a.exchange.send(outstanding(), {0: torch.full((128,), 3e38)})
+        a.exchange.send(outstanding(), {0: torch.full((128,), -3e38)})
 
         assert isinstance(a.exchange.failure, CodecError)
         await a.exchange.wait_for_end(0, 10.0)
@@ -813,12 +833,12 @@ def test_a_round_over_a_thin_link_takes_the_time_of_its_bytes(setting: Setting) 
             run.network.connect("syncer"), LinkState(link, seed=0), LinkState(link, seed=1)
         )
         exchange = make_exchange(run.setting, "a", {0: (0, 1)}, line)
-        exchange.enter({0: deltas_of(run.setting, 0.0)}, False)
+        exchange.enter({0: lanes_of(run.setting, 0.0)}, False)
         await exchange.wait_until_entered(100.0)
         loop = asyncio.get_running_loop()
         await asyncio.sleep(10.0)
         began = loop.time()
-        exchange.send(outstanding(), deltas_of(run.setting))
+        exchange.send(outstanding(), lanes_of(run.setting))
         await exchange.wait_for_end(0, 100.0)
         assert exchange.view(0).has_ended
         assert exchange.bytes_up > 2 * 160_256
