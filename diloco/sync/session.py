@@ -256,7 +256,10 @@ class DiLoCo:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digest of the version of each fragment that the syncer last announced, in hex."""
+        """Digest of what the model holds of each fragment, in hex, as `finish` found it.
+
+        Of the published values; empty before the end of `finish`, and after a graceful stop.
+        """
         return self._loop.digests
 
     @property
@@ -303,6 +306,7 @@ class DiLoCo:
     def finish(self) -> list[Event]:
         """Merge what is outstanding and flush: nobody's last steps are lost; collective.
 
+        Then the published values are read back from the model and hashed (`digests`).
         After a graceful stop nothing is flushed: what is in flight is in the checkpoint.
 
         Returns:
@@ -310,6 +314,7 @@ class DiLoCo:
 
         Raises:
             ConfigError: If it was called before.
+            IslandFailed: On all ranks, if the model does not hold what was published.
             DilocoError: If the island cannot go on.
         """
         self._insist_on_training(is_stepping=False)

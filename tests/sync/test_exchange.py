@@ -852,6 +852,8 @@ def test_what_is_stored_is_what_the_islands_hold(setting: Setting) -> None:
         store = FragmentStore(setting.directory, run.setting.plan().fragments[0], 4)
         held = a.exchange._carried[0].anchor[0]
         assert torch.equal(held, store.load(1).lanes[0].published)
-        assert a.session.digests == (store.load(1).digest.hex(),)
+
+        await asyncio.gather(a.finish(), b.finish())
+        assert a.session.digests == b.session.digests == (store.load(1).digest.hex(),)
 
     run_virtual(scenario())
