@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -120,6 +120,7 @@ class FragmentService:
                 recovered.past,
                 _now(),
                 expired_in_a_row=recovered.expired_in_a_row,
+                missing=recovered.missing,
             )
             self._perform(instructions)
 
@@ -281,10 +282,10 @@ class FragmentService:
                     logger.debug("%s", instruction)
                 case Close():
                     self._hooks.spawn(self._publish(instruction))
-                case RecordExpiry(key, reason):
+                case RecordExpiry(key, reason, missing):
                     logger.warning("round expired, key=%s: %s", key, reason)
                     self._spool = {}
-                    self._hooks.spawn(self._expire(key))
+                    self._hooks.spawn(self._expire(key, missing))
                 case DropLanes(_, island, _):
                     self._spool.pop(island, None)
                 case Lost():
@@ -353,8 +354,8 @@ class FragmentService:
             self._store.commit(record)
         return record
 
-    async def _expire(self, key: RoundKey) -> None:
-        await self._hooks.worker.run(lambda: self._store.record_expiry(key))
+    async def _expire(self, key: RoundKey, missing: Sequence[str]) -> None:
+        await self._hooks.worker.run(lambda: self._store.record_expiry(key, missing))
         self._hooks.meter.expired(key.fragment_id)
         self._perform(self.rounds.expiry_recorded(key, _now()))
 
