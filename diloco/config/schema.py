@@ -528,6 +528,12 @@ class EvaluationConfig(Section):
     num_sequences: Policy[int] = Field(
         default=256, ge=1, description="Held-out sequences of an evaluation"
     )
+    max_nats_per_byte: Local[float] = Field(
+        default=0.0,
+        ge=0,
+        description="`diloco local` fails unless the published parameters end below this held-out "
+        "loss; 0: whatever it is",
+    )
 
 
 class WandbConfig(Section):
