@@ -484,6 +484,9 @@ class DiLoCo:
     def _sum(self, word: int = 0) -> int:
         """Sum the bytes that all ranks have moved, and the leader's word; collective.
 
+        Waits for all ranks, where the collect of what was due has just done so: a stop must be
+        known before the next inner step, or ranks would part.
+
         Raises:
             ValueError: On every rank, if they were not told the same numbers of tokens.
         """

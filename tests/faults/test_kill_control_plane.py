@@ -19,11 +19,11 @@ from diloco.launch.state_dir import holder
 from diloco.sync.layout import build_schedule
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 
-NUM_KILLS = 12
+NUM_KILLS = 10
 #: Coordinator's kills, at most: each restart in a row doubles the wait for the next.
-MAX_COORDINATOR_KILLS = 5
+MAX_COORDINATOR_KILLS = 4
 #: Seconds between two kills, at most. A syncer needs some of them to begin its work.
-MAX_GAP_S = 4.0
+MAX_GAP_S = 3.0
 #: Versions published between two kills, at most, so that a fast machine does not end the run
 #: before its last kill.
 MAX_GAP_VERSIONS = 12

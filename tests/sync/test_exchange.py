@@ -26,6 +26,7 @@ from diloco.errors import (
 )
 from diloco.rounds.state import RoundKey
 from diloco.rounds.store import FragmentStore
+from diloco.rounds.syncer import Syncer
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
@@ -612,6 +613,25 @@ def test_founding_goes_on_after_the_syncer_lost_half_of_the_lanes(setting: Setti
 
 
 # -- what ends it --------------------------------------------------------------------------------
+
+
+def test_a_defect_of_the_syncer_is_not_called_unreachable(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defect(*_: object) -> None:
+        raise KeyError("lanes")
+
+    async def scenario() -> list[Any]:
+        run, a, b = await started(setting)
+        monkeypatch.setattr(Syncer, "_poll_reply", defect)
+        return await asyncio.gather(a.train(9), b.train(9), return_exceptions=True)
+
+    ends = run_virtual(scenario())
+
+    for end in ends:
+        assert type(end) is DilocoError and end.exit_code == 1
+        assert "was reached, and its program failed at fragment.poll: KeyError: 'lanes'" in str(end)
+        assert "syncer.log" in str(end)
 
 
 @pytest.mark.parametrize("away_s", [590.0, 700.0])
