@@ -68,7 +68,7 @@ def _parse(
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     value = float(match[1]) * units.get(match[2], float("nan")) if match else float("nan")
     if not value < float("inf") or (is_positive and value == 0):
-        least = " over 0" if is_positive else ", 0 or more,"
+        least = " over 0," if is_positive else ", 0 or more,"
         raise ValueError(
             f"{text!r} is not a {kind}: write a number{least} with a unit "
             f"({', '.join(units)}), such as '{example}'"

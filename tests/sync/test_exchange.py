@@ -622,7 +622,7 @@ def test_a_defect_of_the_syncer_is_not_called_unreachable(
         raise KeyError("lanes")
 
     async def scenario() -> list[Any]:
-        run, a, b = await started(setting)
+        _, a, b = await started(setting)
         monkeypatch.setattr(Syncer, "_poll_reply", defect)
         return await asyncio.gather(a.train(9), b.train(9), return_exceptions=True)
 
