@@ -307,7 +307,7 @@ class FragmentRounds:
         self._tell(now, f"{island} holds grant {incarnation}")
         if not self.is_open:
             return self._open_if_due(now)
-        self.left.pop(island, None)
+        # Who declined or was refused has left the attempt, whatever start it is now.
         earlier = self.contributions.pop(island, None)
         if not self.left and not any(map(self._is_complete, self.contributions.values())):
             # Nobody is left who waits: when all islands start anew, none of them is late yet.

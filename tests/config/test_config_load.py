@@ -408,10 +408,13 @@ def test_broken_toml_is_refused_with_file_and_line(
 def test_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
 
-    (tmp_path / "demo.toml").touch()
+    for name in ("demo", "other"):
+        (tmp_path / f"{name}.toml").write_text(MINIMAL)
+    (tmp_path / "dmeo-project.toml").write_text("[project]\nname = 'no run file'\n")
     absent = refusal(tmp_path / "dmeo.toml")
     assert "dmeo.toml: No such file" in absent
     assert f"counted from {Path.cwd()}; near it: {tmp_path / 'demo.toml'} or {tmp_path}" in absent
+    assert "project" not in absent
     assert "absent.toml: No such file" in refusal(tmp_path / "nowhere" / "absent.toml")
     assert f"{tmp_path}: Is a directory" in refusal(tmp_path)
     assert "bytes.toml is not valid TOML" in refusal(tmp_path / "bytes.toml")

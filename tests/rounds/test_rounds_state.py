@@ -19,6 +19,7 @@ from diloco.rounds.state import (
     LaneArrival,
     Lost,
     Opened,
+    Outcome,
     OutcomeKind,
     PastRound,
     Phase,
@@ -722,14 +723,19 @@ def test_expiries_in_a_row_are_counted_over_a_restart_of_the_syncer() -> None:
     assert not lost.is_open
 
 
-def test_a_new_start_may_contribute_where_the_one_before_declined() -> None:
+def test_a_new_start_of_an_island_that_declined_waits_for_the_next_round() -> None:
     rounds = FragmentRounds(0, 0, RoundRules(members=("a", "b"), num_lanes=1, deadline_s=5.0))
     rounds.founded(0, 0, {}, 0.0)
     for island in ("a", "b"):
         rounds.granted(island, 1, 0.0)
-    rounds.refused(rounds.key, "a", 1, "declined", 1.0)
+    key = rounds.key
+    rounds.refused(key, "a", 1, "declined", 1.0)
 
-    rounds.granted("a", 2, 2.0)
+    assert rounds.granted("a", 2, 2.0) == []
 
-    assert rounds.outcome(rounds.key, "a", 2) is None
-    assert rounds.left == {}
+    assert rounds.outcome(key, "a", 2) == Outcome(key, OutcomeKind.REFUSED, "declined")
+    _, (close,) = rounds.lane_received(LaneArrival(key, "b", 1, 0, b"", 1, 1, 4, False), 3.0)
+    assert isinstance(close, Close)
+    assert [c.island for c in close.contributors] == ["b"]
+    _, opened = rounds.committed(key, 4.0)
+    assert isinstance(opened, Opened) and opened.members == ("a", "b")
