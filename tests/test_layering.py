@@ -333,7 +333,9 @@ def test_every_package_is_installed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     folders = {".".join(source.path.relative_to(ROOT).parts[:-1]) for source in sources()}
 
-    assert folders == set(listed["tool"]["setuptools"]["packages"]), (
+    setuptools = listed["tool"]["setuptools"]
+    assert folders == set(setuptools["packages"]) - {"configs.links"}, (
         "[tool.setuptools] packages and the folders that hold modules differ"
     )
+    assert setuptools["package-data"]["configs.links"] == ["*.toml"], "the link profiles"
     assert folders <= modules(), "a folder that holds modules has no __init__.py"

@@ -156,7 +156,7 @@ def find_profile(name: str, directory: Path | None = None) -> LinkProfile:
     Args:
         name: Such as ``thin-5M-60ms``.
         directory: Where the profiles are; None looks in ``configs/links`` of the current
-            directory, then of the directory that holds this package.
+            directory, then of the directory that holds this package, where they are installed.
 
     Raises:
         ValueError: If there is none of that name: lists those found and where.

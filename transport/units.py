@@ -21,28 +21,27 @@ def parse_bandwidth(text: object) -> float:
     Raises:
         ValueError: If `text` is not a positive number with one of the units of a bandwidth.
     """
-    value = _parse(text, "bandwidth", _BANDWIDTHS, "200Mbit/s")
-    if value == 0:
-        raise ValueError(f"{text!r} is not a bandwidth: it must be over 0, such as '200Mbit/s'")
-    return value
+    return _parse(text, "bandwidth", _BANDWIDTHS, "200Mbit/s", is_positive=True)
 
 
-def parse_duration(text: object) -> float:
+def parse_duration(text: object, *, is_positive: bool = False) -> float:
     """Return seconds; ``"80ms"`` is 0.08 and ``"0s"`` is 0.
 
     Raises:
-        ValueError: If `text` is not a number, 0 or more, with one of the units of a duration.
+        ValueError: If `text` is not a number, 0 or more, with one of the units of a duration; with
+            `is_positive` also if it is 0.
     """
-    return _parse(text, "duration", _DURATIONS, "80ms")
+    return _parse(text, "duration", _DURATIONS, "80ms", is_positive=is_positive)
 
 
-def parse_bytes(text: object) -> int:
+def parse_bytes(text: object, *, is_positive: bool = False) -> int:
     """Return bytes; ``"1MiB"`` is 1048576 and ``"1MB"`` is 1000000.
 
     Raises:
-        ValueError: If `text` is not a whole number of bytes, 0 or more, with a unit of size.
+        ValueError: If `text` is not a whole number of bytes, 0 or more, with a unit of size; with
+            `is_positive` also if it is 0.
     """
-    value = _parse(text, "size", _SIZES, "1MiB")
+    value = _parse(text, "size", _SIZES, "1MiB", is_positive=is_positive)
     if not value.is_integer():
         raise ValueError(f"{text!r} is not a size: it comes to {value:g} bytes, not a whole number")
     return int(value)
@@ -63,12 +62,15 @@ def format_bytes(num_bytes: int) -> str:
     return _format(num_bytes, _BINARY)
 
 
-def _parse(text: object, kind: str, units: dict[str, float], example: str) -> float:
+def _parse(
+    text: object, kind: str, units: dict[str, float], example: str, *, is_positive: bool
+) -> float:
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     value = float(match[1]) * units.get(match[2], float("nan")) if match else float("nan")
-    if not value < float("inf"):
+    if not value < float("inf") or (is_positive and value == 0):
+        least = " over 0," if is_positive else ", 0 or more,"
         raise ValueError(
-            f"{text!r} is not a {kind}: write a number, 0 or more, with a unit "
+            f"{text!r} is not a {kind}: write a number{least} with a unit "
             f"({', '.join(units)}), such as '{example}'"
         )
     return value

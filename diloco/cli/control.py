@@ -75,7 +75,7 @@ def status(
         bool, typer.Option("--insecure", help="Ask beyond this machine without encryption.")
     ] = False,
 ) -> None:
-    """Show a run: its islands, fragments, versions, staleness and throughput."""
+    """Show a run: its islands and their throughput, its fragments and their versions."""
     from diloco.launch.security import Security
     from transport.identity import Identity, Role
 

@@ -121,10 +121,12 @@ def plan(
 
     from diloco.cli.progress import waiting
     from diloco.config.load import load_config
+    from diloco.launch.disk import insist_on_directories
     from diloco.launch.forecast import forecast
     from diloco.launch.inputs import open_inputs
 
     config = load_config(run_file, overrides or ())
+    insist_on_directories(config)
     planned = forecast(config)
     if as_json:
         typer.echo(json.dumps(planned.as_dict(), indent=2))

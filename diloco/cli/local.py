@@ -303,6 +303,8 @@ def _tell_end(
     config: Config, console: Console, emulated: Emulated | None, *, as_json: bool
 ) -> None:
     """Check and say what the run was."""
+    from rich.console import Console
+
     from diloco.cli.progress import waiting
     from diloco.launch.summary import read_events
     from diloco.telemetry.plots import write_plots
@@ -323,7 +325,9 @@ def _tell_end(
     console.print(summary.as_text(), highlight=False)
     shown = ", ".join(map(str, [path, *plots]))
     console.print(f"summary and plots: {shown}", highlight=False, soft_wrap=True)
-    if not (summary.are_digests_equal and summary.are_versions_recomputed):
+    if summary.problems:
+        said = f"The run has ended, but: {'; '.join(summary.problems)}"
+        Console(stderr=True, markup=False).print(said, highlight=False, style="red", soft_wrap=True)
         raise typer.Exit(1)
 
 

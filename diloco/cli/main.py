@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import signal
 import sys
 from typing import Annotated
 
@@ -55,10 +57,32 @@ for subject in (control, island, local, export, emulate, certs, doctor, bench, c
     subject.register(app)
 
 
+def _flow(group: typer.Typer) -> None:
+    """Let help pages wrap paragraphs by the terminal's width, not where the source breaks them."""
+    for command in group.registered_commands:
+        if command.callback is not None:
+            text = inspect.cleandoc(command.help or command.callback.__doc__ or "")
+            paragraphs = (" ".join(part.split()) for part in text.split("\n\n"))
+            command.help = "\n\n".join(paragraphs)
+    for below in group.registered_groups:
+        if below.typer_instance is not None:
+            _flow(below.typer_instance)
+
+
+_flow(app)
+
+
 def main() -> None:
-    """Run the command line; an error of the product ends in its exit code and one message."""
+    """Run the command line; an error of the product ends in its exit code and one message.
+
+    Whoever reads may have enough (`| head`): that ends it as SIGPIPE ends other programs.
+    """
     try:
         app()
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # which typer and rich end with 1
+            raise
+        sys.exit(128 + signal.SIGPIPE)
     except DilocoError as error:
         message = Text.assemble(("error: ", "bold red"), str(error))
         Console(stderr=True).print(message, soft_wrap=True)

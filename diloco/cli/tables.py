@@ -59,7 +59,7 @@ def islands_table(reply: StatusReply) -> Table:
 
 def fragments_table(reply: StatusReply) -> Table:
     """Show one row a fragment: its newest published version and its current attempt."""
-    table = _table("fragment", "version", "attempt", "phase", "age", "digest", "contributors")
+    table = _table("fragment", "version", "attempt", "phase", "published", "digest", "contributors")
     for fragment in reply.fragments:
         table.add_row(*_fragment_cells(fragment))
     return table
@@ -127,7 +127,7 @@ def _fragment_cells(fragment: FragmentStatus) -> tuple[str, ...]:
         str(fragment.version),
         str(fragment.attempt),
         fragment.phase,
-        _seconds(fragment.age_s),
+        _UNKNOWN if fragment.phase == "unfounded" else f"{_seconds(fragment.age_s)} ago",
         fragment.digest[:_DIGEST_CHARACTERS] or _UNKNOWN,
         ", ".join(fragment.contributors) or _UNKNOWN,
     )

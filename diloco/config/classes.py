@@ -10,15 +10,16 @@ Source: protocol.md section 10.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 import annotated_types
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
+from pydantic_core.core_schema import no_info_before_validator_function
 
 T = TypeVar("T")
 
@@ -42,6 +43,27 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Mark of a text with a unit that `parse` reads as a quantity from `least` to `most`.
+
+    The text itself is kept.
+    """
+
+    parse: Callable[[object], float]
+    least: str
+    most: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Check before the type, so that a bare number is told of its unit."""
+        return no_info_before_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any) -> Any:
+        if not self.parse(self.least) <= self.parse(value) <= self.parse(self.most):
+            raise ValueError("is out of range")
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +132,8 @@ def allowed_values(field: FieldInfo) -> str:
         annotated_types.Le: ("<=", "le"),
         annotated_types.Lt: ("<", "lt"),
     }
+    if spans := [mark for mark in field.metadata if isinstance(mark, Range)]:
+        return f"{spans[0].least} to {spans[0].most}"
     bounds = [
         f"{signs[type(mark)][0]} {getattr(mark, signs[type(mark)][1])}"
         for mark in field.metadata

@@ -6,12 +6,15 @@ comes before validation is `Any`: a raw value of the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from diloco.config.classes import Range
+from transport.framing import MAX_CHUNK_BYTES
 from transport.units import parse_bandwidth, parse_bytes, parse_duration
 
 #: A path below the validated field, the value found there, and what is wrong with it.
@@ -49,17 +52,6 @@ def later(*values: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _with_unit(parse: Callable[[object], float], example: str) -> BeforeValidator:
-    """Accept a text that `parse` reads as more than zero; the text itself is kept."""
-
-    def check(value: Any) -> Any:
-        if not parse(value) > 0:
-            raise ValueError(f'must be more than zero, such as "{example}"')
-        return value
-
-    return BeforeValidator(check)
-
-
 def tuples(value: Any) -> Any:
     """Turn TOML's arrays, nested ones too, into tuples."""
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value
@@ -72,8 +64,15 @@ def _check_rate(value: Any) -> Any:
     return value
 
 
-Duration: TypeAlias = Annotated[str, _with_unit(parse_duration, "60s")]
-Size: TypeAlias = Annotated[str, _with_unit(parse_bytes, "1MiB")]
+_duration = partial(parse_duration, is_positive=True)
+#: How long something may take that a network or a person has a part in.
+Deadline: TypeAlias = Annotated[str, Range(_duration, "100ms", "168h")]
+#: Between one attempt and the next.
+Wait: TypeAlias = Annotated[str, Range(_duration, "1ms", "60s")]
+Chunk: TypeAlias = Annotated[
+    str, Range(partial(parse_bytes, is_positive=True), "1KiB", f"{MAX_CHUNK_BYTES >> 20}MiB")
+]
+Memory: TypeAlias = Annotated[str, Range(parse_bytes, "0B", "1024TiB")]
 #: Empty: no limit.
 Rate: TypeAlias = Annotated[str, BeforeValidator(_check_rate)]
 #: Used in file names and addresses, so without blanks, slashes and dots at the start.

@@ -61,7 +61,7 @@ def load_config(
     Raises:
         ConfigError: If the file cannot be read, is no TOML, or has problems: one a line.
     """
-    raw = _read(path)
+    raw = _read(path, Config)
     for text in overrides:
         _override(raw, text)
     if island:
@@ -75,28 +75,37 @@ def load_section(path: str | Path, section: type[S]) -> S:
     Raises:
         ConfigError: If the file cannot be read, is no TOML, or has problems: one a line.
     """
-    return _validated(_read(path), f"cannot load {path}", section)
+    return _validated(_read(path, section), f"cannot load {path}", section)
 
 
-def _read(path: str | Path) -> dict[str, Any]:
+def _read(path: str | Path, root: type[classes.Section]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror or error}. Paths are counted from "
-            f"{Path.cwd()}{_files_near(Path(path))}"
+            f"{Path.cwd()}{_files_near(Path(path), root)}"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from error
 
 
-def _files_near(path: Path) -> str:
-    """Name TOML files where `path` was expected, the most alike first; empty if there are none."""
+def _files_near(path: Path, root: type[classes.Section]) -> str:
+    """Name files of the same kind where `path` was expected, the most alike first; or nothing."""
     directory = path if path.is_dir() else path.parent
-    names = sorted(str(other) for other in directory.glob("*.toml"))
+    names = sorted(str(other) for other in directory.glob("*.toml") if _is_of_kind(other, root))
     names.sort(key=lambda name: -difflib.SequenceMatcher(None, name, str(path)).ratio())
     return f"; near it: {' or '.join(names[:_SHOWN_FILES])}" if names else ""
+
+
+def _is_of_kind(path: Path, root: type[classes.Section]) -> bool:
+    """Whether a TOML file has tables of `root`, and no others."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8")).keys()
+    except (OSError, ValueError):
+        return False
+    return bool(tables) and tables <= root.model_fields.keys()
 
 
 def with_policy(config: Config, policy_json: str) -> Config:

@@ -17,12 +17,14 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from diloco.config.classes import Identity, Local, Policy, Section
 from diloco.config.data import DataConfig
 from diloco.config.fields import (
-    Duration,
+    Chunk,
+    Deadline,
     IslandName,
+    Memory,
     Name,
     Problem,
     Rate,
-    Size,
+    Wait,
     later,
     several_problems,
     tuples,
@@ -30,7 +32,6 @@ from diloco.config.fields import (
 )
 from diloco.errors import ConfigError
 from transport.addresses import is_loopback, split_address
-from transport.framing import check_chunk_bytes
 from transport.hivemind_address import is_peer_address, parse_peer_address
 from transport.units import parse_bandwidth, parse_bytes, parse_duration
 
@@ -53,6 +54,9 @@ CodecName: TypeAlias = Literal[
 ]
 #: Codecs that lose too much of a pseudo-gradient to forget it.
 _COARSE = ("int2", "topk64", "topk128")
+
+#: More than any run makes, and less than what integers on the wire hold.
+_MOST_STEPS = 10**9
 
 _NOT_LOOPBACK = (
     "is not on this machine's loopback, and there are no certificates: make them (diloco certs "
@@ -86,7 +90,7 @@ class RunConfig(Section):
     name: Identity[Name] = Field(description="Name of the run; an island of another run is refused")
     seed: Identity[int] = Field(ge=0, lt=2**63, description="Seed of initial parameters and data")
     inner_steps: Policy[int] = Field(
-        ge=1, description="Inner steps of every island; ends the schedule"
+        ge=1, le=_MOST_STEPS, description="Inner steps of every island; ends the schedule"
     )
     warm_start: Local[str] = Field(
         default="",
@@ -200,13 +204,29 @@ class OuterOptimizerConfig(Section):
     )
     lr: Policy[float] = Field(default=0.7, gt=0, description="Outer learning rate")
     momentum: Policy[float] = Field(
-        default=0.9, ge=0, lt=1, description="Outer momentum, once ramped up"
+        default=0.9, ge=0, lt=1, description="Outer momentum, once ramped up; sgd: 0"
     )
     momentum_ramp_rounds: Policy[int] = Field(
         default=0,
         ge=0,
         description="Rounds in which momentum grows from 0; 0: no ramp, streaming: 5",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_to_no_momentum(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("name") == "sgd":
+            data = {"momentum": 0.0, **data}
+        return data
+
+    @field_validator("momentum")
+    @classmethod
+    def _check_momentum(cls, value: float, info: ValidationInfo) -> float:
+        if value and info.data.get("name") == "sgd":
+            raise ValueError(
+                'sgd has none: leave it out, or choose name = "nesterov" or "momentum"'
+            )
+        return value
 
 
 class OuterConfig(Section):
@@ -216,7 +236,7 @@ class OuterConfig(Section):
         description="Defaults: classic (P=1, tau=0, float32) or streaming (P given, tau=1, int4)"
     )
     inner_steps_per_round: Identity[int] = Field(
-        ge=1, description="H: inner steps between sends of a fragment"
+        ge=1, le=_MOST_STEPS, description="H: inner steps between sends of a fragment"
     )
     num_fragments: Identity[int] = Field(ge=1, description="P: fragments of the model; classic: 1")
     fragment_pattern: Identity[Literal["balanced", "strided", "sequential", "explicit"]] = Field(
@@ -244,7 +264,9 @@ class OuterConfig(Section):
         default="scheduled",
         description="When a result is merged: exactly tau inner steps after the send",
     )
-    num_lanes: Identity[int] = Field(default=16, ge=1, description="Lanes of a fragment, at most")
+    num_lanes: Identity[int] = Field(
+        default=16, ge=1, le=65536, description="Lanes of a fragment, at most"
+    )
     optimizer: OuterOptimizerConfig = Field(
         default=OuterOptimizerConfig(), description="The outer step"
     )
@@ -270,7 +292,7 @@ class OuterConfig(Section):
     min_contributions: Policy[Annotated[Literal["all"], later(int)]] = Field(
         default="all", description="Quorum: contributions that close a round"
     )
-    round_deadline: Policy[Duration] = Field(
+    round_deadline: Policy[Deadline] = Field(
         default="60s",
         description="Time after the first complete contribution at which a round without quorum "
         "ends",
@@ -348,8 +370,8 @@ class OuterConfig(Section):
 class RetryConfig(Section):
     """Waiting between attempts of one call; the budget is `transport.unreachable`."""
 
-    first_wait: Local[Duration] = Field(default="100ms", description="Wait after the first failure")
-    max_wait: Local[Duration] = Field(default="1s", description="Longest wait between two attempts")
+    first_wait: Local[Wait] = Field(default="100ms", description="Wait after the first failure")
+    max_wait: Local[Wait] = Field(default="1s", description="Longest wait between two attempts")
 
     @field_validator("max_wait")
     @classmethod
@@ -433,7 +455,7 @@ class TransportConfig(Section):
         default="",
         description="Profile of configs/links that shapes the traffic; empty: the real link",
     )
-    chunk: Local[Size] = Field(
+    chunk: Local[Chunk] = Field(
         default="1MiB", description="Piece of a payload in one message, at most"
     )
     rate: Local[Rate] = Field(
@@ -452,12 +474,12 @@ class TransportConfig(Section):
         description="Connections that carry payloads to a peer; auto: 1 to 8, by the loss that the "
         "kernel counts on them",
     )
-    rpc_timeout: Local[Duration] = Field(
+    rpc_timeout: Local[Deadline] = Field(
         default="60s",
         description="Deadline of one call, besides its payload's time at 1 Mbit/s; a call that "
         "breaks goes on where it was",
     )
-    unreachable: Local[Duration] = Field(
+    unreachable: Local[Deadline] = Field(
         default="600s",
         description="Time without coordinator and syncer after which an island stops",
     )
@@ -470,12 +492,6 @@ class TransportConfig(Section):
     def _check_insecure(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("certs"):
             raise ValueError("transport.certs is set, so traffic is encrypted: leave one of them")
-        return value
-
-    @field_validator("chunk")
-    @classmethod
-    def _check_chunk(cls, value: str) -> str:
-        check_chunk_bytes(parse_bytes(value))
         return value
 
     @field_validator("channels", mode="before")
@@ -541,7 +557,7 @@ class CoordinatorConfig(Section):
     state_dir: Local[str] = Field(
         min_length=1, description="Directory of journal, records and logs; survives restarts"
     )
-    spool_memory: Local[Size] = Field(
+    spool_memory: Local[Memory] = Field(
         default="1GiB",
         description="Contributions that a syncer keeps in memory until their rounds close, beyond "
         "it on disk; as much again may be arriving",
@@ -590,6 +606,12 @@ class EvaluationConfig(Section):
     )
     num_sequences: Policy[int] = Field(
         default=256, ge=1, description="Held-out sequences of an evaluation"
+    )
+    max_nats_per_byte: Local[float] = Field(
+        default=0.0,
+        ge=0,
+        description="`diloco local` fails unless the published parameters end below this held-out "
+        "loss; 0: whatever it is",
     )
 
 
@@ -671,10 +693,10 @@ class IslandConfig(Section):
         description="Times in a row that a supervisor starts failed ranks again; training on for "
         "restart_reset gives them back",
     )
-    restart_wait: Local[Duration] = Field(
+    restart_wait: Local[Wait] = Field(
         default="1s", description="Wait before the first restart; it doubles with each, up to 60s"
     )
-    restart_reset: Local[Duration] = Field(
+    restart_reset: Local[Deadline] = Field(
         default="10min", description="Time without a failure after which all restarts are back"
     )
 
@@ -755,6 +777,15 @@ class Config(Section):
         if model is not None and value.sequence_length > model.max_sequence_length:
             message = f"must be at most model.max_sequence_length = {model.max_sequence_length}"
             raise several_problems([("sequence_length", value.sequence_length, message)])
+        return value
+
+    @field_validator("inner")
+    @classmethod
+    def _check_warmup(cls, value: InnerConfig, info: ValidationInfo) -> InnerConfig:
+        run, warmup_steps = info.data.get("run"), value.optimizer.warmup_steps
+        if run is not None and warmup_steps >= run.inner_steps:
+            message = f"the warm-up must end before run.inner_steps = {run.inner_steps}: lower it"
+            raise several_problems([("optimizer.warmup_steps", warmup_steps, message)])
         return value
 
     @field_validator("coordinator")

@@ -149,6 +149,25 @@ def insist_on_room(
         _insist(parts, num_parameters)
 
 
+def insist_on_directories(config: Config) -> None:
+    """Refuse places that can never be made, because a file is in the way; touches nothing.
+
+    Raises:
+        ConfigError: Naming the key and the file.
+    """
+    places = {
+        "coordinator.state_dir": Path(config.coordinator.state_dir),
+        "checkpoint.dir": config.checkpoint_dir,
+        "telemetry.dir": config.telemetry_dir,
+    }
+    for key, path in places.items():
+        if not (place := _existing(path)).is_dir():
+            raise ConfigError(
+                f"{key} = {path} cannot be a directory: {place} is none; choose another place, in "
+                f"the run file or with --set {key}=DIRECTORY"
+            )
+
+
 def _insist_on_writable(path: Path, key: str) -> None:
     place = _existing(path)
     try:

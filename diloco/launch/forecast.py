@@ -106,7 +106,6 @@ def forecast(config: Config) -> Forecast:
     schedule = build_schedule(config.outer, config.run.inner_steps)
     link = link_profile(config)
     fragments = tuple(_fragment(config, plan, fragment) for fragment in plan.fragments)
-    sends = _sends(schedule)
     return Forecast(
         run=config.run.name,
         config_fingerprint=fingerprint(config),
@@ -119,8 +118,8 @@ def forecast(config: Config) -> Forecast:
             for name, island in sorted(config.islands.items())
         },
         fragments=fragments,
-        sends=_shown(sends, schedule),
-        num_sends=sum(len(send.fragment_ids) for send in sends),
+        sends=_shown_sends(schedule),
+        num_sends=sum(map(schedule.num_sends, range(schedule.num_fragments))),
         round_bytes_up=sum(fragment.bytes_up for fragment in fragments),
         round_bytes_down=sum(fragment.bytes_down for fragment in fragments),
         link=link.name if link is not None else "",
@@ -142,20 +141,18 @@ def _fragment(config: Config, plan: Plan, fragment: Fragment) -> FragmentForecas
     )
 
 
-def _sends(schedule: Schedule) -> list[SendForecast]:
-    return [
-        SendForecast(inner_step, due, schedule.merge_step(inner_step))
-        for inner_step in range(1, schedule.inner_steps + 1)
-        if (due := schedule.due(inner_step))
-    ]
-
-
-def _shown(sends: list[SendForecast], schedule: Schedule) -> tuple[SendForecast, ...]:
-    """Keep the sends of the first two periods and of the last one."""
+def _shown_sends(schedule: Schedule) -> tuple[SendForecast, ...]:
+    """List the sends of the first two periods and of the last one, however long the run is."""
     period = schedule.inner_steps_per_round
-    last = sends[-1].inner_step if sends else 0
+    steps: set[int] = set()
+    for p in range(schedule.num_fragments):
+        first = schedule.next_due(p, 0)
+        if first is not None:
+            num_sends = schedule.num_sends(p)
+            steps |= {first + i * period for i in range(min(num_sends, 2))}
+            steps.add(first + (num_sends - 1) * period)
     return tuple(
-        send for send in sends if send.inner_step <= 2 * period or send.inner_step > last - period
+        SendForecast(step, schedule.due(step), schedule.merge_step(step)) for step in sorted(steps)
     )
 
 

@@ -42,7 +42,7 @@ class IslandLife:
         num_steps: Inner steps that these starts have made.
         undisturbed_step_s: As the last start measured it, like `overwritten_steps`.
         nats_per_byte: Last held-out loss, by whose parameters.
-        digests: Of the last version of each fragment.
+        digests: Of what the model held of each fragment at the end.
         resumed_after: Inner steps of the checkpoints that it was resumed from.
     """
 

@@ -262,6 +262,8 @@ class LocalRun:
 def without_links(config: Config, num_islands: int) -> Config:
     """Keep the first islands of a run and take the shaped link away: a dry run of the training.
 
+    What loss it ends with is no matter.
+
     Raises:
         ConfigError: If the run has fewer islands.
     """
@@ -272,7 +274,10 @@ def without_links(config: Config, num_islands: int) -> Config:
         )
     kept = {name: config.islands[name] for name in sorted(config.islands)[:num_islands]}
     transport = config.transport.model_copy(update={"link": ""})
-    return config.model_copy(update={"islands": kept, "transport": transport})
+    evaluation = config.evaluation.model_copy(update={"max_nats_per_byte": 0.0})
+    return config.model_copy(
+        update={"islands": kept, "transport": transport, "evaluation": evaluation}
+    )
 
 
 def insist_on_place(state_dir: Path, *, fresh: bool) -> None:

@@ -38,7 +38,7 @@ class Outer(Protocol):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digest of the last version of each fragment, in hex."""
+        """Digest of what the model holds of each fragment at the end, in hex."""
 
     @property
     def bytes_up(self) -> int:

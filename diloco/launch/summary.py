@@ -20,6 +20,7 @@ from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.rounds.publication import PublicationRules
+from diloco.rounds.record import RecordInvalid
 from diloco.rounds.store import FragmentStore, VersionRecord, recompute
 from diloco.telemetry.meter import utilisation
 from transport.link import LinkProfile
@@ -72,14 +73,19 @@ class IslandSummary:
 
 @dataclass(frozen=True, slots=True)
 class FragmentSummary:
-    """A fragment's last version and whether it could be recomputed from its contributions."""
+    """A fragment's last version and whether it could be recomputed from its contributions.
+
+    `is_bit_equal` is None where there was nothing to recompute: nothing was published since the run
+    began or was resumed. `problem` says why a retained version could not be read.
+    """
 
     fragment_id: int
     version: int
     digest: str
     contributors: tuple[str, ...]
     recomputed_versions: tuple[int, ...]
-    is_bit_equal: bool
+    is_bit_equal: bool | None
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,10 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A finished run; `resumed_after`: inner steps of the checkpoints it was resumed from."""
+    """A finished run; `resumed_after`: inner steps of the checkpoints it was resumed from.
+
+    `max_nats_per_byte` is what the run file says that the loss must stay below; 0: nothing.
+    """
 
     run: str
     link: str
@@ -102,17 +111,45 @@ class Summary:
     fragments: tuple[FragmentSummary, ...]
     alternatives: tuple[Alternative, ...]
     resumed_after: tuple[int, ...]
+    max_nats_per_byte: float
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What must not be in a finished run, each in a sentence; empty for a good one."""
+        problems = []
+        if not self.are_digests_equal:
+            problems.append("islands do not hold the values that the syncer has recorded")
+        if not self.are_versions_recomputed:
+            problems.append(
+                f"recomputing the last versions from their contributions: "
+                f"{_recomputed_text(self.fragments)}"
+            )
+        if not self.is_loss_low_enough:
+            problems.append(
+                f"held-out loss of the published parameters {self._largest_loss:.4f} nats a byte, "
+                f"not below evaluation.max_nats_per_byte = {self.max_nats_per_byte:g}"
+            )
+        return tuple(problems)
+
+    @property
+    def is_loss_low_enough(self) -> bool:
+        """Whether the published parameters ended below the loss that the run file demands."""
+        return not self.max_nats_per_byte or self._largest_loss < self.max_nats_per_byte
+
+    @property
+    def _largest_loss(self) -> float:
+        return max(island.published_nats_per_byte for island in self.islands)
 
     @property
     def are_digests_equal(self) -> bool:
-        """Whether every island ended with the bytes that the syncer's last records hold."""
+        """Whether every island's model ended with what the syncer's last records hold."""
         published = tuple(fragment.digest for fragment in self.fragments)
         return all(island.digests == published for island in self.islands)
 
     @property
     def are_versions_recomputed(self) -> bool:
-        """Whether every fragment's last version was recomputed to the bit."""
-        return all(fragment.is_bit_equal for fragment in self.fragments)
+        """Whether all last versions were recomputed to the bit, where there are any."""
+        return all(fragment.is_bit_equal is not False for fragment in self.fragments)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -120,6 +157,7 @@ class Summary:
             **asdict(self),
             "are_digests_equal": self.are_digests_equal,
             "are_versions_recomputed": self.are_versions_recomputed,
+            "problems": self.problems,
         }
 
     def as_text(self) -> str:
@@ -138,8 +176,14 @@ class Summary:
             f"  Published versions {versions}; digests "
             f"{'equal on every island' if self.are_digests_equal else 'DIFFER BETWEEN ISLANDS'}; "
             f"last versions recomputed from the retained contributions: "
-            f"{'bit-equal' if self.are_versions_recomputed else 'NOT EQUAL'}."
+            f"{_recomputed_text(self.fragments)}."
         )
+        if self.max_nats_per_byte:
+            lines.append(
+                f"  Held-out loss of the published parameters "
+                f"{'is' if self.is_loss_low_enough else 'IS NOT'} below the "
+                f"{self.max_nats_per_byte:g} nats a byte of evaluation.max_nats_per_byte."
+            )
         for alternative in self.alternatives:
             lines.append(f"  {_alternative_text(alternative, self.islands)}")
         return "\n".join(lines)
@@ -201,6 +245,7 @@ def summarise(
             ),
         ),
         resumed_after=tuple(sorted(resumed)),
+        max_nats_per_byte=config.evaluation.max_nats_per_byte,
     )
 
 
@@ -307,14 +352,19 @@ def _fragment_summary(
 ) -> FragmentSummary:
     record = last
     recomputed: list[int] = []
-    is_equal = True
+    is_equal: bool | None = None
+    problem = ""
     while (
         record.version > 0 and record.timeline == timeline and len(recomputed) < retained_versions
     ):
-        before = store.load(record.version - 1)
-        is_equal = (
-            is_equal and recompute(before, record, rules, store.fragment) == record.lane_digests
-        )
+        try:
+            before = store.load(record.version - 1)
+        except RecordInvalid as error:
+            is_equal = False
+            problem = f"version {record.version} has lost its predecessor: {error}"
+            break
+        is_same = recompute(before, record, rules, store.fragment) == record.lane_digests
+        is_equal = is_same and is_equal is not False
         recomputed.append(record.version)
         record = before
     return FragmentSummary(
@@ -324,7 +374,22 @@ def _fragment_summary(
         contributors=tuple(c.island for c in last.contributors),
         recomputed_versions=tuple(recomputed),
         is_bit_equal=is_equal,
+        problem=problem,
     )
+
+
+def _recomputed_text(fragments: Sequence[FragmentSummary]) -> str:
+    """Say what recomputing came to, without praise for what was not done."""
+    if problems := [f"fragment {f.fragment_id}: {f.problem}" for f in fragments if f.problem]:
+        return f"NOT POSSIBLE, {'; '.join(problems)}"
+    if any(fragment.is_bit_equal is False for fragment in fragments):
+        return "NOT EQUAL"
+    num_done = sum(len(fragment.recomputed_versions) for fragment in fragments)
+    if not num_done:
+        return "there are none"
+    untouched = [str(f.fragment_id) for f in fragments if f.is_bit_equal is None]
+    none_of = f" (none of fragment {', '.join(untouched)})" if untouched else ""
+    return f"{num_done} bit-equal{none_of}"
 
 
 def _alternative(name: str, traffic: Traffic, link: LinkProfile | None) -> Alternative:

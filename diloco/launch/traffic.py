@@ -40,16 +40,13 @@ def diloco_traffic(
     `start_step` is the inner step at which the run started: above 0 after a warm start.
     """
     up = down = transfers = 0
-    for inner_step in range(start_step + 1, schedule.inner_steps + 1):
-        for fragment_id in schedule.due(inner_step):
-            up += fragment_bytes(plan, fragment_id, uplink_codec)
-            down += fragment_bytes(plan, fragment_id, downlink_codec)
-            transfers += 1
-    if schedule.flush:
-        for fragment in plan.fragments:
-            up += fragment_bytes(plan, fragment.fragment_id, uplink_codec)
-            down += fragment_bytes(plan, fragment.fragment_id, "float32")
-            transfers += 1
+    for fragment in plan.fragments:
+        p = fragment.fragment_id
+        num_sends = schedule.num_sends(p, start_step)
+        up += fragment_bytes(plan, p, uplink_codec) * (num_sends + schedule.flush)
+        down += fragment_bytes(plan, p, downlink_codec) * num_sends
+        down += fragment_bytes(plan, p, "float32") * schedule.flush
+        transfers += num_sends + schedule.flush
     return Traffic(up, down, transfers)
 
 

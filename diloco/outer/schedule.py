@@ -111,6 +111,14 @@ class Schedule:
             if (inner_step - phase) % self.inner_steps_per_round == 0
         )
 
+    def num_sends(self, fragment_id: int, after: int = 0) -> int:
+        """Count the inner steps > `after` >= 0 at which a fragment is sent; loops over nothing."""
+        first = self.next_due(fragment_id, after)
+        if first is None:
+            return 0
+        last = self.inner_steps - self.flush - self.overlap_steps
+        return (last - first) // self.inner_steps_per_round + 1
+
     def next_due(self, fragment_id: int, after: int) -> int | None:
         """Return the first inner step > `after` >= 0 at which a fragment is sent; None if none."""
         period = self.inner_steps_per_round

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -121,6 +121,7 @@ class FragmentService:
                 recovered.past,
                 _now(),
                 expired_in_a_row=recovered.expired_in_a_row,
+                missing=recovered.missing,
             )
             self._perform(instructions)
 
@@ -306,10 +307,10 @@ class FragmentService:
                     logger.debug("%s", instruction)
                 case Close():
                     self._hooks.spawn(self._publish(instruction))
-                case RecordExpiry(key, reason):
+                case RecordExpiry(key, reason, missing):
                     logger.warning("round expired, key=%s: %s", key, reason)
                     spool, self._spool = self._spool, {}
-                    self._hooks.spawn(self._expire(key, spool))
+                    self._hooks.spawn(self._expire(key, missing, spool))
                 case DropLanes(_, island, _):
                     drop({island: self._spool.pop(island, {})})
                 case Lost():
@@ -341,10 +342,10 @@ class FragmentService:
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
 
-    async def _expire(self, key: RoundKey, spool: Spooled) -> None:
+    async def _expire(self, key: RoundKey, missing: Sequence[str], spool: Spooled) -> None:
         def expire() -> None:
             drop(spool)
-            self._store.record_expiry(key)
+            self._store.record_expiry(key, missing)
 
         await self._hooks.worker.run(expire)
         self._hooks.meter.expired(key.fragment_id)

@@ -163,10 +163,14 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class RecordExpiry:
-    """Write the expiry of `key` durably, then call `expiry_recorded`."""
+    """Write the expiry of `key` durably, then call `expiry_recorded`.
+
+    `missing` are the members that it waited for in vain.
+    """
 
     key: RoundKey
     reason: str
+    missing: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,15 +273,29 @@ class FragmentRounds:
         now: float,
         *,
         expired_in_a_row: int = 0,
+        missing: tuple[str, ...] = (),
     ) -> list[Instruction]:
-        """Take the durable state: version 0 was committed, or a restart found its records."""
+        """Take the durable state: version 0 was committed, or a restart found its records.
+
+        Args:
+            version: That was published last.
+            attempt: To open next.
+            past: What is remembered, by base version.
+            now: Time.
+            expired_in_a_row: Attempts at the next version that expired before.
+            missing: Members that the last of them waited for in vain.
+        """
         self._require(Phase.UNFOUNDED, "founded")
         self.version, self.attempt, self.past = version, attempt, dict(past)
         self.phase = Phase.WAITING
-        self._expired_in_a_row = expired_in_a_row
+        self._expired_in_a_row, self._missing = expired_in_a_row, missing
         self._tell(now, f"founded at version {version}, attempt {attempt}")
         if expired_in_a_row >= self.rules.max_expired_in_a_row:
-            reason = f"{expired_in_a_row} attempts in a row had expired before this restart"
+            names = ", ".join(missing) or "nobody"
+            reason = (
+                f"{expired_in_a_row} attempts in a row had expired before this restart of the "
+                f"syncer; missing: {names}"
+            )
             return self._lose(self.key, reason, is_numeric=False)
         return self._open_if_due(now)
 
@@ -289,7 +307,7 @@ class FragmentRounds:
         self._tell(now, f"{island} holds grant {incarnation}")
         if not self.is_open:
             return self._open_if_due(now)
-        self.left.pop(island, None)
+        # Who declined or was refused has left the attempt, whatever start it is now.
         earlier = self.contributions.pop(island, None)
         if not self.left and not any(map(self._is_complete, self.contributions.values())):
             # Nobody is left who waits: when all islands start anew, none of them is late yet.
@@ -521,7 +539,7 @@ class FragmentRounds:
         self._missing = self._absent()
         self.phase = Phase.EXPIRING
         self._tell(now, f"expired {self.key}: {reason}")
-        return [RecordExpiry(self.key, reason)]
+        return [RecordExpiry(self.key, reason, self._missing)]
 
     def _lose(self, key: RoundKey, reason: str, *, is_numeric: bool) -> list[Instruction]:
         self.phase = Phase.LOST

@@ -122,13 +122,15 @@ class VersionRecord:
 class Recovered:
     """What a store held when it was opened: the newest valid version and the next attempt.
 
-    `expired_in_a_row` counts the expiries recorded since that version was published.
+    `expired_in_a_row` counts the expiries recorded since that version was published; `missing` are
+    the islands that the last of them waited for in vain.
     `headers` are those of all versions that may not have been reported yet, oldest first.
     """
 
     record: VersionRecord
     attempt: int
     expired_in_a_row: int
+    missing: tuple[str, ...]
     past: Mapping[int, PastRound]
     headers: tuple[Mapping[str, Any], ...]
 
@@ -186,9 +188,9 @@ class FragmentStore:
                 )
         if newest is None:
             return None
-        attempt, expired_in_a_row = self._attempt_after(newest.version)
+        attempt, expired_in_a_row, missing = self._attempt_after(newest.version)
         headers = [h for h in headers_in(self._directory) if h["version"] <= newest.version]
-        return Recovered(newest, attempt, expired_in_a_row, past, tuple(headers))
+        return Recovered(newest, attempt, expired_in_a_row, missing, past, tuple(headers))
 
     def draft(
         self,
@@ -243,9 +245,15 @@ class FragmentStore:
             if self._is_indexed(version_of(kept)):
                 kept.unlink()
 
-    def record_expiry(self, key: RoundKey) -> None:
-        """Write durably that `key` expired, so that a restart opens the attempt after it."""
-        body = json.dumps({"version": key.version, "attempt": key.attempt + 1}).encode()
+    def record_expiry(self, key: RoundKey, missing: Sequence[str] = ()) -> None:
+        """Write durably that `key` expired, so that a restart opens the attempt after it.
+
+        Args:
+            key: Of the attempt.
+            missing: Islands that it waited for in vain.
+        """
+        noted = {"version": key.version, "attempt": key.attempt + 1, "missing": list(missing)}
+        body = json.dumps(noted).encode()
         write_durably(
             self._directory / "attempt.json",
             [blake3.blake3(body).hexdigest().encode(), b"\n", body],
@@ -322,18 +330,20 @@ class FragmentStore:
             raise RecordInvalid("; ".join(str(error) for error in invalid.values()))
         return None
 
-    def _attempt_after(self, version: int) -> tuple[int, int]:
-        """Return the next attempt at the version after this one, and how many have expired."""
+    def _attempt_after(self, version: int) -> tuple[int, int, tuple[str, ...]]:
+        """Return the next attempt at the version after this one, how many expired, who missed."""
         path = self._directory / "attempt.json"
         if not path.exists():
-            return 0, 0
+            return 0, 0, ()
         checksum, _, body = path.read_bytes().partition(b"\n")
         if blake3.blake3(body).hexdigest().encode() != checksum:
             logger.warning("expiry record damaged, path=%s", path)
-            return _LATER_ATTEMPT, 0
+            return _LATER_ATTEMPT, 0, ()
         noted = json.loads(body)
-        attempt = int(noted["attempt"]) if noted["version"] == version else 0
-        return attempt, attempt % _LATER_ATTEMPT
+        if noted["version"] != version:
+            return 0, 0, ()
+        attempt = int(noted["attempt"])
+        return attempt, attempt % _LATER_ATTEMPT, tuple(noted["missing"])
 
     def _forget(self, version: int) -> None:
         """Remove a record; its header stays until it is indexed."""

@@ -366,15 +366,14 @@ class Syncer:
     # -- plumbing --------------------------------------------------------------------------------
 
     def _lose(self, lost: Lost) -> None:
-        reason = f"fragment {lost.key.fragment_id}: {lost.reason}"
-        if lost.missing:
-            commands = "; ".join(f"diloco island RUN.toml --island {m}" for m in lost.missing)
-            reason += (
-                f". The run stops (on_member_lost = stop). "
-                f"Resume it from its newest checkpoint (diloco coordinator RUN.toml --resume), or "
-                f"start it again in an empty coordinator.state_dir, with every island, among "
-                f"them: {commands}"
-            )
+        commands = "; ".join(f"diloco island RUN.toml --island {m}" for m in lost.missing)
+        reason = (
+            f"fragment {lost.key.fragment_id}: {lost.reason}. The run stops"
+            f"{' (on_member_lost = stop)' if lost.missing else ''}. "
+            f"Resume it from its newest checkpoint (diloco coordinator RUN.toml --resume), or "
+            f"start it again in an empty coordinator.state_dir, with every island"
+            f"{f', among them: {commands}' if lost.missing else ''}"
+        )
         logger.error("run lost, %s", reason)
         # The first reason stays, so that all islands hear the same.
         self.fatal = self.fatal or wire.Fatal(

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 import blake3
 from google.protobuf.message import Message
 
-from diloco.errors import CoordinatorUnavailable, Fenced
+from diloco.errors import CoordinatorUnavailable, DilocoError, Fenced
 from diloco.rounds.messages import key_message
 from diloco.rounds.state import RoundKey
 from diloco.sync.ledger import Outstanding
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
-from transport.errors import TransportError
+from transport.errors import HandlerFailed, TransportError
 from transport.retry import RetryPolicy, retry
 from transport.transfer import Transfer
 
@@ -187,6 +187,8 @@ class SyncerCalls:
         Raises:
             CoordinatorUnavailable: If no answer came within the policy's budget, or one that no
                 repetition can mend.
+            DilocoError: If the syncer's program failed at the call: it is reached, and has a
+                defect.
         """
         header = message.SerializeToString()
         transfer = Transfer(is_bulk=is_bulk)
@@ -212,6 +214,14 @@ class SyncerCalls:
 
         try:
             return await retry(attempt, self._policy, self._rng, lambda: transfer.moved_bytes)
+        except HandlerFailed as error:
+            raise DilocoError(
+                f"the syncer at {transport.peer} was reached, and its program failed at {method}: "
+                f"{error}. This is a defect, which another start may meet again: report it with "
+                f"syncer.log of coordinator.state_dir; if the versions of diloco differ between "
+                f"the sites, install the same everywhere",
+                island_id=self._grant.island,
+            ) from error
         except TransportError as error:
             what = (
                 f"gave no answer to {method} for {self._policy.budget_s:g} s"

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from diloco.errors import IslandFailed
 from diloco.outer.schedule import Schedule
 from diloco.sync.carried import FragmentView
+from diloco.sync.ledger import MAX_EXPIRED
 
-#: Expired attempts of one version in a run that goes on, at most: three in a row end it. Larger
-#: numbers come from a syncer whose record of expiries was damaged, and count nothing.
-_MAX_EXPIRED = 2
 _WORDS = 6
 
 
@@ -73,7 +71,7 @@ def set_course(entered: Sequence[Entered], schedule: Schedule, start_step: int) 
 
 def _sent_until(fragment_id: int, entered: Entered, schedule: Schedule, start_step: int) -> int:
     step = max(start_step, entered.sent_at_inner_step)
-    for _ in range(entered.attempt if entered.attempt <= _MAX_EXPIRED else 0):
+    for _ in range(entered.attempt if entered.attempt <= MAX_EXPIRED else 0):
         # Where no send is left, flush attempts expired: they took no due step.
         step = schedule.next_due(fragment_id, step) or step
     return step

@@ -11,6 +11,10 @@ from enum import StrEnum
 
 from diloco.rounds.state import RoundKey
 
+#: Expired attempts of one version in a run that goes on, at most: three in a row end it. Larger
+#: numbers come from a syncer whose record of expiries was damaged, and count nothing.
+MAX_EXPIRED = 2
+
 
 class Verdict(StrEnum):
     """How an outstanding contribution ended, as the island leader saw it."""
@@ -38,9 +42,15 @@ class FragmentLedger:
     """Counters of one fragment of one island.
 
     `tokens` and `steps` run since the counters last restarted; `version` is that of the anchor;
-    `attempt` the attempt last announced for it; `local_steps` run since the last merge. Due steps
-    up to `sent_until` were sent before the island returned: it passes some of them again and sends
-    nothing there. `is_flushed` says that `version` is the flush.
+    `attempt` the attempt that its next due step serves; `local_steps` run since the last merge. Due
+    steps up to `sent_until` were sent before the island returned: it passes some of them again and
+    sends nothing there. `is_flushed` says that `version` is the flush.
+
+    An attempt is served by one due step of every island: who is late sends it though a later one is
+    announced, is answered EXPIRED at once, and serves the later one at the next due step, as the
+    others did. Sent to the announced attempt (protocol.md section 4), the contribution of a late
+    island would be one of an earlier due step than everybody else's: it would merge that version H
+    inner steps before them, lead them from then on, and have a send left over at the end.
     """
 
     timeline: int
@@ -82,7 +92,8 @@ class FragmentLedger:
 
         Args:
             verdict: The outcome.
-            attempt: After EXPIRED, the attempt last announced.
+            attempt: After EXPIRED, the attempt last announced; counts only where attempts were
+                skipped, which no due step served (`MAX_EXPIRED`).
             local_mix: alpha of the merge.
 
         Returns:
@@ -93,7 +104,8 @@ class FragmentLedger:
         assert sent is not None, f"fragment {self.fragment_id} has nothing outstanding"
         self.outstanding = None
         if verdict is Verdict.EXPIRED:
-            self.attempt = max(attempt, sent.key.attempt + 1)
+            following = sent.key.attempt + 1
+            self.attempt = attempt if attempt - following > MAX_EXPIRED else following
             return 0
         self.version, self.attempt = sent.key.version + 1, 0
         self.is_flushed = sent.is_flush

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
+from diloco.errors import IslandFailed
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.agreement import Agreed, Agreement, Standing, exit_code_of, raise_failure
 from diloco.sync.exchange import Exchange
+from diloco.sync.held import held_digests
 from diloco.sync.io_thread import Waits
 from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
 from diloco.sync.outer_state import LOOK_S, OuterState, Runner, StateKeeper
@@ -81,6 +83,7 @@ class OuterLoop:
         self.first_checkpoint_step = start_step
         self.blocked_s = 0.0
         self.overwritten_steps = 0.0
+        self.digests: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Say where the island stands: inner step, versions, what is in flight."""
@@ -99,11 +102,6 @@ class OuterLoop:
     def versions(self) -> tuple[int, ...]:
         """Version of each fragment that this island last merged."""
         return tuple(ledger.version for ledger in self._ledgers)
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        """Digest of the version of each fragment that the syncer last announced, in hex."""
-        return tuple(self._exchange.view(f.fragment_id).digest for f in self._plan.fragments)
 
     @property
     def bytes_up(self) -> int:
@@ -223,13 +221,23 @@ class OuterLoop:
             self._agreement.start(self._exit_code, self._standings())
 
     def finishing(self) -> Waits[None]:
-        """Merge what is outstanding, then flush: nobody's last steps are lost."""
+        """Merge what is outstanding, then flush: nobody's last steps are lost; then look at it.
+
+        Raises:
+            IslandFailed: On all ranks, if what the parameters hold is not what was published.
+        """
         self._raise_failure(self._agreement.read())
         for ledger in self._ledgers:
             if ledger.outstanding is not None:
                 yield from self._settle(ledger, None)
-        if not self._schedule.flush:
-            return
+        if self._schedule.flush:
+            yield from self._flushing()
+            self.digests = self._hash_published()
+        else:
+            with self.global_parameters():
+                self.digests = self._hash_published()
+
+    def _flushing(self) -> Waits[None]:
         waiting = []
         for ledger in self._ledgers:
             if ledger.is_flushed:  # before this island returned
@@ -243,6 +251,34 @@ class OuterLoop:
                 yield from self._settle(ledger, None)
             # An expired attempt is tried again; three in a row end the run by the syncer's word.
             waiting = [ledger for ledger in waiting if not ledger.is_flushed]
+
+    def _hash_published(self) -> tuple[str, ...]:
+        """Hash the parameters, which must hold what this island last merged; collective.
+
+        A version is compared with the syncer's word where that is still its newest.
+        """
+        held = held_digests(self._plan, self._shards, self._agreement, self._anchors)
+        views = [self._exchange.view(fragment.fragment_id) for fragment in self._plan.fragments]
+        is_wrong = [
+            digest is None or (view.version == ledger.version and view.digest != digest)
+            for digest, view, ledger in zip(held, views, self._ledgers, strict=True)
+        ]
+        # Ranks hear the syncer at different times: one that found a difference speaks for all.
+        wrong = [
+            p for p, word in enumerate(self._agreement.smallest([-w for w in is_wrong])) if word
+        ]
+        if wrong:
+            p = wrong[0]
+            found = f"the digest {held[p]}" if held[p] else "copies that differ between its ranks"
+            raise IslandFailed(
+                f"after the last merge, parameters of this island are not the published ones: "
+                f"fragments {wrong}; of fragment {p}, version {self._ledgers[p].version} was "
+                f"published with the digest {views[p].digest or 'unknown'}, the model holds "
+                f"{found}. What is published is not touched by this. Start the island again, and "
+                f"it takes that: diloco island RUN.toml --island NAME; if this comes again, look "
+                f"for code that writes to parameters during outer.finish(), or for bad memory"
+            )
+        return tuple(digest for digest in held if digest is not None)
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:

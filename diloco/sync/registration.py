@@ -39,7 +39,7 @@ from protos.control_pb2 import (
     ReportRequest,
 )
 from transport.contracts import PROTOCOL_VERSION, Transport
-from transport.errors import TransportError
+from transport.errors import HandlerFailed, TransportError
 from transport.retry import RetryPolicy, retry
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class Registration:
                     with contextlib.suppress(TransportError):
                         await self.report(last)
                     await self._call("control.leave", request, policy)
-            except (CoordinatorUnavailable, TimeoutError) as error:
+            except (DilocoError, TimeoutError) as error:
                 logger.warning("left without a word, exit_code=%d: %s", exit_code, error)
         await self._transport.close()
 
@@ -294,7 +294,12 @@ class Registration:
             await asyncio.sleep(_REPORT_S)
 
     async def _call(self, method: str, request: bytes, policy: RetryPolicy) -> bytes:
-        """Call until it is answered, within the policy's budget."""
+        """Call until it is answered, within the policy's budget.
+
+        Raises:
+            CoordinatorUnavailable: If no answer came.
+            DilocoError: If the coordinator's program failed at the call.
+        """
 
         async def attempt() -> bytes:
             reply = await self._transport.call(method, request, deadline_s=self._rpc_deadline_s)
@@ -302,6 +307,14 @@ class Registration:
 
         try:
             return await retry(attempt, policy, self._rng)
+        except HandlerFailed as error:
+            raise DilocoError(
+                f"the coordinator at {self._transport.peer} was reached, and its program failed at "
+                f"{method}: {error}. This is a defect, which another start may meet again: report "
+                f"it with the coordinator's log; if the versions of diloco differ between the "
+                f"sites, install the same everywhere",
+                island_id=self._island.island_id,
+            ) from error
         except TransportError as error:
             raise CoordinatorUnavailable(
                 f"the coordinator at {self._transport.peer} gave no answer to {method} of island "

@@ -260,7 +260,10 @@ class DiLoCo:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digest of the version of each fragment that the syncer last announced, in hex."""
+        """Digest of what the model holds of each fragment, in hex, as `finish` found it.
+
+        Of the published values; empty before the end of `finish`, and after a graceful stop.
+        """
         return self._loop.digests
 
     @property
@@ -307,6 +310,7 @@ class DiLoCo:
     def finish(self) -> list[Event]:
         """Merge what is outstanding and flush: nobody's last steps are lost; collective.
 
+        Then the published values are read back from the model and hashed (`digests`).
         After a graceful stop nothing is flushed: what is in flight is in the checkpoint.
 
         Returns:
@@ -314,6 +318,7 @@ class DiLoCo:
 
         Raises:
             ConfigError: If it was called before.
+            IslandFailed: On all ranks, if the model does not hold what was published.
             DilocoError: If the island cannot go on.
         """
         self._insist_on_training(is_stepping=False)
@@ -482,6 +487,9 @@ class DiLoCo:
 
     def _sum(self, word: int = 0) -> int:
         """Sum the bytes that all ranks have moved, and the leader's word; collective.
+
+        Waits for all ranks, where the collect of what was due has just done so: a stop must be
+        known before the next inner step, or ranks would part.
 
         Raises:
             ValueError: On every rank, if they were not told the same numbers of tokens.

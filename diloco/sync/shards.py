@@ -234,6 +234,24 @@ class LaneShards:
                 local = self._in_parameter(copy)
                 merge_(local, values.to(local.device), local_mix)
 
+    @torch.no_grad()
+    def num_differing(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> int:
+        """Count the elements that this rank stores with other bits than the lanes; collective.
+
+        Args:
+            fragment_id: Fragment of the plan.
+            lanes: As `distribute` takes them.
+        """
+        self._check_lanes(fragment_id, lanes)
+        num_differing = 0
+        for held, carried in self._distribute[fragment_id]:
+            sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
+            for copy, values in self._exchange(carried, sources, held):
+                local = self._in_parameter(copy).to("cpu").contiguous().view(torch.int32)
+                differs = local != values.contiguous().view(torch.int32)
+                num_differing += int(differs.sum())
+        return num_differing
+
     def _lane_numels(self, fragment_id: int) -> dict[int, int]:
         return {
             lane.lane_id: lane.numel

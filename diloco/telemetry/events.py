@@ -52,7 +52,10 @@ class FragmentSent(Event):
 
 @dataclass(frozen=True, slots=True)
 class FragmentMerged(Event):
-    """A published version replaced the anchor; `blocked_s` is what training waited for it."""
+    """A published version replaced the anchor; `blocked_s` is what training waited for it.
+
+    `digest` is the syncer's word on its newest version; what the model holds, `IslandEnded` says.
+    """
 
     kind: ClassVar[str] = "fragment_merged"
     inner_step: int
@@ -165,7 +168,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, slots=True)
 class IslandEnded(Event):
-    """Sums over an island's life; digests are of the last merged version of each fragment."""
+    """Sums over an island's life; `digests`: what its model was found to hold of each fragment."""
 
     kind: ClassVar[str] = "island_ended"
     inner_step: int

@@ -137,10 +137,10 @@ def test_islands_stand_in_slot_order_with_what_they_last_reported() -> None:
     ]  # fmt: skip
 
 
-def test_fragments_show_version_attempt_age_and_contributors() -> None:
+def test_fragments_show_version_attempt_when_published_and_contributors() -> None:
     assert rows(fragments_table(REPLY)) == [
-        ["0", "5", "1", "open", "3,725.0 s", "0123456789ab", "east, west"],
-        ["1", "0", "0", "unfounded", "0.0 s", "-", "-"],
+        ["0", "5", "1", "open", "3,725.0 s ago", "0123456789ab", "east, west"],
+        ["1", "0", "0", "unfounded", "-", "-", "-"],
     ]
 
 

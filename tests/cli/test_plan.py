@@ -88,6 +88,18 @@ def test_schedule_lists_the_first_two_periods_and_the_last(run_file: Path) -> No
     assert planned["is_flushed"]
 
 
+def test_a_run_of_any_length_is_planned_at_once(run_file: Path) -> None:
+    changes = ("--set", "run.inner_steps=1000000000")
+
+    planned = json.loads(plan(run_file, "--json", *changes))
+
+    steps = [send["inner_step"] for send in planned["sends"]]
+    # What would merge at 10^9 or later is left to the flush.
+    assert steps == [2, 4, 6, 8, 10**9 - 4, 10**9 - 2]
+    assert planned["num_sends"] == 10**9 // 2 - 1
+    assert planned["ways"][0]["transfers"] == planned["num_sends"] + 2
+
+
 def test_alternatives_are_multiples_of_the_run(run_file: Path) -> None:
     own, dense, parallel = json.loads(plan(run_file, "--json"))["ways"]
 
@@ -126,12 +138,53 @@ def test_without_a_link_no_time_is_claimed(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('bandwidth = "50"', "'50' is not a bandwidth: write a number over 0, with a unit"),
+        ('bandwidth = "0Mbit/s"', "'0Mbit/s' is not a bandwidth: write a number over 0"),
+        ('bandwidth = "nanMbit/s"', "'nanMbit/s' is not a bandwidth"),
+        ("bandwidth = 50", "50 is not a bandwidth: write a number over 0, with a unit"),
+        ('delay = "-1ms"', "'-1ms' is not a duration: write a number, 0 or more, with a unit"),
+        ("delay = -1", "-1 is not a duration"),
+        ("delay = nan", "nan is not a duration"),
+        ('jitter = "5"', "'5' is not a duration"),
+        ("loss = nan", "must be in [0, 1)"),
+        ("loss = -0.1", "must be in [0, 1)"),
+    ],
+)
+def test_a_link_profile_with_nonsense_is_refused(
+    run_file: Path, line: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up = {"bandwidth": '"5Mbit/s"', "delay": '"30ms"'}
+    key, _, value = line.partition(" = ")
+    sides = {"up": {**up, key: value}, "down": up}
+    text = 'source = "test"\n' + "".join(
+        f"[{side}]\n" + "".join(f"{name} = {shown}\n" for name, shown in table.items())
+        for side, table in sides.items()
+    )
+    profile = run_file.parent / "configs" / "links" / "odd.toml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text(text)
+    monkeypatch.chdir(run_file.parent)
+
+    with pytest.raises(ConfigError) as refused:
+        plan(run_file, "--set", "transport.link=odd")
+
+    assert refused.value.exit_code == 2
+    told = str(refused.value)
+    assert "transport.link = 'odd'" in told and str(profile) in told and "[up]" in told
+    assert words in told
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("outer.num_fragments=99", "outer.num_fragments = 99 is outside"),
         ("transport.link=none-such", "transport.link = 'none-such'.*thin-5M-60ms"),
+        ("coordinator.state_dir=/dev/null/x", "state_dir = /dev/null/x cannot be .*: /dev/null is"),
+        ("telemetry.dir=/dev/null", "telemetry.dir = /dev/null cannot be a directory"),
     ],
-    ids=["more-fragments-than-tensors", "unknown-link"],
+    ids=["more-fragments-than-tensors", "unknown-link", "below-a-file", "a-file"],
 )
 def test_impossible_run_is_refused_with_its_field(
     run_file: Path, override: str, words: str

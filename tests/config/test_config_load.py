@@ -302,7 +302,19 @@ REFUSALS = [
     ("outer.retained_versions=0", ["outer.retained_versions: 0:", ">= 1"]),
     ("outer.round_deadline=60", ["outer.round_deadline: 60:", NO_UNIT]),
     ('outer.round_deadline="60"', ['outer.round_deadline: "60":', NO_UNIT]),
-    ("outer.round_deadline=0s", ['outer.round_deadline: "0s": must be more than zero']),
+    ("outer.round_deadline=0s", ['outer.round_deadline: "0s":', "write a number over 0, with a"]),
+    ("outer.round_deadline=0", ["outer.round_deadline: 0:", "write a number over 0, with a unit"]),
+    ("outer.round_deadline=1e-300s", ['"1e-300s": is out of range', "allowed: 100ms to 168h"]),
+    ("outer.round_deadline=infs", ['outer.round_deadline: "infs":', NO_UNIT]),
+    ("outer.num_lanes=9999999999999999999999", ["outer.num_lanes:", ">= 1 and <= 65536"]),
+    ("outer.optimizer={name='sgd', momentum=0.9}", ["momentum: 0.9: sgd has none: leave it out"]),
+    ("inner.optimizer.warmup_steps=10", ["warmup_steps: 10: the warm-up must end before", "= 10"]),
+    ("run.inner_steps=99999999999999", ["run.inner_steps: 99999999999999:", "<= 1000000000"]),
+    ("outer.inner_steps_per_round=9999999999", ["inner_steps_per_round:", "<= 1000000000"]),
+    ("transport.rpc_timeout=1us", ['transport.rpc_timeout: "1us": is out of', "100ms to 168h"]),
+    ("transport.chunk=1B", ['transport.chunk: "1B": is out of range; allowed: 1KiB to 8MiB']),
+    ("transport.chunk=0B", ['transport.chunk: "0B":', "write a number over 0"]),
+    ("transport.retry.max_wait=10h", ['max_wait: "10h": is out of range; allowed: 1ms to 60s']),
     ("outer.round_deadline=-1s", ['outer.round_deadline: "-1s":']),
     ("outer.round_deadline=nans", ['outer.round_deadline: "nans":']),
     ("outer.optimizer.lr=0", ["outer.optimizer.lr: 0:", "> 0"]),
@@ -321,14 +333,14 @@ REFUSALS = [
     ("transport.hivemind.initial_peers=['/ip4/1.2.3.4/tcp/1']", ["the multiaddr of one peer"]),
     ("transport.link=../x", ['transport.link: "../x": must match']),
     ("transport.chunk=50", ["transport.chunk: 50:", NO_UNIT]),
-    ("transport.chunk=1GiB", ['transport.chunk: "1GiB":', "1073741824"]),
+    ("transport.chunk=1GiB", ['transport.chunk: "1GiB": is out of range', "1KiB to 8MiB"]),
     ("transport.rate=50", ["transport.rate: 50:", NO_UNIT]),
     ("transport.rate=0Mbit/s", ['transport.rate: "0Mbit/s":', "must be over 0"]),
     ("transport.snapshot_rate=1MiB", ['transport.snapshot_rate: "1MiB":', "not a bandwidth"]),
     ("transport.channels=0", ["transport.channels: 0:", "from 1 to 64"]),
     ("transport.channels=many", ['transport.channels: "many":', "auto"]),
     ("transport.unreachable=600", ["transport.unreachable: 600:", NO_UNIT]),
-    ("transport.rpc_timeout=0ms", ['transport.rpc_timeout: "0ms": must be more than zero']),
+    ("transport.rpc_timeout=0ms", ['transport.rpc_timeout: "0ms":', "write a number over 0"]),
     ("transport.retry.max_wait=1ms", ["max_wait:", "must not be shorter than first_wait = 100ms"]),
     ("evaluation.every_inner_steps=-1", ["evaluation.every_inner_steps: -1:", ">= 0"]),
     ("islands={}", ["islands: {  }: must not be empty"]),
@@ -406,10 +418,13 @@ def test_broken_toml_is_refused_with_file_and_line(
 def test_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
 
-    (tmp_path / "demo.toml").touch()
+    for name in ("demo", "other"):
+        (tmp_path / f"{name}.toml").write_text(MINIMAL)
+    (tmp_path / "dmeo-project.toml").write_text("[project]\nname = 'no run file'\n")
     absent = refusal(tmp_path / "dmeo.toml")
     assert "dmeo.toml: No such file" in absent
     assert f"counted from {Path.cwd()}; near it: {tmp_path / 'demo.toml'} or {tmp_path}" in absent
+    assert "project" not in absent
     assert "absent.toml: No such file" in refusal(tmp_path / "nowhere" / "absent.toml")
     assert f"{tmp_path}: Is a directory" in refusal(tmp_path)
     assert "bytes.toml is not valid TOML" in refusal(tmp_path / "bytes.toml")

@@ -6,6 +6,8 @@ Islands must go on, every version must be published once, every contribution cou
 import os
 import random
 import signal
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,68 +19,91 @@ from diloco.launch.state_dir import holder
 from diloco.sync.layout import build_schedule
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 
-NUM_KILLS = 9
-#: Versions published between two kills, at most: moments are chosen by progress, not by time, so
-#: that a fast machine does not end the run before its last kill.
+NUM_KILLS = 10
+#: Coordinator's kills, at most: each restart in a row doubles the wait for the next.
+MAX_COORDINATOR_KILLS = 4
+#: Seconds between two kills, at most. A syncer needs some of them to begin its work.
+MAX_GAP_S = 3.0
+#: Versions published between two kills, at most, so that a fast machine does not end the run
+#: before its last kill.
 MAX_GAP_VERSIONS = 12
+LOOK_S = 0.01
 ISLANDS = ("east", "west")
-SEED = 20
 
 
-class Killer:
-    """Kills coordinator or syncer, waits until it is back and some way on, kills again."""
+class Killer(threading.Thread):
+    """Kills coordinator or syncer at random moments, whatever either of them is doing.
+
+    It does not wait until a victim is back: the other one may be next, so that both are dead.
+    """
 
     def __init__(self, run: LocalRun, rng: random.Random) -> None:
-        self.run = run
+        super().__init__(daemon=True)
+        self.run_ = run
         self.rng = rng
         self.kills: Counter[str] = Counter()
-        self.killed_pid: int | None = None
-        self.victim = "syncer"
-        self.not_before = 0
+        self.killed: set[int] = set()
+        self.num_both_dead = 0
+        self.is_over = threading.Event()
 
     def pid(self, victim: str) -> int | None:
-        state = self.run.state
-        return holder(state.store_lock if victim == "syncer" else state.coordinator_lock)
+        """Process of a victim that lives, None while it is dead."""
+        state = self.run_.state
+        pid = holder(state.store_lock if victim == "syncer" else state.coordinator_lock)
+        return None if pid in self.killed else pid
 
     def num_versions(self) -> int:
         """Versions on disk, of all fragments together."""
         newest: dict[Path, int] = {}
-        for record in self.run.state.store.glob("fragment-*/v*.record"):
+        for record in self.run_.state.store.glob("fragment-*/v*.record"):
             newest[record.parent] = max(newest.get(record.parent, 0), int(record.stem[1:]))
         return sum(newest.values())
 
-    def look(self) -> None:
-        if self.kills.total() >= NUM_KILLS or not self.run.state.plan.exists():
+    def run(self) -> None:
+        while not self.run_.state.plan.exists() and not self.is_over.wait(LOOK_S):
+            pass
+        while self.kills.total() < NUM_KILLS and not self.is_over.is_set():
+            moment = time.monotonic() + self.rng.uniform(0.0, MAX_GAP_S)
+            last_version = self.num_versions() + MAX_GAP_VERSIONS
+            while time.monotonic() < moment and self.num_versions() < last_version:
+                self.is_over.wait(LOOK_S)
+            self.kill_one()
+
+    def kill_one(self) -> None:
+        is_spared = self.kills["coordinator"] >= MAX_COORDINATOR_KILLS
+        victims = ["syncer"] if is_spared else ["syncer", "coordinator"]
+        living = {victim: pid for victim in victims if (pid := self.pid(victim)) is not None}
+        if not living:
+            self.is_over.wait(LOOK_S)
             return
-        if self.killed_pid is not None:
-            pid = self.pid(self.victim)
-            if pid is not None and pid != self.killed_pid:
-                self.killed_pid = None
-                self.victim = self.rng.choice(("syncer", "coordinator"))
-                self.not_before = self.num_versions() + self.rng.randint(0, MAX_GAP_VERSIONS)
-            return
-        pid = self.pid(self.victim)
-        if pid is not None and self.num_versions() >= self.not_before:
-            os.kill(pid, signal.SIGKILL)
-            self.kills[self.victim] += 1
-            self.killed_pid = pid
+        victim = self.rng.choice(sorted(living))
+        os.kill(living[victim], signal.SIGKILL)
+        self.killed.add(living[victim])
+        self.kills[victim] += 1
+        self.num_both_dead += all(self.pid(each) is None for each in ("syncer", "coordinator"))
 
 
 @pytest.mark.timeout(300)
 def test_random_kills_lose_no_version_and_count_nothing_twice(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, dict.fromkeys(ISLANDS, ""), inner_steps=700)
     config = load_config(run_file)
+    seed = random.SystemRandom().randrange(2**32)
 
     with LocalRun(config) as run:
-        killer = Killer(run, random.Random(SEED))
+        killer = Killer(run, random.Random(seed))
         run.start()
-        code = run.wait(killer.look)
+        killer.start()
+        try:
+            code = run.wait(lambda: None)
+        finally:
+            killer.is_over.set()
+            killer.join()
         run.wait_for_coordinator()
-    logs = all_logs(run.state.root)
+    story = f"seed {seed}, {killer.kills}, both dead {killer.num_both_dead} times"
 
-    assert code == 0, logs
-    assert killer.kills.total() >= NUM_KILLS, f"the run was over after {killer.kills}"
-    assert min(killer.kills.values()) >= 2
+    assert code == 0, f"{story}\n{all_logs(run.state.root)}"
+    assert killer.kills.total() == NUM_KILLS, f"the run was over too soon: {story}"
+    assert killer.kills["syncer"] >= NUM_KILLS - MAX_COORDINATOR_KILLS
     finished = FinishedRun(run)
     records = finished.last_records()
     assert finished.ending_digests() == {tuple(record.digest.hex() for record in records)}

@@ -143,7 +143,9 @@ def test_summary_of_a_run_that_can_be_trusted(run: Run) -> None:
     assert (east.local_nats_per_byte, east.published_nats_per_byte) == (1.5, 1.25)
     text = summary.as_text()
     assert "digests equal on every island" in text
-    assert "bit-equal" in text
+    assert "from the retained contributions: 5 bit-equal." in text
+    assert summary.problems == ()
+    assert "max_nats_per_byte" not in text
     assert "versions 0: v3, 1: v2" in text
     assert "1,024 tokens in 16 s, evaluations not counted" in text
     assert "utilisation 50.0% (undisturbed step 1 s), not blocked 75.0%, goodput 50.0%" in text
@@ -186,6 +188,56 @@ def test_an_island_with_other_bytes_is_told(run: Run) -> None:
     assert not summary.are_digests_equal
     assert summary.are_versions_recomputed
     assert "digests DIFFER BETWEEN ISLANDS" in summary.as_text()
+    assert "do not hold the values that the syncer has recorded" in summary.problems[0]
+
+
+@pytest.mark.parametrize(("bound", "is_low"), [(1.2501, True), (1.25, False)])
+def test_the_loss_that_the_run_file_demands_is_checked(
+    run: Run, bound: float, is_low: bool
+) -> None:
+    evaluation = run.config.evaluation.model_copy(update={"max_nats_per_byte": bound})
+    run.config = run.config.model_copy(update={"evaluation": evaluation})
+
+    summary = run.summary()
+
+    assert summary.is_loss_low_enough is is_low
+    expected = f"parameters {'is' if is_low else 'IS NOT'} below the {bound:g} nats a byte"
+    assert expected in summary.as_text()
+    assert len(summary.problems) == (not is_low)
+    assert is_low or summary.problems[0].endswith(
+        "parameters 1.2500 nats a byte, not below evaluation.max_nats_per_byte = 1.25"
+    )
+
+
+def test_a_retained_version_that_is_damaged_is_told(run: Run) -> None:
+    path = run.setting.directory / "fragment-0000" / "v000000000001.record"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+    summary = run.summary()
+
+    assert [(f.is_bit_equal, f.recomputed_versions) for f in summary.fragments] == [
+        (False, (3,)),
+        (True, (2, 1)),
+    ]
+    assert "NOT POSSIBLE, fragment 0: version 2 has lost its predecessor: " in summary.as_text()
+    assert str(path) in summary.problems[0]
+
+
+def test_where_nothing_was_published_nothing_is_praised(tmp_path: Path) -> None:
+    setting = Setting(
+        {"v": [8.0], "w": [16.0]}, descend, tmp_path / "store", 1, islands=("east", "west")
+    )
+    run_virtual(VirtualRun(setting).run())
+    run = Run(tmp_path / "other")
+    run.setting, run.plan = setting, setting.plan()
+    run.stores = [FragmentStore(setting.directory, f, 4) for f in run.plan.fragments]
+
+    summary = run.summary()
+
+    assert [(f.version, f.is_bit_equal) for f in summary.fragments] == [(0, None)]
+    assert "from the retained contributions: there are none." in summary.as_text()
 
 
 @pytest.mark.parametrize("version", [3, 1], ids=["last", "oldest_retained"])

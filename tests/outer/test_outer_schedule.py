@@ -122,8 +122,9 @@ def test_the_next_due_step_is_the_first_that_is_due(phases: tuple[int, ...], flu
     for fragment_id in range(schedule.num_fragments):
         steps = [step for step in range(60) if fragment_id in schedule.due(step)]
         for after in range(55):
-            expected = next((step for step in steps if step > after), None)
-            assert schedule.next_due(fragment_id, after) == expected
+            later = [step for step in steps if step > after]
+            assert schedule.next_due(fragment_id, after) == next(iter(later), None)
+            assert schedule.num_sends(fragment_id, after) == len(later)
 
 
 @pytest.mark.parametrize(

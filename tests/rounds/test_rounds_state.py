@@ -19,6 +19,7 @@ from diloco.rounds.state import (
     LaneArrival,
     Lost,
     Opened,
+    Outcome,
     OutcomeKind,
     PastRound,
     Phase,
@@ -281,7 +282,7 @@ def test_with_nobody_left_the_attempt_expires_at_once() -> None:
     assert refuse(rounds, "a") == []
     (expiry,) = refuse(rounds, "b")
 
-    assert expiry == RecordExpiry(key, "too few members have anything valid to send")
+    assert expiry == RecordExpiry(key, "too few members have anything valid to send", ())
 
 
 @pytest.mark.parametrize(
@@ -397,7 +398,7 @@ def test_the_deadline_runs_from_the_first_complete_contribution() -> None:
 
     assert rounds.tick(109.9) == []
     (expiry,) = rounds.tick(110.0)
-    assert expiry == RecordExpiry(RoundKey(0, 3, 0, 0), "deadline of 60 s; missing: b")
+    assert expiry == RecordExpiry(RoundKey(0, 3, 0, 0), "deadline of 60 s; missing: b", ("b",))
 
 
 def test_the_deadline_stops_when_everybody_who_waited_starts_anew() -> None:
@@ -498,7 +499,7 @@ def test_three_results_in_a_row_that_are_not_finite_lose_the_run() -> None:
         contribute(rounds, "a", attempt)
         contribute(rounds, "b", attempt)
         (expiry,) = rounds.result_broken(key, "theta is not finite", attempt)
-        assert expiry == RecordExpiry(key, "result not usable: theta is not finite")
+        assert expiry == RecordExpiry(key, "result not usable: theta is not finite", ())
         assert rounds.version == 0
         instructions = rounds.expiry_recorded(key, attempt)
 
@@ -712,21 +713,29 @@ def test_expiries_in_a_row_are_counted_over_a_restart_of_the_syncer() -> None:
     again.refused(again.key, "a", 1, "declined", 1.0)
     again.refused(again.key, "b", 1, "declined", 1.0)
     third = again.expiry_recorded(again.key, 1.0)
-    after = lost.founded(4, 3, {}, 0.0, expired_in_a_row=3)
+    after = lost.founded(4, 3, {}, 0.0, expired_in_a_row=3, missing=("b",))
 
     assert [type(instruction) for instruction in (*third, *after)] == [Lost, Lost]
+    assert isinstance(after[0], Lost)
+    assert after[0].missing == ("b",)
+    assert after[0].reason.endswith("before this restart of the syncer; missing: b")
     assert lost.granted("a", 1, 1.0) == []
     assert not lost.is_open
 
 
-def test_a_new_start_may_contribute_where_the_one_before_declined() -> None:
+def test_a_new_start_of_an_island_that_declined_waits_for_the_next_round() -> None:
     rounds = FragmentRounds(0, 0, RoundRules(members=("a", "b"), num_lanes=1, deadline_s=5.0))
     rounds.founded(0, 0, {}, 0.0)
     for island in ("a", "b"):
         rounds.granted(island, 1, 0.0)
-    rounds.refused(rounds.key, "a", 1, "declined", 1.0)
+    key = rounds.key
+    rounds.refused(key, "a", 1, "declined", 1.0)
 
-    rounds.granted("a", 2, 2.0)
+    assert rounds.granted("a", 2, 2.0) == []
 
-    assert rounds.outcome(rounds.key, "a", 2) is None
-    assert rounds.left == {}
+    assert rounds.outcome(key, "a", 2) == Outcome(key, OutcomeKind.REFUSED, "declined")
+    _, (close,) = rounds.lane_received(LaneArrival(key, "b", 1, 0, b"", 1, 1, 4, False), 3.0)
+    assert isinstance(close, Close)
+    assert [c.island for c in close.contributors] == ["b"]
+    _, opened = rounds.committed(key, 4.0)
+    assert isinstance(opened, Opened) and opened.members == ("a", "b")

@@ -383,11 +383,12 @@ def attempt_file(store: FragmentStore) -> Path:
 def test_a_restart_opens_the_attempt_after_the_last_recorded(store: FragmentStore) -> None:
     commit(store, 1)
     for attempt in range(3):
-        store.record_expiry(RoundKey(0, 0, 1, attempt))
+        store.record_expiry(RoundKey(0, 0, 1, attempt), ("east", "west")[:attempt])
 
         recovered = store.recover()
 
         assert recovered is not None
+        assert recovered.missing == ("east", "west")[:attempt]
         assert (recovered.record.version, recovered.attempt) == (1, attempt + 1)
 
 

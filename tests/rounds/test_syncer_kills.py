@@ -206,6 +206,35 @@ def test_an_expiry_is_durable_before_it_is_announced(
     run_virtual(scenario())
 
 
+def test_a_quorum_lost_that_only_a_restart_can_announce_names_island_and_command(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The syncer dies between the third recorded expiry and its announcement."""
+    record_expiry = FragmentStore.record_expiry
+    monkeypatch.setattr(FragmentStore, "record_expiry", dying(record_expiry, "after", on_call=3))
+
+    async def scenario() -> None:
+        run, (a, _) = await founded(setting)
+        run.worker = SlowWorker()
+        await restart(run)
+        for attempt in range(3):
+            await a.contribute(RoundKey(0, 0, 0, attempt))
+            await asyncio.sleep(61.0)
+        await run.worker.died.wait()
+        assert run.syncer.fatal is None
+        monkeypatch.setattr(FragmentStore, "record_expiry", record_expiry)
+
+        await restart(run)
+
+        fatal = (await a.poll()).fatal
+        assert fatal.exit_code == 50
+        assert "missing: b. The run stops (on_member_lost = stop)" in fatal.reason
+        assert "diloco coordinator RUN.toml --resume" in fatal.reason
+        assert "diloco island RUN.toml --island b" in fatal.reason
+
+    run_virtual(scenario())
+
+
 def test_a_syncer_whose_worker_fails_ends_and_says_why(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

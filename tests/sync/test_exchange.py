@@ -26,6 +26,7 @@ from diloco.errors import (
 )
 from diloco.rounds.state import RoundKey
 from diloco.rounds.store import FragmentStore
+from diloco.rounds.syncer import Syncer
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
@@ -639,6 +640,25 @@ def test_founding_goes_on_after_the_syncer_lost_half_of_the_lanes(setting: Setti
 # -- what ends it --------------------------------------------------------------------------------
 
 
+def test_a_defect_of_the_syncer_is_not_called_unreachable(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defect(*_: object) -> None:
+        raise KeyError("lanes")
+
+    async def scenario() -> list[Any]:
+        _, a, b = await started(setting)
+        monkeypatch.setattr(Syncer, "_poll_reply", defect)
+        return await asyncio.gather(a.train(9), b.train(9), return_exceptions=True)
+
+    ends = run_virtual(scenario())
+
+    for end in ends:
+        assert type(end) is DilocoError and end.exit_code == 1
+        assert "was reached, and its program failed at fragment.poll: KeyError: 'lanes'" in str(end)
+        assert "syncer.log" in str(end)
+
+
 @pytest.mark.parametrize("away_s", [590.0, 700.0])
 def test_a_syncer_that_is_away_for_unreachable_s_ends_the_island(
     setting: Setting, away_s: float
@@ -877,6 +897,8 @@ def test_what_is_stored_is_what_the_islands_hold(setting: Setting) -> None:
         store = FragmentStore(setting.directory, run.setting.plan().fragments[0], 4)
         held = a.exchange._carried[0].anchor[0]
         assert torch.equal(held, store.load(1).lanes[0].published)
-        assert a.session.digests == (store.load(1).digest.hex(),)
+
+        await asyncio.gather(a.finish(), b.finish())
+        assert a.session.digests == b.session.digests == (store.load(1).digest.hex(),)
 
     run_virtual(scenario())

@@ -73,10 +73,10 @@ def test_every_verdict_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(
     ("sent_attempt", "announced", "expected"),
-    [(0, 1, 1), (0, 4, 4), (2, 0, 3), (7, 65536, 65536)],
-    ids=["next", "skipped", "not-heard-yet", "after-damage"],
+    [(0, 1, 1), (0, 2, 1), (0, 3, 1), (0, 4, 4), (2, 0, 3), (7, 65536, 65536)],
+    ids=["next", "late", "very-late", "skipped", "not-heard-yet", "after-damage"],
 )
-def test_after_an_expiry_the_attempt_last_announced_is_next_and_never_the_same(
+def test_after_an_expiry_the_next_due_step_serves_the_next_attempt_that_was_not_skipped(
     sent_attempt: int, announced: int, expected: int
 ) -> None:
     made = ledger(attempt=sent_attempt)

@@ -153,6 +153,40 @@ def test_after_an_expiry_nobody_merges_and_the_next_due_send_carries_all(setting
     assert a.values() == b.values() == {"w": [0.0]}
 
 
+@pytest.mark.parametrize("num_expired", [1, 2])
+def test_an_island_that_is_late_for_attempts_keeps_in_step_with_the_others(
+    setting: Setting, num_expired: int
+) -> None:
+    """Each attempt is served by the same due step of everybody, dead or alive."""
+    shorter = replace(setting, inner_steps=18, flush=True)
+
+    async def scenario() -> tuple[VirtualIsland, VirtualIsland]:
+        _, a, b = await started(shorter)
+        late_s = 66.0 * num_expired  # a's deadline runs out after 64 s, and again after 128 s
+
+        async def follow() -> None:
+            await asyncio.sleep(late_s)
+            await b.go_on()
+
+        await asyncio.gather(a.go_on(), follow())
+        return a, b
+
+    islands = run_virtual(scenario())
+
+    for island in islands:
+        sent = island.kinds("fragment_sent")
+        assert [(e["inner_step"], e["version"], e["attempt"]) for e in sent] == [
+            *[(4 * (attempt + 1), 0, attempt) for attempt in range(num_expired + 1)],
+            *[(4 * due, due - num_expired - 1, 0) for due in range(num_expired + 2, 5)],
+            (18, 4 - num_expired, 0),
+        ]
+        expired = island.kinds("round_expired")
+        assert [event["inner_step"] for event in expired] == [5, 9][:num_expired]
+    late = islands[1].kinds("round_expired")
+    assert all(event["blocked_s"] == 0 for event in late), "answered at once"
+    assert islands[0].session.digests == islands[1].session.digests
+
+
 # -- flush ---------------------------------------------------------------------------------------
 
 

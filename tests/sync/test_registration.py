@@ -196,6 +196,21 @@ def test_stop_in_a_report_becomes_the_error_of_its_exit_code(
     }
 
 
+def test_a_defect_of_the_coordinator_is_not_called_unreachable() -> None:
+    async def defect(call: IncomingCall) -> Reply:
+        raise KeyError("plan")
+
+    async def story(registration: Registration) -> None:
+        with pytest.raises(DilocoError) as caught:
+            await registration.join()
+        assert type(caught.value) is DilocoError and caught.value.exit_code == 1
+        assert "its program failed at control.join: KeyError: 'plan'" in str(caught.value)
+
+    coordinator = FakeCoordinator()
+    coordinator.server = coordinator.network.server("coordinator", {"control.join": defect})
+    run(coordinator, story, up=True)
+
+
 def test_reports_survive_a_coordinator_that_is_away() -> None:
     coordinator = FakeCoordinator()
     stops: list[DilocoError] = []

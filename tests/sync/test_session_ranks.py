@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,13 @@ from diloco.config.load import load_config
 from tests.distributed import run_ranks
 from tests.served_run import ServedRun
 
-#: Sends after 3, 6, 9, merges 2 steps later; two lanes a fragment, one on each rank.
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+)  # fmt: skip
+#: Sends after 3 and 6, merges 2 steps later, the rest by the flush; two lanes a fragment, one on
+#: each rank.
 ROUNDS = {
     "inner_steps": 11,
     "inner_steps_per_round": 6,
@@ -87,10 +95,28 @@ def shared_directory() -> Path:
 # -- FSDP2 ---------------------------------------------------------------------------------------
 
 
+@contextmanager
+def counting(counts: Counter[str]) -> Iterator[None]:
+    """Count collectives by name; those that return before they are done apart."""
+
+    def counted(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            counts[f"{name} started" if named.get("async_op") else name] += 1
+            return real(*arguments, **named)
+
+        return call
+
+    with mock.patch.multiple(dist, **{name: counted(name) for name in COLLECTIVES}):
+        yield
+
+
 def train_with_and_without_evaluations(island_rank: int) -> list[Any]:
     ends = []
     for is_evaluating in (False, True):
         model, losses = sharded(), []
+        a_step: list[dict[str, int]] = []
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         directory = shared_directory()
         with serving(island_rank, directory) as (_, address):
@@ -104,10 +130,13 @@ def train_with_and_without_evaluations(island_rank: int) -> list[Any]:
                             model(inputs(0))
                         with outer.global_parameters(), torch.no_grad():
                             losses.append(float(model(inputs(0)).square().mean()))
-                    outer.step(num_tokens=TOKENS)
+                    counts: Counter[str] = Counter()
+                    with counting(counts):
+                        outer.step(num_tokens=TOKENS)
+                    a_step.append(dict(counts))
                 outer.finish()
                 digests = outer.digests
-        ends.append((whole(model), digests, len(set(losses))))
+        ends.append((whole(model), digests, len(set(losses)), a_step))
     return ends
 
 
@@ -116,6 +145,20 @@ def test_evaluations_between_steps_change_nothing_on_fsdp() -> None:
         assert plain[:2] == evaluated[:2]
         # Version 0, then one value for each of two merges: what is evaluated is what was published.
         assert evaluated[2] == 3
+        insist_on_few_collectives(plain[3])
+
+
+def insist_on_few_collectives(a_step: list[dict[str, int]]) -> None:
+    """Insist on what `outer.step` may cost: only a due step and a merge make ranks wait."""
+    assert len(a_step) == 11
+    quiet = [a_step[inner_step - 1] for inner_step in (1, 2, 9, 10, 11)]
+    assert quiet == [{}] * 5, "nothing is due and nothing outstanding"
+    for due in (3, 6):
+        # The collect waits for all ranks; the sum of bytes, tokens and stops comes right after it.
+        assert a_step[due - 1].keys() == {"all_to_all_single", "all_reduce", "all_reduce started"}
+        assert a_step[due - 1]["all_reduce"] == a_step[due - 1]["all_reduce started"] == 1
+        assert a_step[due] == {"all_reduce started": 1}, "in flight: an agreement, not waited for"
+        assert a_step[due + 1].keys() <= {"all_to_all_single", "all_reduce started"}, "merged"
 
 
 # -- distributed checkpoint ----------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""What an island's parameters hold, read back from the model and hashed: no word of the syncer.
+
+    digest of a version = blake3(digest of lane 0 | digest of lane 1 | ...)
+
+Belongs to the training thread: every rank makes the same calls, and all have the same answer.
+
+Source: protocol.md section 1; design.md, invariant 1.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from diloco.outer.fragments import Fragment, Plan
+from diloco.rounds.publication import lane_digest, version_digest
+from diloco.sync.agreement import NOT_MINE, Agreement
+from diloco.sync.shards import LaneShards
+
+#: A digest of 32 bytes as integers that ranks can compare.
+_DIGEST = struct.Struct("<4q")
+_NOBODY = (NOT_MINE,) * 4
+
+
+def held_digests(
+    plan: Plan,
+    shards: LaneShards,
+    agreement: Agreement,
+    anchors: Sequence[Mapping[int, Tensor]],
+) -> tuple[str | None, ...]:
+    """Hash the values of every fragment as the ranks store them; collective, once a run.
+
+    Reads each element where it is stored and compares every other copy of it: replicated norms,
+    HSDP copies, tied copies. The padding between tensors, which no model stores and coarse codecs
+    do not keep at zero, is the anchor's.
+
+    Args:
+        plan: The run's.
+        shards: Of this rank.
+        agreement: Of this rank.
+        anchors: By fragment, in plan order, the published lanes that this rank carries.
+
+    Returns:
+        By fragment, in plan order, the digest in hex; None where copies of one element differ.
+    """
+    return tuple(
+        _held_digest(fragment, shards, agreement, anchor)
+        for fragment, anchor in zip(plan.fragments, anchors, strict=True)
+    )
+
+
+def _held_digest(
+    fragment: Fragment, shards: LaneShards, agreement: Agreement, anchor: Mapping[int, Tensor]
+) -> str | None:
+    lanes = shards.collect(fragment.fragment_id)
+    num_differing = shards.num_differing(fragment.fragment_id, lanes)
+    own = {
+        lane_id: _DIGEST.unpack(lane_digest(_padded(fragment, lane_id, lane, anchor[lane_id])))
+        for lane_id, lane in lanes.items()
+    }
+    words = [-num_differing]
+    for lane in fragment.lanes:  # each has one carrier, so the smallest word is the carrier's
+        words += own.get(lane.lane_id, _NOBODY)
+    minus_differing, *found = agreement.smallest(words)
+    if minus_differing:
+        return None
+    digests = [_DIGEST.pack(*found[i : i + 4]) for i in range(0, len(found), 4)]
+    return version_digest(digests).hex()
+
+
+def _padded(fragment: Fragment, lane_id: int, held: Tensor, anchor: Tensor) -> Tensor:
+    """Return the held values of a lane with the padding of the anchor; a copy."""
+    padded, start = anchor.clone(), fragment.lanes[lane_id].start
+    for entry in fragment.entries:
+        first, last = entry.offset - start, entry.offset + entry.end - entry.start - start
+        if last > 0:
+            part = slice(max(first, 0), last)
+            padded[part] = held[part]
+    return padded

@@ -1,0 +1,55 @@
+"""What every command shows alike: help pages that flow, and an end when nobody reads on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from diloco.cli.main import app
+
+WIDTH = 80
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "runs" / "demo.toml"
+
+
+def commands(group: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for command in group.registered_commands:
+        assert command.callback is not None
+        yield (*path, command.name or command.callback.__name__.replace("_", "-"))
+    for below in group.registered_groups:
+        assert below.typer_instance is not None
+        name = below.name or below.typer_instance.info.name
+        yield from commands(below.typer_instance, (*path, str(name)))
+
+
+@pytest.mark.parametrize("command", list(commands(app)), ids=" ".join)
+def test_help_is_wrapped_once(command: tuple[str, ...]) -> None:
+    page = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": str(WIDTH)})
+
+    assert page.exit_code == 0, page.output
+    lines = page.stdout.partition("\u256d")[0].splitlines()  # before the first box
+    for line, below in pairwise(line.strip() for line in lines):
+        if line and below and not line.startswith("Usage"):
+            first_word = below.split()[0]
+            assert len(line) + 1 + len(first_word) > WIDTH - 2, f"room for {first_word!r}: {line}"
+
+
+def test_a_reader_that_has_enough_is_no_defect() -> None:
+    plan = subprocess.Popen(
+        [sys.executable, "-m", "diloco", "plan", str(DEMO)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert plan.stdout is not None
+    plan.stdout.close()
+
+    _, said = plan.communicate(timeout=50)
+
+    assert (plan.returncode, said) == (128 + signal.SIGPIPE, b"")
