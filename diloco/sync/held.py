@@ -10,9 +10,7 @@ Source: protocol.md section 1; design.md, invariant 1.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-
-from torch import Tensor
+from collections.abc import Mapping
 
 from diloco.outer.fragments import Fragment, Plan
 from diloco.rounds.publication import lane_digest, version_digest
@@ -24,41 +22,23 @@ _DIGEST = struct.Struct("<4q")
 _NOBODY = (NOT_MINE,) * 4
 
 
-def held_digests(
-    plan: Plan,
-    shards: LaneShards,
-    agreement: Agreement,
-    anchors: Sequence[Mapping[int, Tensor]],
-) -> tuple[str | None, ...]:
+def held_digests(plan: Plan, shards: LaneShards, agreement: Agreement) -> tuple[str | None, ...]:
     """Hash the values of every fragment as the ranks store them; collective, once a run.
 
     Reads each element where it is stored and compares every other copy of it: replicated norms,
-    HSDP copies, tied copies. The padding between tensors, which no model stores and coarse codecs
-    do not keep at zero, is the anchor's.
-
-    Args:
-        plan: The run's.
-        shards: Of this rank.
-        agreement: Of this rank.
-        anchors: By fragment, in plan order, the published lanes that this rank carries.
+    HSDP copies, tied copies.
 
     Returns:
         By fragment, in plan order, the digest in hex; None where copies of one element differ.
     """
-    return tuple(
-        _held_digest(fragment, shards, agreement, anchor)
-        for fragment, anchor in zip(plan.fragments, anchors, strict=True)
-    )
+    return tuple(_held_digest(fragment, shards, agreement) for fragment in plan.fragments)
 
 
-def _held_digest(
-    fragment: Fragment, shards: LaneShards, agreement: Agreement, anchor: Mapping[int, Tensor]
-) -> str | None:
+def _held_digest(fragment: Fragment, shards: LaneShards, agreement: Agreement) -> str | None:
     lanes = shards.collect(fragment.fragment_id)
     num_differing = shards.num_differing(fragment.fragment_id, lanes)
-    own = {
-        lane_id: _DIGEST.unpack(lane_digest(_padded(fragment, lane_id, lane, anchor[lane_id])))
-        for lane_id, lane in lanes.items()
+    own: Mapping[int, tuple[int, ...]] = {
+        lane_id: _DIGEST.unpack(lane_digest(values)) for lane_id, values in lanes.items()
     }
     words = [-num_differing]
     for lane in fragment.lanes:  # each has one carrier, so the smallest word is the carrier's
@@ -68,14 +48,3 @@ def _held_digest(
         return None
     digests = [_DIGEST.pack(*found[i : i + 4]) for i in range(0, len(found), 4)]
     return version_digest(digests).hex()
-
-
-def _padded(fragment: Fragment, lane_id: int, held: Tensor, anchor: Tensor) -> Tensor:
-    """Return the held values of a lane with the padding of the anchor; a copy."""
-    padded, start = anchor.clone(), fragment.lanes[lane_id].start
-    for entry in fragment.entries:
-        first, last = entry.offset - start, entry.offset + entry.end - entry.start - start
-        if last > 0:
-            part = slice(max(first, 0), last)
-            padded[part] = held[part]
-    return padded

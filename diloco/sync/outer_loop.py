@@ -257,7 +257,7 @@ class OuterLoop:
 
         A version is compared with the syncer's word where that is still its newest.
         """
-        held = held_digests(self._plan, self._shards, self._agreement, self._anchors)
+        held = held_digests(self._plan, self._shards, self._agreement)
         views = [self._exchange.view(fragment.fragment_id) for fragment in self._plan.fragments]
         is_wrong = [
             digest is None or (view.version == ledger.version and view.digest != digest)

@@ -42,7 +42,7 @@ async def started(run: VirtualRun) -> tuple[VirtualIsland, VirtualIsland]:
 
 
 @pytest.mark.parametrize("flush", [True, False], ids=["flush", "no flush"])
-@pytest.mark.parametrize("codec", ["float32", "int4", "int2"])
+@pytest.mark.parametrize("codec", ["float32", "int4"])
 def test_digests_are_those_of_the_records(setting: Setting, flush: bool, codec: str) -> None:
     run = VirtualRun(replace(setting, flush=flush, downlink_codec=codec, local_mix=0.5))
 
@@ -86,13 +86,12 @@ def with_a_copy_that_differs(island_rank: int) -> list[Any]:
     groups = make_groups(None, patience_s=1.0)
     shards = LaneShards(plan, parameters, group=groups.shards)
     agreement = Agreement(groups.agreement)
-    anchors = [shards.collect(fragment.fragment_id) for fragment in plan.fragments]
-    before = held_digests(plan, shards, agreement, anchors)
+    before = held_digests(plan, shards, agreement)
     if island_rank == 1:
         norm = parameters["norm"]
         assert isinstance(norm, DTensor)
         norm.to_local()[7] = -norm.to_local()[7]
-    return [before, held_digests(plan, shards, agreement, anchors)]
+    return [before, held_digests(plan, shards, agreement)]
 
 
 def test_a_copy_that_differs_on_one_rank_is_found_on_all() -> None:
