@@ -779,15 +779,6 @@ class Config(Section):
             raise several_problems([("sequence_length", value.sequence_length, message)])
         return value
 
-    @field_validator("inner")
-    @classmethod
-    def _check_warmup(cls, value: InnerConfig, info: ValidationInfo) -> InnerConfig:
-        run, warmup_steps = info.data.get("run"), value.optimizer.warmup_steps
-        if run is not None and warmup_steps >= run.inner_steps:
-            message = f"the warm-up must end before run.inner_steps = {run.inner_steps}: lower it"
-            raise several_problems([("optimizer.warmup_steps", warmup_steps, message)])
-        return value
-
     @field_validator("coordinator")
     @classmethod
     def _check_binds(cls, value: CoordinatorConfig, info: ValidationInfo) -> CoordinatorConfig:

@@ -106,7 +106,8 @@ def first_message(
     payload_bytes: int, chunk_bytes: int = 1 << 20, version: int = PROTOCOL_VERSION
 ) -> bytes:
     """A first message with a good checksum that declares any payload."""
-    body = struct.pack("<4sHHIIQ", b"DLCO", version, 0, 1, chunk_bytes, payload_bytes) + b"h"
+    sizes = (1, chunk_bytes, payload_bytes)
+    body = struct.pack("<4sHHIIQB16s16sQ", b"DLCO", version, 0, *sizes, 0, b"", b"", 0) + b"h"
     return xxhash.xxh3_64(body).digest() + body
 
 
@@ -114,7 +115,7 @@ SOUND = list(frame_messages(b"header", b"abcdef", 3))
 DAMAGED = SOUND[1][:-1] + b"?"
 CASES: dict[str, tuple[list[bytes], type[TransportError], str]] = {
     "nothing": ([], FrameError, r"sent nothing for 0\.5 s"),
-    "garbage": ([b"garbage!" * 9], FrameError, "not a diloco peer"),
+    "garbage": ([b"garbage!" * 12], FrameError, "not a diloco peer"),
     "another version": ([first_message(0, version=999)], VersionMismatch, "wire protocol 999"),
     "a payload of 2^63": ([first_message(2**63)], FrameError, f"declares {2**63} bytes"),
     "single bytes": ([first_message(1 << 20, 1)], FrameError, "in chunks of 1; 65536 chunks"),

@@ -245,7 +245,8 @@ def test_a_server_that_stops_resets_its_calls_and_a_new_one_is_found(kind: Kind)
             call = asyncio.create_task(transport.call("hold", b"", deadline_s=DEADLINE_S))
             await started.wait()
             await server.stop(0.0)
-            with pytest.raises(PeerReset) as caught:
+            # Over libp2p the news that the call was accepted may end with the server.
+            with pytest.raises((PeerReset, ConnectError)) as caught:
                 await call
             assert caught.value.is_retryable
             with pytest.raises(ConnectError):
