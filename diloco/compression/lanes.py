@@ -31,7 +31,7 @@ def lane_codec(name: str, fragment: Fragment, lane_id: int) -> Codec:
         ConfigError: If `name` names a codec that there is not.
     """
     runs = lane_runs(name, fragment, lane_id)
-    padding = () if all(codec.has_zero for codec, _ in runs) else _padding(fragment, lane_id)
+    padding = () if all(codec.has_zero for codec, _ in runs) else padding_of(fragment, lane_id)
     return runs[0][0] if len(runs) == 1 and not padding else MixedCodec(name, runs, padding)
 
 
@@ -89,7 +89,7 @@ def _ends(fragment: Fragment) -> list[int]:
     return [*(entry.offset for entry in fragment.entries[1:]), fragment.padded_numel]
 
 
-def _padding(fragment: Fragment, lane_id: int) -> tuple[slice, ...]:
+def padding_of(fragment: Fragment, lane_id: int) -> tuple[slice, ...]:
     """Return the places in a lane that belong to no tensor."""
     lane = fragment.lanes[lane_id]
     gaps = (

@@ -193,7 +193,7 @@ class Exchange:
 
         Args:
             sent: What is sent.
-            local: Lane id -> local values at the send; overwritten.
+            local: Lane id -> local values at the send; overwritten, and free when this returns.
         """
         carried = self._begin(sent)
         norms = []
@@ -333,7 +333,12 @@ class Exchange:
             key.attempt,
             self._grant.island,
         )
-        return SentLane.of(*encode_with_feedback(codec, delta, residual, drawn_by))
+        encoded, residual_after = encode_with_feedback(codec, delta, residual, drawn_by)
+        if encoded.untyped_storage().data_ptr() == delta.untyped_storage().data_ptr():
+            encoded = (
+                encoded.clone()
+            )  # float32 sends values as they are; their memory is used again
+        return SentLane.of(encoded, residual_after)
 
     def _decline_broken(self, carried: CarriedFragment, sent: Outstanding, norm: float) -> None:
         """Decline; end the island when its own numbers are broken three times in a row.

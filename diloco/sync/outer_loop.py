@@ -303,7 +303,9 @@ class OuterLoop:
             declined = "no tokens were counted since the last merge"
             self._runner.post(self._exchange.decline, sent, declined)
         else:
-            self._runner.post(self._exchange.send, sent, self._shards.collect(p))
+            local = self._shards.collect(p)
+            self._runner.post(self._exchange.send, sent, local)
+            self._runner.post(self._shards.reuse, local)
 
     def _settle(self, ledger: FragmentLedger, agreed: Agreed | None) -> Waits[None]:
         """Wait until the island agrees on the outcome of what is outstanding, and apply it."""

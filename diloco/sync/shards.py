@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.compression.lanes import padding_of
 from diloco.errors import PlanMismatch
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
@@ -174,11 +175,17 @@ class LaneShards:
     ) -> None:
         """Exchange boxes with the other ranks, check them, and make the two routes."""
         self._parameters = dict(parameters)
+        self._spare: Tensor | None = None
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
         self._carriers = tuple(range(self._num_ranks) if carriers is None else carriers)
         self._fragments = {fragment.fragment_id: fragment for fragment in plan.fragments}
+        self._padding = {
+            (fragment.fragment_id, lane.lane_id): padding_of(fragment, lane.lane_id)
+            for fragment in plan.fragments
+            for lane in fragment.lanes
+        }
         self._specs = {spec.name: spec for spec in plan.tensors}
         self._holders = self._exchange_boxes(plan)
         routes = {i: self._routes(fragment) for i, fragment in self._fragments.items()}
@@ -203,14 +210,34 @@ class LaneShards:
 
         Returns:
             Lane id -> values, for the lanes that this rank carries; each [lane.numel], float32,
-            CPU, freshly allocated, zero in the padding between tensors.
+            CPU, zero in the padding between tensors, in memory that is the caller's until `reuse`.
         """
-        lanes = {i: torch.zeros(numel) for i, numel in self._lane_numels(fragment_id).items()}
+        numels = self._lane_numels(fragment_id)
+        rooms = self._room(sum(numels.values())).split(list(numels.values())) if numels else ()
+        lanes = dict(zip(numels, rooms, strict=True))
+        for lane_id, lane in lanes.items():
+            for padding in self._padding[fragment_id, lane_id]:
+                lane[padding] = 0.0
         for held, carried in self._collect[fragment_id]:
             sources = (self._in_parameter(copy) for copy in held.copies)
             for copy, values in self._exchange(held, sources, carried):
                 copy.in_lane(lanes[copy.lane_id]).copy_(values)
         return lanes
+
+    def reuse(self, lanes: Mapping[int, Tensor]) -> None:
+        """Have a later `collect` write into what one returned; nobody may read it any more.
+
+        For fresh memory costs the training thread as much as the copy. Any thread may call it.
+        """
+        for lane in lanes.values():
+            room = lane.new_empty(0).set_(lane.untyped_storage())
+            if self._spare is None or room.numel() > self._spare.numel():
+                self._spare = room
+            break  # they share it
+
+    def _room(self, numel: int) -> Tensor:
+        spare, self._spare = self._spare, None
+        return torch.empty(numel) if spare is None or spare.numel() < numel else spare[:numel]
 
     @torch.no_grad()
     def distribute(self, fragment_id: int, lanes: Mapping[int, Tensor], local_mix: float) -> None:

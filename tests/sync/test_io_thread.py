@@ -1,6 +1,8 @@
 """The IO thread: posted work in order, generators driven, nothing left behind."""
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Coroutine, Generator, Iterator
 from typing import Any
@@ -92,3 +94,16 @@ def test_error_of_a_posted_action_is_raised_by_the_next_run_once(io: IoThread) -
         io.run(nothing())
     assert isinstance(raised.value.__cause__, ValueError)
     io.run(nothing())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities are of processes there")
+def test_it_lets_training_go_first() -> None:
+    io = IoThread()
+    io.start()
+
+    async def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert io.run(niceness()) == min(own + 5, 19)
+    io.stop()

@@ -462,3 +462,23 @@ def test_modules_without_clear_float32_masters_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         canonical_parameters(modules())
+
+
+def test_memory_that_was_given_back_is_used_again() -> None:
+    torch.manual_seed(5)
+    parameters = {"a": torch.randn(300), "b": torch.randn(7, 11)}
+    plan = awkward_plan(tensor_specs(parameters))
+    shards = LaneShards(plan, parameters, group=None)
+    first = shards.collect(0)
+    expected = {lane_id: lane.clone() for lane_id, lane in first.items()}
+    second = shards.collect(0)  # the first is still somebody's
+    for lane in first.values():
+        lane.fill_(torch.nan)  # padding, too
+    shards.reuse(first)
+
+    third = shards.collect(0)
+
+    for lane_id, lane in expected.items():
+        assert torch.equal(second[lane_id], lane)
+        assert torch.equal(third[lane_id], lane)
+        assert third[lane_id].data_ptr() == first[lane_id].data_ptr()
