@@ -27,7 +27,8 @@ class Codec(Protocol):
         name: What the configuration and message headers call it.
         publishes_values: Whether a syncer publishes parameters themselves with it (float32 only)
             or the difference to what was published before.
-        has_zero: Whether a zero comes back as zero, whatever its neighbours are: not of int2.
+        has_zero: Whether a zero comes back as zero, whatever its neighbours are: not of int2
+            and top-k.
     """
 
     name: str

@@ -98,6 +98,9 @@ class Merger:
             draft.abandon()
             self._restore(base)
             raise
+        except BaseException:
+            draft.abandon()  # a full disk gets its room back
+            raise
         finally:
             drop(spool)
         return record

@@ -82,7 +82,11 @@ class Spool:
         if is_held:
             return SpooledLane(self, size, digest, payload)
         path = self._directory / f"{next(self._names):012d}"
-        path.write_bytes(payload)
+        try:
+            path.write_bytes(payload)
+        except OSError:
+            path.unlink(missing_ok=True)  # a full disk gets its room back
+            raise
         return SpooledLane(self, size, digest, path)
 
     def release(self, num_bytes: int) -> None:
@@ -115,6 +119,10 @@ class SpooledLane:
         self.digest = digest
         self._spool = spool
         self._kept: Buffer | Path | None = kept
+
+    def __del__(self) -> None:
+        """Drop what nobody took: its call was cancelled while the worker put it."""
+        self.drop()
 
     def read(self) -> Buffer:
         """Return the payload, from a file verified anew.

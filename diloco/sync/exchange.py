@@ -333,12 +333,7 @@ class Exchange:
             key.attempt,
             self._grant.island,
         )
-        encoded, residual_after = encode_with_feedback(codec, delta, residual, drawn_by)
-        if encoded.untyped_storage().data_ptr() == delta.untyped_storage().data_ptr():
-            encoded = (
-                encoded.clone()
-            )  # float32 sends values as they are; their memory is used again
-        return SentLane.of(encoded, residual_after)
+        return SentLane.of(*encode_with_feedback(codec, delta, residual, drawn_by))
 
     def _decline_broken(self, carried: CarriedFragment, sent: Outstanding, norm: float) -> None:
         """Decline; end the island when its own numbers are broken three times in a row.

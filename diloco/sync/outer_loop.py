@@ -291,6 +291,7 @@ class OuterLoop:
         finally:
             for fragment, lanes in zip(self._plan.fragments, local, strict=True):
                 self._shards.distribute(fragment.fragment_id, lanes, 0.0)
+                self._shards.reuse(lanes)
 
     def _merge_step(self, sent: Outstanding) -> int:
         return self._schedule.merge_step(sent.sent_at_inner_step)

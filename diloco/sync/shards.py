@@ -213,7 +213,7 @@ class LaneShards:
             CPU, zero in the padding between tensors, in memory that is the caller's until `reuse`.
         """
         numels = self._lane_numels(fragment_id)
-        rooms = self._room(sum(numels.values())).split(list(numels.values())) if numels else ()
+        rooms = torch.split(self._room(sum(numels.values())), list(numels.values()))
         lanes = dict(zip(numels, rooms, strict=True))
         for lane_id, lane in lanes.items():
             for padding in self._padding[fragment_id, lane_id]:
@@ -231,7 +231,8 @@ class LaneShards:
         """
         for lane in lanes.values():
             room = lane.new_empty(0).set_(lane.untyped_storage())
-            if self._spare is None or room.numel() > self._spare.numel():
+            spare = self._spare  # once: the training thread may take it meanwhile
+            if spare is None or room.numel() > spare.numel():
                 self._spare = room
             break  # they share it
 

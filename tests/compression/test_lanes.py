@@ -87,7 +87,6 @@ def test_padding_stays_zero_whatever_the_codec(name: str, lane_id: int) -> None:
 def test_neighbours_of_one_codec_are_one_run() -> None:
     codec = lane_codec("int4 a.*=topk64", FRAGMENT, 0)
 
-    assert codec is get_codec("topk64")
     # One run of 16,640 values has 5 chunks, two of 128 and 16,512 would have 6.
     assert codec.wire_bytes(16640) == 5 * 116
 

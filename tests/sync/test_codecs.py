@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 COARSE = ("int2", "topk64", "topk128")
 MIXED = ("int4 norm=float32", "int2 norm=bfloat16 v.*=int8", "topk64 norm=int4-stochastic")
+
+
+@pytest.mark.parametrize("codec", COARSE)
+def test_a_short_lane_ends_with_what_was_published(tmp_path: Path, codec: str) -> None:
+    short = {"norm": [1.0] * 5, "v.weight": [0.0] * 45}
+    config = replace(setting(tmp_path, codec, codec, feedback=True), initial=short, inner_steps=8)
+
+    islands = run_virtual(VirtualRun(config).run())  # islands hash what they hold at the end
+
+    assert islands["a"].session.digests == islands["b"].session.digests
 
 
 @pytest.mark.parametrize("codec", (*CODECS, *MIXED))
