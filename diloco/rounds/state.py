@@ -414,6 +414,15 @@ class FragmentRounds:
         self._expiry_is_numeric = True
         return self._expire(f"result not usable: {reason}", now)
 
+    def abandoned(
+        self, key: RoundKey, missing: tuple[str, ...], reason: str, now: float
+    ) -> list[Instruction]:
+        """Expire a closing attempt whose commit did not come about, for want of `missing`."""
+        self._require(Phase.CLOSING, "abandoned", key)
+        instructions = self._expire(reason, now)
+        self._missing = missing
+        return instructions
+
     def expiry_recorded(self, key: RoundKey, now: float) -> list[Instruction]:
         """Take note that the expiry of `key` is durable; the next attempt may open."""
         self._require(Phase.EXPIRING, "expiry_recorded", key)
