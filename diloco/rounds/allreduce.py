@@ -23,6 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import blake3
 
@@ -101,6 +102,33 @@ class Prepared:
 
     lane_digests: tuple[bytes, ...]
     state_digest: bytes
+
+
+def commit_record(assignment: Assignment, prepared: Prepared, payload_codec: str) -> dict[str, Any]:
+    """Return what the journal keeps of a version: the header of its records, as JSON values."""
+    key = assignment.key
+    return {
+        "version": key.version + 1,
+        "fragment_id": key.fragment_id,
+        "timeline": key.timeline,
+        "attempt": key.attempt,
+        "is_flush": assignment.is_flush,
+        "payload_codec": payload_codec,
+        "digest": blake3.blake3(b"".join(prepared.lane_digests)).hexdigest(),
+        "lane_digests": [digest.hex() for digest in prepared.lane_digests],
+        "contributors": [
+            {
+                "island": c.island,
+                "incarnation": c.incarnation,
+                "weight_tokens": c.weight_tokens,
+                "weight_steps": c.weight_steps,
+                "sent_at_inner_step": c.sent_at_inner_step,
+                "lane_digests": [digest.hex() for digest in c.lane_digests],
+            }
+            for c in assignment.contributors
+        ],
+        "refused": dict(assignment.refused),
+    }
 
 
 @dataclass(frozen=True, slots=True)

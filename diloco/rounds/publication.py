@@ -109,16 +109,42 @@ def publish_lane(
             nothing was changed.
     """
     uplink = lane_codec(rules.uplink_codec, fragment, lane_id)
-    numel = state.theta.numel()
-    delta = weighted_mean(
+    delta = mean_contribution(uplink, payloads, weights_tokens, state.theta.numel())
+    return publish_mean(
+        state, delta, rules, fragment=fragment, lane_id=lane_id, key=key, is_flush=is_flush
+    )
+
+
+def mean_contribution(
+    uplink: Codec, payloads: Sequence[Buffer], weights_tokens: Sequence[int], numel: int
+) -> Tensor:
+    """Return Delta of `publish_lane`, float32 of shape [numel], fresh.
+
+    Raises:
+        AggregationError: If it is not finite.
+        CodecError: If a payload is malformed.
+    """
+    return weighted_mean(
         (decode_contribution(uplink, payload, numel) for payload in payloads), weights_tokens
     )
-    theta, momentum = state.theta.clone(), state.momentum
-    if is_flush:
-        flush_step_(theta, delta)
-    else:
-        momentum = momentum.clone()
-        rules.optimizer.step_(theta, momentum, delta, version=key.version)
+
+
+def publish_mean(
+    state: LaneState,
+    delta: Tensor,
+    rules: PublicationRules,
+    *,
+    fragment: Fragment,
+    lane_id: int,
+    key: RoundKey,
+    is_flush: bool,
+) -> LanePublication:
+    """Take the outer step of `publish_lane` on its Delta, and encode what is published.
+
+    Raises:
+        AggregationError: As `publish_lane` does.
+    """
+    theta, momentum = _outer_step(state, delta, rules, key=key, is_flush=is_flush)
     codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
     change = theta if codec.publishes_values else theta - state.published
     _insist_on_finite(key.version, theta=theta, momentum=momentum, change=change)
@@ -132,6 +158,41 @@ def publish_lane(
     return LanePublication(
         LaneState(theta, published, momentum), to_bytes(encoded), lane_digest(published)
     )
+
+
+def follow_mean(
+    state: LaneState,
+    delta: Tensor,
+    payload: Buffer,
+    rules: PublicationRules,
+    *,
+    fragment: Fragment,
+    lane_id: int,
+    key: RoundKey,
+    is_flush: bool,
+) -> LanePublication:
+    """Come to what `publish_mean` made of `delta` elsewhere, by the payload that it encoded.
+
+    Raises:
+        CodecError: If the payload is malformed.
+    """
+    theta, momentum = _outer_step(state, delta, rules, key=key, is_flush=is_flush)
+    codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
+    published = apply_payload(codec, from_bytes(payload), state.published)
+    return LanePublication(LaneState(theta, published, momentum), payload, lane_digest(published))
+
+
+def _outer_step(
+    state: LaneState, delta: Tensor, rules: PublicationRules, *, key: RoundKey, is_flush: bool
+) -> tuple[Tensor, Tensor]:
+    """Return theta and momentum after the step; those of `state` are left untouched."""
+    theta, momentum = state.theta.clone(), state.momentum
+    if is_flush:
+        flush_step_(theta, delta)
+    else:
+        momentum = momentum.clone()
+        rules.optimizer.step_(theta, momentum, delta, version=key.version)
+    return theta, momentum
 
 
 def _insist_on_finite(version: int, **vectors: Tensor) -> None:

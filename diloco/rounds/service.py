@@ -176,7 +176,7 @@ class FragmentService:
             return f"{call.payload_bytes} bytes, the plan asks {wire_bytes}", b""
         payload = await call.read_payload()
         try:
-            await self._hooks.worker.run(lambda: _verify(payload, digest, codec, numel))
+            await self._hooks.worker.run(lambda: verify_payload(payload, digest, codec, numel))
         except CodecError as error:
             return str(error), b""
         return "", payload
@@ -251,25 +251,9 @@ class FragmentService:
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
         """Return one lane of a published version, and the reply that goes before it."""
-        record, lane_id = self.record, header.lane_id
-        if record is None or header.version > record.version or lane_id >= len(record.lanes):
-            return _no_lane(wire.FETCH_STATUS_UNKNOWN, "not published here"), b""
-        if header.version != record.version:
-            try:
-                record = await self._hooks.worker.run(lambda: self._store.load(header.version))
-            except RecordInvalid as error:
-                return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
-        payload: Buffer
-        if header.kind == wire.FETCH_KIND_DENSE:
-            codec = "float32"
-            payload = to_bytes(record.lanes[lane_id].published.view(torch.uint8))
-        elif record.payloads:
-            codec, payload = record.payload_codec, record.payloads[lane_id]
-        else:
-            return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
-        digest = blake3.blake3(payload).digest()
-        self._hooks.meter.sent(record.fragment_id, header.grant.island, len(payload))
-        return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), payload
+        reply, payload = await fetch_lane(header, self.record, self._store, self._hooks.worker)
+        self._hooks.meter.sent(header.fragment_id, header.grant.island, len(payload))
+        return reply, payload
 
     # -- what the machine decides ----------------------------------------------------------------
 
@@ -364,7 +348,38 @@ class FragmentService:
         self._hooks.on_record(record.header())
 
 
-def _verify(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
+async def fetch_lane(
+    header: wire.FetchHeader, record: VersionRecord | None, store: FragmentStore, worker: Worker
+) -> tuple[wire.FetchReply, Buffer]:
+    """Return one lane of a published version, and the reply that goes before it.
+
+    Args:
+        header: Says which.
+        record: The newest version; None: there is none.
+        store: Has those before it.
+        worker: Reads them.
+    """
+    lane_id = header.lane_id
+    if record is None or header.version > record.version or lane_id >= len(record.lanes):
+        return _no_lane(wire.FETCH_STATUS_UNKNOWN, "not published here"), b""
+    if header.version != record.version:
+        try:
+            record = await worker.run(lambda: store.load(header.version))
+        except RecordInvalid as error:
+            return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
+    payload: Buffer
+    if header.kind == wire.FETCH_KIND_DENSE:
+        codec = "float32"
+        payload = to_bytes(record.lanes[lane_id].published.view(torch.uint8))
+    elif record.payloads:
+        codec, payload = record.payload_codec, record.payloads[lane_id]
+    else:
+        return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
+    digest = blake3.blake3(payload).digest()
+    return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), payload
+
+
+def verify_payload(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
     """Insist that a payload is what its header says and decodes to finite values."""
     if blake3.blake3(payload).digest() != digest:
         raise CodecError("the payload does not match the digest in its header")

@@ -189,8 +189,19 @@ class FragmentStore:
         """Write a version durably, then forget what is no longer retained."""
         path = record_path(self._directory, record.version)
         write_durably(path, pack(record.header(), list(_sections(record))))
+        self._retain(record.version)
+
+    def adopt(self, staged: FragmentStore, version: int) -> None:
+        """Take a version over that another store, on the same disk, has written durably."""
+        own = record_path(self._directory, version)
+        os.replace(record_path(staged._directory, version), own)
+        sync_directory(self._directory)
+        sync_directory(staged._directory)
+        self._retain(version)
+
+    def _retain(self, newest: int) -> None:
         for version in versions_in(self._directory):
-            if version < record.version - self.retained_versions:
+            if version < newest - self.retained_versions:
                 self._forget(version)
         for kept in self._directory.glob("v*.header"):
             if self._is_indexed(version_of(kept)):
@@ -367,6 +378,7 @@ def _from_header(
         contributions={
             c.island: [sections[f"contribution/{c.island}/{i}"] for i in lane_ids]
             for c in contributors
+            if f"contribution/{c.island}/0" in sections  # a peer of an all-reduce has its own
         },
         refused=header["refused"],
     )
