@@ -124,6 +124,20 @@ class Coordinator:
         self._membership.apply(self._failed(f"{reason}; {remedy}", exit_code))
         self.ended.set()
 
+    def lose(self, reason: str, exit_code: int) -> None:
+        """End the run for good: rounds cannot go on."""
+        self._keep(self._failed(reason, exit_code))
+        self.ended.set()
+
+    def fragment_stands(self, status: FragmentStatus) -> None:
+        """Take note of how a fragment stands, for people."""
+        self._fragments[status.fragment_id] = _Seen(_now(), fragment=status)
+
+    def is_island(self, grant: Grant) -> bool:
+        """Whether a grant is valid, and of the newest start of its island in this timeline."""
+        is_current = self._membership.is_current(grant.island, grant.incarnation, grant.timeline)
+        return is_current and self._is_granted(grant, ROLE_ISLAND)
+
     def request_stop(self) -> bool:
         """Ask all islands to stop after one inner step; false if there is nobody to ask."""
         if entries := self._membership.request_stop():
@@ -282,15 +296,14 @@ class Coordinator:
         self._insist_on_syncer(report.grant)
         self._syncer_epoch = report.syncer_epoch
         for fragment in report.fragments:
-            self._fragments[fragment.fragment_id] = _Seen(_now(), fragment=fragment)
+            self.fragment_stands(fragment)
         if report.record_json:
             header = json.loads(report.record_json)
             self._journal.index_round(
                 header["timeline"], header["fragment_id"], header["version"], report.record_json
             )
         if report.fatal_reason:
-            self._keep(self._failed(report.fatal_reason, report.fatal_exit_code))
-            self.ended.set()
+            self.lose(report.fatal_reason, report.fatal_exit_code)
         return _reply(RoundReportReply(checkpoint_steps=self._membership.checkpoints))
 
     async def _status(self, call: IncomingCall) -> Reply:

@@ -75,6 +75,7 @@ class _Standing:
     record: Mapping[str, Any] | None = None  # JSON values
     state_digest: bytes = b""
     expired_in_a_row: int = 0
+    published_at: float = 0.0
 
 
 class Decider:
@@ -397,6 +398,8 @@ class Decider:
         header = json.dumps(record, sort_keys=True)
         rounds = [(timeline, p, record["version"], header)] if is_own else []
         self._journal.write([(_entry_key(p), json.dumps(value))], rounds)
+        if record is not standing.record:
+            standing.published_at = _now()
         standing.record, standing.state_digest = record, state_digest
 
     def _lose(self, lost: Lost) -> None:
@@ -421,6 +424,7 @@ class Decider:
             attempt=rounds.attempt,
             digest=record["digest"] if record else "",
             contributors=[c["island"] for c in record["contributors"]] if record else [],
+            age_s=_now() - standing.published_at,
             phase=standing.rounds.phase,
         )
 

@@ -10,6 +10,7 @@
     syncer.log         what all syncers of this run said
     syncer/            the syncer's store: lock, address, epoch, incarnations, plan, fragments,
                        pins, and the timeline that it was last taken to
+    peers/ISLAND/      the same of an island's peer, where there is no syncer
 
 A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
 it says who. The coordinator locks the store on behalf of the syncer that it starts and hands the
@@ -104,6 +105,10 @@ class StateDir:
     def store(self) -> Path:
         """The syncer's store."""
         return self.root / "syncer"
+
+    def peer(self, island: str) -> StateDir:
+        """Where the peer of an island keeps its records, under the all-reduce exchange."""
+        return StateDir(self.root / "peers" / island)
 
     @property
     def store_lock(self) -> Path:
