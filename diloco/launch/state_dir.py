@@ -110,6 +110,11 @@ class StateDir:
         """Where the peer of an island keeps its records, under the all-reduce exchange."""
         return StateDir(self.root / "peers" / island)
 
+    def holding_records(self) -> StateDir:
+        """Where records of the run are on this machine: at its syncer, else at an island's peer."""
+        peers = sorted(self.root.glob("peers/*/syncer/plan.json"))
+        return StateDir(peers[0].parents[1]) if peers else self
+
     @property
     def store_lock(self) -> Path:
         """Held by the syncer while it lives."""

@@ -122,6 +122,12 @@ class Summary:
             "are_versions_recomputed": self.are_versions_recomputed,
         }
 
+    @property
+    def _recomputed_text(self) -> str:
+        if not any(fragment.recomputed_versions for fragment in self.fragments):
+            return "none, for none are retained"
+        return "bit-equal" if self.are_versions_recomputed else "NOT EQUAL"
+
     def as_text(self) -> str:
         """Say what happened, in a few sentences a line."""
         lines = [f"Run {self.run}: {len(self.islands)} islands, link {self.link}."]
@@ -137,8 +143,7 @@ class Summary:
         lines.append(
             f"  Published versions {versions}; digests "
             f"{'equal on every island' if self.are_digests_equal else 'DIFFER BETWEEN ISLANDS'}; "
-            f"last versions recomputed from the retained contributions: "
-            f"{'bit-equal' if self.are_versions_recomputed else 'NOT EQUAL'}."
+            f"last versions recomputed from the retained contributions: {self._recomputed_text}."
         )
         for alternative in self.alternatives:
             lines.append(f"  {_alternative_text(alternative, self.islands)}")
@@ -309,7 +314,10 @@ def _fragment_summary(
     recomputed: list[int] = []
     is_equal = True
     while (
-        record.version > 0 and record.timeline == timeline and len(recomputed) < retained_versions
+        record.version > 0
+        and record.timeline == timeline
+        and len(recomputed) < retained_versions
+        and record.contributions  # none where the mean of many islands was gathered
     ):
         before = store.load(record.version - 1)
         is_equal = (

@@ -64,8 +64,14 @@ class Assignment:
     generation: int
 
     def owner(self, lane_id: int) -> str:
-        """Name the contributor that reduces a lane; lanes are dealt in turn."""
-        return self.contributors[(lane_id + self.generation) % len(self.contributors)].island
+        """Name the contributor that reduces a lane.
+
+        Lanes are dealt in turn, from another island in every round: everybody has the state, and
+        a fragment of one lane would have one owner for ever.
+        """
+        key = self.key
+        turn = lane_id + key.fragment_id + key.version + key.attempt + self.generation
+        return self.contributors[turn % len(self.contributors)].island
 
     def contributor(self, island: str) -> Contributor | None:
         """Return what an island contributed, None if it is not counted."""
