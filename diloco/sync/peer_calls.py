@@ -136,6 +136,7 @@ class PeerCalls:
                 payload, refusal = await self._pull_once(island, method, request, num_bytes)
                 if not refusal and digest and blake3.blake3(payload).digest() != digest:
                     refusal = "what came has another digest than was declared"
+                    logger.warning("lane refused, island=%s method=%s: %s", island, method, refusal)
                 if not refusal:
                     return payload
             except TransportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -75,8 +76,26 @@ def state_of(record: VersionRecord) -> Mapping[str, object]:
     return {"header": record.header(), "vectors": vectors, "payloads": payloads}
 
 
-@pytest.mark.parametrize("codec", ["float32", "int4", "int4-stochastic"])
-@pytest.mark.parametrize("num_islands", [2, 3, 16])
+@pytest.fixture(autouse=True)
+def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about power loss, and waiting for the disk is most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.mark.parametrize(
+    ("num_islands", "codec"),
+    [
+        (2, "float32"),
+        (2, "int4"),
+        (3, "float32"),
+        (3, "int4"),
+        (16, "int4"),
+        pytest.param(16, "float32", marks=pytest.mark.slow),
+        pytest.param(3, "int4-stochastic", marks=pytest.mark.slow),
+        pytest.param(3, "e2m1", marks=pytest.mark.slow),
+        pytest.param(3, "topk64", marks=pytest.mark.slow),
+    ],
+)
 def test_versions_equal_those_of_a_syncer(tmp_path: Path, num_islands: int, codec: str) -> None:
     by_syncer = setting_of(tmp_path / "syncer", num_islands, codec)
     by_peers = setting_of(tmp_path / "peers", num_islands, codec)
