@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
+from diloco.rounds.pins import restore
 from diloco.rounds.service import Worker
 from diloco.sync.peer import Peer, PeerRules
 from diloco.sync.peer_calls import PeerCalls
@@ -100,7 +101,8 @@ class AllReduceRun:
         )  # fmt: skip
         self.journal.write(joined.entries)
         self.membership.apply(joined.entries)
-        held = grant(name, joined.incarnation)
+        timeline = self.membership.timeline
+        held = grant(name, joined.incarnation, timeline)
         calls = PeerCalls(
             self.network.connect("decider"),
             held,
@@ -123,8 +125,20 @@ class AllReduceRun:
         await server.start()
         peer.serve(address)
         connect: Callable[[], Transport] = lambda: self.network.connect(address)  # noqa: E731
-        island = VirtualIsland(name, self.setting, connect(), connect(), joined.incarnation)
+        island = VirtualIsland(
+            name, self.setting, connect(), connect(), joined.incarnation, timeline
+        )
         return AllReduceIsland(island, peer, server)
+
+    async def resume(self, step: int) -> None:
+        """Go on from a run checkpoint in a new timeline; nobody may be at work."""
+        timeline, plan = self.membership.timeline, self.setting.plan()
+        for store in sorted((self.setting.directory / "peers").iterdir()):
+            restore(store, plan, step=step, abandoned_timeline=timeline)
+        self.journal.open()
+        self.journal.write(self.membership.resumed(step))
+        self.journal.close()
+        await self.start_decider()
 
     async def run(self) -> dict[str, VirtualIsland]:
         """Run every island to its end; returns them by name."""

@@ -324,7 +324,8 @@ def _stopped_text(config: Config, state: StateDir, membership: Membership) -> st
     return (
         f"the run {membership.run!r} is stopped after inner step {membership.stop_step}. Its "
         f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
-        f"{pin_directory(state.store, membership.stop_step or 0)} of the syncer\n"
+        f"{pin_directory(state.holding_records().store, membership.stop_step or 0)} of "
+        f"{'the syncer' if config.outer.exchange == 'syncer' else 'each island'}\n"
         + _next_text(config, membership)
     )
 
