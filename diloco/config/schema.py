@@ -280,7 +280,7 @@ class OuterConfig(Section):
     round_deadline: Policy[Duration] = Field(
         default="60s",
         description="Time after the first complete contribution at which a round without quorum "
-        "ends",
+        "ends; in an all-reduce also the time from the close to the commit",
     )
     on_member_lost: Policy[Annotated[Literal["stop"], later("wait", "shrink")]] = Field(
         default="stop", description="What happens when an island stays away: all islands stop"

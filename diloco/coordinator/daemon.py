@@ -101,6 +101,7 @@ class Coordinator:
         self._fragments: dict[int, _Seen] = {}
         self._syncer_address = ""
         self._syncer_epoch = 0
+        self.instead_of_syncer = ""  # for people, where there is none
         self.ended = asyncio.Event()
 
     @property
@@ -316,7 +317,7 @@ class Coordinator:
         reply = StatusReply(
             run=membership.run,
             timeline=membership.timeline,
-            syncer_address=self._syncer_address,
+            syncer_address=self._syncer_address or self.instead_of_syncer,
             syncer_epoch=self._syncer_epoch,
             state=self._state(),
             message=membership.fatal_reason,

@@ -225,6 +225,7 @@ def _build_decider(
     outer = config.outer
     if outer.exchange == "syncer":
         return None
+    coordinator.instead_of_syncer = "none: the islands merge among themselves"
     return Decider(
         membership=membership,
         journal=journal,

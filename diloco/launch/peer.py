@@ -37,6 +37,7 @@ from diloco.sync.peer import Peer, PeerRules
 from diloco.sync.peer_calls import PeerCalls
 from protos.control_pb2 import JoinReply
 from transport.contracts import Server, Transport
+from transport.hivemind_address import is_peer_address
 from transport.retry import RetryPolicy
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,8 @@ async def start_peer(
     public = peer_address(server.address, config.island)
     peer.serve(public)
     own = local_address(server.address)
+    if own != public and not is_peer_address(public):
+        own = f"{own},{public}"  # ranks on other hosts of the island cannot take the first
     logger.info("peer serves, island=%s address=%s", config.island_id, public)
     return RunningPeer(peer, own, server, worker, held)
 
