@@ -11,7 +11,7 @@ from diloco.launch.local import LocalRun
 from tests.faults.test_kill_allreduce import Killer, has_staged, insist_on_one_truth, of_island
 from tests.run_files import all_logs, write_run
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 
 ISLANDS = ("east", "west")
 OVERRIDES = ["outer.exchange=allreduce", "transport.kind=hivemind"]
