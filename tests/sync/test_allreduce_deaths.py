@@ -220,7 +220,19 @@ DECIDER_POINTS = {
 }
 
 
-@pytest.mark.parametrize("point", DECIDER_POINTS.values(), ids=DECIDER_POINTS)
+#: Before and after the first word, and around the first commit.
+_DEFAULT_POINTS = [name for name, p in DECIDER_POINTS.items() if (p.method[10:], p.nth) in (
+    ("found", 1), ("prepared", 3)
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(p, id=name, marks=[] if name in _DEFAULT_POINTS else pytest.mark.slow)
+        for name, p in DECIDER_POINTS.items()
+    ],
+)
 def test_the_decider_dies(setting: Setting, point: Trigger) -> None:
     """Its third prepared commits: killed after that, the journal knows what nobody has heard."""
     trigger = replace(point, reached=asyncio.Event())

@@ -59,8 +59,15 @@ async def resumed(run: AllReduceRun, kept: dict[str, Checkpoint]) -> list[AllRed
     return started
 
 
-@pytest.mark.parametrize("beyond", [0, 3])
-@pytest.mark.parametrize("loses_store", [False, True], ids=["", "one store is lost"])
+@pytest.mark.parametrize(
+    ("beyond", "loses_store"),
+    [
+        pytest.param(0, False, marks=pytest.mark.slow),
+        (3, False),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        (3, True),
+    ],
+)
 def test_resumed_equals_undisturbed(tmp_path: Path, beyond: int, loses_store: bool) -> None:
     setting: Setting = setting_of(tmp_path / "resumed", 3, "int4")
     whole = replace(setting, directory=tmp_path / "whole")
