@@ -355,7 +355,10 @@ def _fragment_summary(
     is_equal: bool | None = None
     problem = ""
     while (
-        record.version > 0 and record.timeline == timeline and len(recomputed) < retained_versions
+        record.version > 0
+        and record.timeline == timeline
+        and len(recomputed) < retained_versions
+        and record.contributions  # none where the mean of many islands was gathered
     ):
         try:
             before = store.load(record.version - 1)
