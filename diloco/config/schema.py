@@ -818,13 +818,15 @@ class Config(Section):
             problems = [(name, getattr(value, name), _UNKNOWN_CALLERS) for name in beyond]
         else:
             problems = _unprotected(value, names, info)
-        if not problems and _beyond_loopback(value, ("listen", "syncer_listen")) == ["listen"]:
+        outer = info.data.get("outer")
+        has_syncer = outer is None or outer.exchange == "syncer"
+        if not problems and has_syncer and _beyond_loopback(value, names) == ["listen"]:
             message = (
                 f"only this machine reaches it, but islands elsewhere reach the coordinator at "
                 f"listen = {value.listen} and would be sent here; give it a host like listen's"
             )
             problems = [("syncer_listen", value.syncer_listen, message)]
-        problems += _of_a_syncer(value, ("syncer_listen", "syncer_address"), info)
+        problems += _of_a_syncer(value, ("syncer_listen", "syncer_address", "spool_memory"), info)
         if problems:
             raise several_problems(problems)
         return value

@@ -61,15 +61,15 @@ def allreduce_traffic(
 ) -> Traffic:
     """Count a run's reductions and gatherings, two transfers a send; a flush is in float32."""
     each_way = transfers = 0
-    for inner_step in range(1, schedule.inner_steps + 1):
-        for p in schedule.due(inner_step):
-            each_way += allreduce_bytes(plan, p, uplink_codec, downlink_codec, num_islands)
-            transfers += 2
-    if schedule.flush:
-        for fragment in plan.fragments:
-            p = fragment.fragment_id
-            each_way += allreduce_bytes(plan, p, uplink_codec, "float32", num_islands)
-            transfers += 2
+    for fragment in plan.fragments:
+        p = fragment.fragment_id
+        num_sends = schedule.num_sends(p)
+        ordinary, flush = (
+            allreduce_bytes(plan, p, uplink_codec, codec, num_islands)
+            for codec in (downlink_codec, "float32")
+        )
+        each_way += ordinary * num_sends + flush * schedule.flush
+        transfers += 2 * (num_sends + schedule.flush)
     return Traffic(each_way, each_way, transfers)
 
 

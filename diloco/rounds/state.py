@@ -293,8 +293,8 @@ class FragmentRounds:
         if expired_in_a_row >= self.rules.max_expired_in_a_row:
             names = ", ".join(missing) or "nobody"
             reason = (
-                f"{expired_in_a_row} attempts in a row had expired before this restart of the "
-                f"syncer; missing: {names}"
+                f"{expired_in_a_row} attempts in a row had expired before this restart; missing: "
+                f"{names}"
             )
             return self._lose(self.key, reason, is_numeric=False)
         return self._open_if_due(now)

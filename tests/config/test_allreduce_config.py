@@ -24,6 +24,7 @@ def run_file(directory: Path, num_islands: int = 2) -> Path:
     [
         ([ALLREDUCE, "coordinator.syncer_listen=127.0.0.1:7001"], "coordinator.syncer_listen"),
         ([ALLREDUCE, "coordinator.syncer_address=host:7001"], "coordinator.syncer_address"),
+        ([ALLREDUCE, "coordinator.spool_memory=2GiB"], "coordinator.spool_memory"),
         ([ALLREDUCE, "telemetry.syncer_metrics=127.0.0.1:7001"], "telemetry.syncer_metrics"),
         (["islands.a.peer_address=host:7001"], "islands.a.peer_address"),
         ([ALLREDUCE, BEYOND], "islands.a.peer_listen"),
@@ -38,7 +39,8 @@ def test_what_makes_no_sense_is_refused_by_name(
 
 
 def test_peers_beyond_loopback_need_a_word_on_security(tmp_path: Path) -> None:
-    config = load_config(run_file(tmp_path), [ALLREDUCE, BEYOND, "transport.insecure=true"])
+    beyond = [BEYOND, "coordinator.listen=10.0.0.5:7001", "transport.insecure=true"]
+    config = load_config(run_file(tmp_path), [ALLREDUCE, *beyond])
 
     assert config.islands["a"].peer_listen == "10.0.0.5:7000"
 

@@ -6,9 +6,11 @@ version that is in doubt), committed (the journal's word, before the victim has 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,9 @@ from tests.run_files import all_logs, journal_tape, write_run
 
 pytestmark = pytest.mark.timeout(300)
 
-OVERRIDES = ("outer.exchange=allreduce",)
+OVERRIDES = ("outer.exchange=allreduce", "transport.retry.max_wait=500ms")
+#: A version is in doubt for some milliseconds only.
+_LOOK_S = 0.003
 
 
 @dataclass
@@ -36,8 +40,25 @@ class Killer:
     num_done: int = 0
     killed_pid: int = 0
 
+    @contextlib.contextmanager
+    def at_work(self, state: StateDir) -> Iterator[None]:
+        """Watch, in a thread of its own, from here on."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while self.num_done < self.num_kills and not is_over.wait(_LOOK_S):
+                self.look(state)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
     def look(self, state: StateDir) -> None:
-        if self.num_done == self.num_kills or not self.is_time(state):
+        if not self.is_time(state):
             return
         pid = holder(self.lock(state))
         if pid is not None and pid != self.killed_pid:
@@ -79,8 +100,9 @@ def run_with(directory: Path, islands: Sequence[str], killer: Killer, steps: int
     run_file = write_run(directory, dict.fromkeys(islands, ""), inner_steps=steps)
     run_file.write_text(run_file.read_text() + "[checkpoint]\nevery_inner_steps = 4\n")
     with LocalRun(load_config(run_file, OVERRIDES)) as run:
-        run.start()
-        code = run.wait(lambda: killer.look(run.state))
+        with killer.at_work(run.state):
+            run.start()
+            code = run.wait(lambda: None)
         run.wait_for_coordinator()
     assert code == 0, f"exit code {code}\n{all_logs(run.state.root)}"
     assert killer.num_done, "the run was over before anybody was killed"
@@ -115,10 +137,17 @@ def vectors(state: StateDir) -> list[bytes]:
     return found
 
 
-def test_two_islands_one_killed_while_it_is_in_doubt(tmp_path: Path) -> None:
-    killer = Killer(of_island("west"), has_staged("west"))
+@pytest.mark.parametrize(
+    "lock",
+    [
+        pytest.param(of_coordinator, id="the-coordinator"),
+        pytest.param(of_island("west"), id="the-island", marks=pytest.mark.slow),
+    ],
+)
+def test_two_islands_and_one_is_in_doubt(tmp_path: Path, lock: Callable[[StateDir], Path]) -> None:
+    killer = Killer(lock, has_staged("west"))
 
-    run = run_with(tmp_path, ("east", "west"), killer, steps=16)
+    run = run_with(tmp_path, ("east", "west"), killer, steps=8)
 
     insist_on_one_truth(run.state, ("east", "west"))
 
