@@ -22,9 +22,11 @@ def test_islands_reduce_over_libp2p_and_one_of_them_dies(tmp_path: Path) -> None
     config = load_config(write_run(tmp_path, dict.fromkeys(ISLANDS, ""), inner_steps=16), OVERRIDES)
 
     with LocalRun(config) as run:
-        run.start()
-        code = run.wait(lambda: killer.look(run.state))
+        with killer.at_work(run.state):
+            run.start()
+            code = run.wait(lambda: None)
         run.wait_for_coordinator()
 
     assert code == 0, all_logs(run.state.root)
+    assert killer.num_done, "the run was over before anybody was killed"
     insist_on_one_truth(run.state, ISLANDS)
