@@ -63,6 +63,7 @@ FORBIDDEN = [
     pytest.param("diloco.compression", IMPURE, (), id="compression-is-pure"),
     pytest.param("diloco.rounds.state", (*IMPURE, "torch"), (), id="rounds.state-is-pure"),
     pytest.param("diloco.launch.diagnosis", (*IMPURE, "torch"), (), id="diagnosis-is-pure"),
+    pytest.param("diloco.rounds.allreduce", (*IMPURE, "torch"), (), id="rounds.allreduce-is-pure"),
     pytest.param("diloco.coordinator.membership", (*IMPURE, "torch"), (), id="membership-is-pure"),
     *(
         pytest.param(f"simulations.emulate.{name}", IMPURE, (), id=f"emulate.{name}-is-pure")
@@ -99,6 +100,7 @@ IMPORTED_WITHOUT_TORCH = (
     "diloco.launch.local_resume",
     "diloco.outer.fragments",
     "diloco.outer.schedule",
+    "diloco.rounds.allreduce",
     "diloco.rounds.pins",
     "diloco.rounds.record",
     "diloco.rounds.state",

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 
-from protos import control_pb2, fragment_pb2
+from protos import allreduce_pb2, control_pb2, fragment_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = sorted(f"protos/{path.name}" for path in (ROOT / "protos").glob("*.proto"))
-FILES = (control_pb2.DESCRIPTOR, fragment_pb2.DESCRIPTOR)
+FILES = (allreduce_pb2.DESCRIPTOR, control_pb2.DESCRIPTOR, fragment_pb2.DESCRIPTOR)
 
 
 def messages(*suffixes: str, of: tuple[str, ...] = ("control", "fragment")) -> list[object]:

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from transport.identity import SERVERS, Identity, Role, server_name
+from transport.identity import MAY_SERVE, Identity, Role, server_name
 
 #: Clocks of sites differ: what is issued here is valid there at once.
 CLOCK_SKEW = datetime.timedelta(hours=1)
@@ -68,7 +68,7 @@ def issue(authority: Authority, identity: Identity, now: datetime.datetime, days
     """Issue a certificate with a new key to `identity`, at most as long as the authority lasts."""
     key = ec.generate_private_key(ec.SECP256R1())
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
-    if identity.role in SERVERS:
+    if identity.role in MAY_SERVE:
         usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
     days = min(days, (expiry_of(authority.certificate) - now).days)
     certificate = (
@@ -269,7 +269,7 @@ def _builder(
     identity: Identity, now: datetime.datetime, days: int, key: ec.EllipticCurvePrivateKey
 ) -> x509.CertificateBuilder:
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity.uri)]
-    if identity.role in SERVERS:
+    if identity.role in MAY_SERVE:
         names.append(x509.DNSName(server_name(identity.role)))
     return (
         x509.CertificateBuilder()

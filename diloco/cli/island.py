@@ -224,7 +224,9 @@ def _show(planned: Forecast) -> None:
     console.print(
         f"\nOn disk, at most: {format_bytes(disk.island_bytes)} an island ({disk.num_checkpoints} "
         f"checkpoints of {format_bytes(disk.checkpoint_bytes)}), "
-        f"{format_bytes(disk.store_bytes)} at the syncer ({disk.num_records} records of "
+        f"{format_bytes(disk.store_bytes)} "
+        f"{'more at each' if planned.exchange == 'allreduce' else 'at the syncer'} "
+        f"({disk.num_records} records of "
         f"{format_bytes(disk.record_bytes)})."
     )
     console.print(

@@ -339,7 +339,7 @@ def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) 
     from diloco.rounds.store import FragmentStore
     from diloco.sync.layout import build_schedule
 
-    state = StateDir(Path(config.coordinator.state_dir))
+    state = StateDir(Path(config.coordinator.state_dir)).holding_records()
     plan = Plan.from_json(state.plan.read_text())
     retained = config.outer.retained_versions
     return summarise(

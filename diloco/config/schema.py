@@ -58,6 +58,9 @@ _COARSE = ("int2", "topk64", "topk128")
 #: More than any run makes, and less than what integers on the wire hold.
 _MOST_STEPS = 10**9
 
+#: Islands of one all-reduce: every one talks with every other.
+MAX_PEERS = 16
+
 _NOT_LOOPBACK = (
     "is not on this machine's loopback, and there are no certificates: make them (diloco certs "
     "init RUN.toml) and set transport.certs, or set transport.insecure = true on a network that "
@@ -267,6 +270,11 @@ class OuterConfig(Section):
     num_lanes: Identity[int] = Field(
         default=16, ge=1, le=65536, description="Lanes of a fragment, at most"
     )
+    exchange: Identity[Literal["syncer", "allreduce"]] = Field(
+        default="syncer",
+        description="Who merges: a syncer, or the islands among themselves (reduce-scatter and "
+        "all-gather; each holds all outer state, the coordinator's journal decides)",
+    )
     optimizer: OuterOptimizerConfig = Field(
         default=OuterOptimizerConfig(), description="The outer step"
     )
@@ -295,7 +303,7 @@ class OuterConfig(Section):
     round_deadline: Policy[Deadline] = Field(
         default="60s",
         description="Time after the first complete contribution at which a round without quorum "
-        "ends",
+        "ends; in an all-reduce also the time from the close to the commit",
     )
     on_member_lost: Policy[Annotated[Literal["stop"], later("wait", "shrink")]] = Field(
         default="stop", description="What happens when an island stays away: all islands stop"
@@ -699,6 +707,16 @@ class IslandConfig(Section):
     restart_reset: Local[Deadline] = Field(
         default="10min", description="Time without a failure after which all restarts are back"
     )
+    peer_listen: Local[str] = Field(
+        default="127.0.0.1:0",
+        description="HOST:PORT at which the island's leader serves the other islands, where "
+        "outer.exchange is allreduce; port 0: any free one, then kept",
+    )
+    peer_address: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which the other islands reach it, or several; empty: what it "
+        "listens on",
+    )
 
     @property
     def restart_wait_s(self) -> float:
@@ -709,6 +727,16 @@ class IslandConfig(Section):
     def restart_reset_s(self) -> float:
         """Seconds without a failure after which all restarts are back."""
         return parse_duration(self.restart_reset)
+
+    @field_validator("peer_listen", "peer_address")
+    @classmethod
+    def _check_peer(cls, value: str, info: ValidationInfo) -> str:
+        if is_peer_address(value):
+            parse_peer_address(value)
+        elif value or info.field_name == "peer_listen":
+            for address in value.split(","):
+                _host_of(address.strip())
+        return value
 
     @field_validator("mesh")
     @classmethod
@@ -790,12 +818,15 @@ class Config(Section):
             problems = [(name, getattr(value, name), _UNKNOWN_CALLERS) for name in beyond]
         else:
             problems = _unprotected(value, names, info)
-        if not problems and _beyond_loopback(value, ("listen", "syncer_listen")) == ["listen"]:
+        outer = info.data.get("outer")
+        has_syncer = outer is None or outer.exchange == "syncer"
+        if not problems and has_syncer and _beyond_loopback(value, names) == ["listen"]:
             message = (
                 f"only this machine reaches it, but islands elsewhere reach the coordinator at "
                 f"listen = {value.listen} and would be sent here; give it a host like listen's"
             )
             problems = [("syncer_listen", value.syncer_listen, message)]
+        problems += _of_a_syncer(value, ("syncer_listen", "syncer_address", "spool_memory"), info)
         if problems:
             raise several_problems(problems)
         return value
@@ -807,6 +838,7 @@ class Config(Section):
         problems = _unprotected(value, names, info)
         if not value.metrics_token:
             problems += [(n, getattr(value, n), _NO_TOKEN) for n in _beyond_loopback(value, names)]
+        problems += _of_a_syncer(value, ("syncer_metrics",), info)
         if problems:
             raise several_problems(problems)
         return value
@@ -821,6 +853,12 @@ class Config(Section):
             for name, island in value.items()
             for path, shown, message in _island_problems(island, info.data)
         ]
+        outer = info.data.get("outer")
+        if outer is not None and outer.exchange == "allreduce" and len(value) > MAX_PEERS:
+            raise ValueError(
+                f'{len(value)} islands, and outer.exchange = "allreduce" is for {MAX_PEERS} at '
+                f'most: take exchange = "syncer"'
+            )
         if problems:
             raise several_problems(problems)
         return value
@@ -848,6 +886,20 @@ def _unprotected(section: Section, names: Sequence[str], info: ValidationInfo) -
     return [(name, getattr(section, name), _NOT_LOOPBACK) for name in beyond]
 
 
+def _of_a_syncer(section: Section, names: Sequence[str], info: ValidationInfo) -> list[Problem]:
+    """Name what is set for a syncer in a run that has none."""
+    outer = info.data.get("outer")
+    if outer is None or outer.exchange == "syncer":
+        return []
+    defaults = {name: type(section).model_fields[name].default for name in names}
+    message = 'is of a syncer, and with outer.exchange = "allreduce" there is none: leave it out'
+    return [
+        (name, getattr(section, name), message)
+        for name in names
+        if getattr(section, name) != defaults[name]
+    ]
+
+
 def _host_of(address: str) -> str:
     """Give the host of HOST:PORT."""
     try:
@@ -857,8 +909,26 @@ def _host_of(address: str) -> str:
     return host
 
 
+def _peer_problems(
+    island: IslandConfig, outer: OuterConfig, transport: TransportConfig
+) -> Iterator[Problem]:
+    """Check where other islands reach this one."""
+    if outer.exchange == "syncer":
+        fields = type(island).model_fields
+        for name in ("peer_listen", "peer_address"):
+            if (value := getattr(island, name)) != fields[name].default:
+                yield name, value, 'is of outer.exchange = "allreduce": with a syncer, leave it out'
+    elif _beyond_loopback(island, ("peer_listen",)) and not transport.insecure:
+        if transport.kind == "hivemind" and not transport.tokens:
+            yield "peer_listen", island.peer_listen, _UNKNOWN_CALLERS
+        elif transport.kind == "grpc" and not transport.certs:
+            yield "peer_listen", island.peer_listen, _NOT_LOOPBACK
+
+
 def _island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check what an island's batch and mesh owe to the sections that were valid."""
+    """Check what an island's batch, mesh and addresses owe to the sections that were valid."""
+    if "outer" in data and "transport" in data:
+        yield from _peer_problems(island, data["outer"], data["transport"])
     tokens, mesh = island.tokens_per_inner_step, island.mesh
     if "data" in data:
         length = data["data"].sequence_length

@@ -106,6 +106,7 @@ class Coordinator:
         self._fragments: dict[int, _Seen] = {}
         self._syncer_address = ""
         self._syncer_epoch = 0
+        self.instead_of_syncer = ""  # for people, where there is none
         self.ended = asyncio.Event()
 
     @property
@@ -129,6 +130,20 @@ class Coordinator:
         )
         self._membership.apply(self._failed(f"{reason}; {remedy}", exit_code))
         self.ended.set()
+
+    def lose(self, reason: str, exit_code: int) -> None:
+        """End the run for good: rounds cannot go on."""
+        self._keep(self._failed(reason, exit_code))
+        self.ended.set()
+
+    def fragment_stands(self, status: FragmentStatus) -> None:
+        """Take note of how a fragment stands, for people."""
+        self._fragments[status.fragment_id] = _Seen(_now(), fragment=status)
+
+    def is_island(self, grant: Grant) -> bool:
+        """Whether a grant is valid, and of the newest start of its island in this timeline."""
+        is_current = self._membership.is_current(grant.island, grant.incarnation, grant.timeline)
+        return is_current and self._is_granted(grant, ROLE_ISLAND)
 
     def request_stop(self) -> bool:
         """Ask all islands to stop after one inner step; false if there is nobody to ask."""
@@ -294,12 +309,11 @@ class Coordinator:
         self._insist_on_syncer(report.grant)
         self._syncer_epoch = report.syncer_epoch
         for fragment in report.fragments:
-            self._fragments[fragment.fragment_id] = _Seen(_now(), fragment=fragment)
+            self.fragment_stands(fragment)
         if report.record_json:
             self._journal.index_round(*_indexed(report.record_json), report.record_json)
         if report.fatal_reason:
-            self._keep(self._failed(report.fatal_reason, report.fatal_exit_code))
-            self.ended.set()
+            self.lose(report.fatal_reason, report.fatal_exit_code)
         return _reply(RoundReportReply(checkpoint_steps=self._membership.checkpoints))
 
     async def _clock(self, call: IncomingCall) -> Reply:
@@ -315,7 +329,7 @@ class Coordinator:
         reply = StatusReply(
             run=membership.run,
             timeline=membership.timeline,
-            syncer_address=self._syncer_address,
+            syncer_address=self._syncer_address or self.instead_of_syncer,
             syncer_epoch=self._syncer_epoch,
             state=self._state(),
             message=membership.fatal_reason,

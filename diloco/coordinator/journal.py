@@ -1,7 +1,8 @@
 """The coordinator's durable memory: one SQLite file.
 
-`entries` hold what membership must never forget, `rounds` an idempotent index of the syncers'
-records (the tape: their headers in the order they were reported). Written before it is answered.
+`entries` hold what membership must never forget, and under the all-reduce exchange how every
+fragment stands; `rounds` an idempotent index of the records (the tape: their headers in the order
+they were reported or committed). Written before it is answered.
 
 Source: protocol.md sections 4 and 8.
 """
@@ -23,6 +24,7 @@ CREATE TABLE IF NOT EXISTS rounds (
     UNIQUE (timeline, fragment_id, version)
 );
 """
+_INDEX = "INSERT OR IGNORE INTO rounds (timeline, fragment_id, version, header) VALUES (?, ?, ?, ?)"
 
 
 class Journal:
@@ -51,11 +53,17 @@ class Journal:
             self._connection.close()
             self._connection = None
 
-    def write(self, entries: Iterable[tuple[str, str]]) -> None:
-        """Store key-value pairs in one transaction; later values replace earlier ones."""
+    def write(
+        self, entries: Iterable[tuple[str, str]], rounds: Iterable[tuple[int, int, int, str]] = ()
+    ) -> None:
+        """Store key-value pairs, and index `rounds`, in one transaction.
+
+        Later values replace earlier ones; a round is (timeline, fragment, version, header).
+        """
         with self._require() as connection:  # commits, or rolls back and raises
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
+            connection.executemany(_INDEX, rounds)
 
     def entries(self) -> dict[str, str]:
         """Return all key-value pairs."""
@@ -63,11 +71,7 @@ class Journal:
 
     def index_round(self, timeline: int, fragment_id: int, version: int, header: str) -> None:
         """Index a durable record; repeating it changes nothing."""
-        self._require().execute(
-            "INSERT OR IGNORE INTO rounds (timeline, fragment_id, version, header) "
-            "VALUES (?, ?, ?, ?)",
-            (timeline, fragment_id, version, header),
-        )
+        self._require().execute(_INDEX, (timeline, fragment_id, version, header))
 
     def has_rounds(self, timeline: int) -> bool:
         """Whether a round of this timeline is indexed; version 0 is not the work of any."""

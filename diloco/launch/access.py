@@ -1,8 +1,8 @@
 """Who may call what: one role a method, and an island only in its own name.
 
-Stands before every handler of coordinator and syncer. Where callers are known (certificates or
-tokens) it compares them with the method's role and with the island that the header names; known or
-not, a header that is no message, or of another protocol version, goes no further. Grants
+Stands before every handler of coordinator, syncer and peers. Where callers are known (certificates
+or tokens) it compares them with the method's role and with the island that the header names; known
+or not, a header that is no message, or of another protocol version, goes no further. Grants
 (`diloco.coordinator.grants`) are checked behind it. A method without a rule is served to nobody.
 
 Source: protocol.md section 8.
@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError, Message
 
+from protos import allreduce_pb2
 from protos.control_pb2 import (
     ClockRequest,
     JoinRequest,
@@ -72,6 +73,15 @@ RULES: Mapping[str, Rule] = {
     "fragment.poll": Rule(Role.ISLAND, PollRequest, _granted),
     "fragment.fetch": Rule(Role.ISLAND, FetchHeader, _granted),
     "fragment.pin": Rule(Role.ISLAND, PinRequest, _granted),
+    "allreduce.poll": Rule(Role.ISLAND, allreduce_pb2.PollRequest, _granted),
+    "allreduce.declare": Rule(Role.ISLAND, allreduce_pb2.DeclareRequest, _granted),
+    "allreduce.decline": Rule(Role.ISLAND, DeclineRequest, _granted),
+    "allreduce.prepared": Rule(Role.ISLAND, allreduce_pb2.PreparedRequest, _granted),
+    "allreduce.found": Rule(Role.ISLAND, allreduce_pb2.FoundRequest, _granted),
+    "allreduce.record": Rule(Role.ISLAND, allreduce_pb2.RecordRequest, _granted),
+    "allreduce.contribution": Rule(Role.ISLAND, allreduce_pb2.ContributionHeader, _granted),
+    "allreduce.result": Rule(Role.ISLAND, allreduce_pb2.ResultHeader, _granted),
+    "allreduce.state": Rule(Role.ISLAND, allreduce_pb2.StateHeader, _granted),
 }
 #: Its handler answers other versions itself, in a reply that says what to install.
 _ANSWERS_VERSIONS = "control.join"

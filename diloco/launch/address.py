@@ -14,7 +14,7 @@ import logging
 import socket
 from pathlib import Path
 
-from diloco.config.schema import Config, CoordinatorConfig
+from diloco.config.schema import Config, CoordinatorConfig, IslandConfig
 from diloco.errors import ConfigError
 from diloco.launch.access import guarded
 from diloco.launch.security import Security
@@ -111,7 +111,7 @@ def coordinator_address(bound: str, config: CoordinatorConfig) -> str:
     Raises:
         ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and nothing is set.
     """
-    return _advertised(bound, config.address, "address")
+    return _advertised(bound, config.address, "coordinator.address")
 
 
 def syncer_address(bound: str, config: CoordinatorConfig) -> str:
@@ -127,7 +127,16 @@ def syncer_address(bound: str, config: CoordinatorConfig) -> str:
     if not public and config.address and not is_peer_address(config.address):
         hosts = [split_address(candidate)[0] for candidate in split_candidates(config.address)]
         public = ",".join(f"{host}:0" for host in hosts)
-    return _advertised(bound, public, "syncer_address")
+    return _advertised(bound, public, "coordinator.syncer_address")
+
+
+def peer_address(bound: str, config: IslandConfig) -> str:
+    """Address under which other islands reach the peer that listens on `bound`.
+
+    Raises:
+        ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and nothing is set.
+    """
+    return _advertised(bound, config.peer_address, "islands.NAME.peer_address")
 
 
 def local_address(bound: str) -> str:
@@ -146,7 +155,7 @@ def _advertised(bound: str, public: str, key: str) -> str:
         own, said = parse_peer_address(bound).peer_id, parse_peer_address(public).peer_id
         if own != said:
             raise ConfigError(
-                f"coordinator.{key} names the peer {said}, this one is {own}, by the key in "
+                f"{key} names the peer {said}, this one is {own}, by the key in "
                 f"coordinator.state_dir: bring that key back, or correct the address"
             )
         return public
@@ -164,7 +173,7 @@ def _advertised(bound: str, public: str, key: str) -> str:
     if is_wildcard(host):
         raise ConfigError(
             f"{bound} listens on every address of this machine, which tells islands none: set "
-            f'coordinator.{key} = "HOST:PORT" as they reach it'
+            f'{key} = "HOST:PORT" as they reach it'
         )
     return bound
 

@@ -6,15 +6,18 @@ Source: design.md section 6.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.launch.address import find_coordinator
 from diloco.launch.build import link_profile
 from diloco.launch.carrier_link import carrier_link
+from diloco.launch.peer import RunningPeer, start_peer
 from diloco.launch.security import Security
+from diloco.outer.fragments import Plan
 from diloco.sync.connection import Connection
+from protos.control_pb2 import JoinReply
 from transport.contracts import Transport
 from transport.identity import Role
 from transport.link import LinkProfile
@@ -74,7 +77,47 @@ class _Wires:
         if self._profile is None:
             return control, data
         # Both planes use this rank's part of the island's link.
-        name = f"{self._config.run.seed}/{self._config.island_id}/{island_rank}"
-        seed = random.Random(name).getrandbits(64)
-        link = carrier_link(self._profile, carriers).states(seed)
+        link = carrier_link(self._profile, carriers).states(self._seed(island_rank))
         return ShapedTransport(control, *link), ShapedTransport(data, *link)
+
+    def own_peer(self, address: str) -> tuple[Transport, Transport]:
+        # Within the island: neither shaped nor paced.
+        security, chunk_bytes = self._security.within_site(), self._config.transport.chunk_bytes
+        control = security.transport(address, Role.ISLAND)
+        return control, security.transport(address, Role.ISLAND, chunk_bytes=chunk_bytes)
+
+    async def start_peer(
+        self,
+        config: Config,
+        plan: Plan,
+        reply: JoinReply,
+        complete_checkpoints: Callable[[], Sequence[int] | None],
+    ) -> RunningPeer:
+        profile = self._profile
+        link = None if profile is None else profile.states(self._seed(0))
+
+        def connect(address: str) -> Transport:
+            chosen = config.transport
+            way = self._security.transport(
+                address,
+                Role.ISLAND,
+                chunk_bytes=chosen.chunk_bytes,
+                channels=chosen.num_channels,
+            )
+            # What others pull from here takes their links' time, not this one's as well.
+            return way if link is None else ShapedTransport(way, *link)
+
+        return await start_peer(
+            config,
+            plan,
+            reply,
+            security=self._security,
+            decider=self.coordinator(),
+            connect=connect,
+            rng=random.Random(self._seed(0)),
+            complete_checkpoints=complete_checkpoints,
+        )
+
+    def _seed(self, island_rank: int) -> int:
+        name = f"{self._config.run.seed}/{self._config.island_id}/{island_rank}"
+        return random.Random(name).getrandbits(64)

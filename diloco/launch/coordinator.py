@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml
 from diloco.config.schema import Config
 from diloco.coordinator.daemon import Coordinator
+from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
@@ -168,6 +170,7 @@ async def _coordinate(
     security = Security.of(config, Role.COORDINATOR)
     if security.insecure:
         tell(f"warning: {INSECURE_WARNING}")
+    decider = _build_decider(config, coordinator, membership, journal, state)
     supervisor = SyncerSupervisor(state, on_hopeless=coordinator.fail)
     if _is_over(membership):
         await _stop_syncer(state, supervisor, journal)
@@ -179,7 +182,7 @@ async def _coordinate(
     server = await listen(
         config.coordinator.listen,
         earlier.address if earlier else "",
-        coordinator.handlers,
+        {**coordinator.handlers, **(decider.handlers if decider else {})},
         security=security,
         chunk_bytes=config.transport.chunk_bytes,
     )
@@ -198,7 +201,7 @@ async def _coordinate(
             coordinator.ended.wait(),
             coordinator.watch(),
             _asked_to_stop(coordinator, signals, tell),
-            supervisor.run(),
+            asyncio.Event().wait() if decider else supervisor.run(),
         )
         if membership.fatal_reason:
             await _linger(membership, linger_s)
@@ -206,7 +209,33 @@ async def _coordinate(
     finally:
         await metrics.stop()
         await server.stop(_DRAIN_S)
+        if decider is not None:
+            decider.stop()
     return _tell_end(config, state, journal, membership, signals, tell)
+
+
+def _build_decider(
+    config: Config,
+    coordinator: Coordinator,
+    membership: Membership,
+    journal: Journal,
+    state: StateDir,
+) -> Decider | None:
+    """Build what decides the rounds, where the islands merge among themselves."""
+    outer = config.outer
+    if outer.exchange == "syncer":
+        return None
+    coordinator.instead_of_syncer = "none: the islands merge among themselves"
+    return Decider(
+        membership=membership,
+        journal=journal,
+        secret=load_or_create_secret(state.secret),
+        rules=DeciderRules(outer.round_deadline_s, outer.downlink, outer.retained_versions),
+        decider_id=secrets.token_hex(16),
+        is_granted=coordinator.is_island,
+        on_status=coordinator.fragment_stands,
+        on_lost=coordinator.lose,
+    )
 
 
 async def _asked_to_stop(
@@ -296,7 +325,8 @@ def _stopped_text(config: Config, state: StateDir, membership: Membership) -> st
     return (
         f"the run {membership.run!r} is stopped after inner step {membership.stop_step}. Its "
         f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
-        f"{pin_directory(state.store, membership.stop_step or 0)} of the syncer\n"
+        f"{pin_directory(state.holding_records().store, membership.stop_step or 0)} of "
+        f"{'the syncer' if config.outer.exchange == 'syncer' else 'each island'}\n"
         + _next_text(config, membership)
     )
 

@@ -2,12 +2,14 @@
 
 bytes a round    every fragment once, up and down, in the run's codecs, without headers
 bytes a run      by the schedule, flush included
-disk             checkpoints of the islands, records of the syncer (`diloco.launch.disk`)
+disk             checkpoints of the islands, records of the syncer, or of every island in an
+                 all-reduce (`diloco.launch.disk`)
 alternatives     the same schedule in float32; data parallel at every inner step
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +18,14 @@ from diloco.config.schema import Config
 from diloco.inner.model import LlamaShape, build_model
 from diloco.launch.build import link_profile
 from diloco.launch.disk import DiskForecast, forecast_disk
-from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic, fragment_bytes
+from diloco.launch.traffic import (
+    Traffic,
+    allreduce_bytes,
+    allreduce_traffic,
+    data_parallel_traffic,
+    diloco_traffic,
+    fragment_bytes,
+)
 from diloco.outer.fragments import Fragment, Plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.layout import build_plan, build_schedule
@@ -84,6 +93,7 @@ class Forecast:
     link: str
     ways: tuple[WayForecast, ...]
     disk: DiskForecast
+    exchange: str
 
     @property
     def parameters(self) -> int:
@@ -125,18 +135,23 @@ def forecast(config: Config) -> Forecast:
         link=link.name if link is not None else "",
         ways=_ways(config, plan, schedule, link),
         disk=forecast_disk(config, sum(fragment.parameters for fragment in fragments)),
+        exchange=config.outer.exchange,
     )
 
 
 def _fragment(config: Config, plan: Plan, fragment: Fragment) -> FragmentForecast:
-    p = fragment.fragment_id
+    p, up, down = fragment.fragment_id, config.outer.uplink, config.outer.downlink
+    if config.outer.exchange == "allreduce":
+        bytes_up = bytes_down = allreduce_bytes(plan, p, up, down, len(config.islands))
+    else:
+        bytes_up, bytes_down = fragment_bytes(plan, p, up), fragment_bytes(plan, p, down)
     return FragmentForecast(
         fragment_id=p,
         tensors=tuple(entry.name for entry in fragment.entries),
         parameters=fragment.numel,
         lanes=len(fragment.lanes),
-        bytes_up=fragment_bytes(plan, p, config.outer.uplink),
-        bytes_down=fragment_bytes(plan, p, config.outer.downlink),
+        bytes_up=bytes_up,
+        bytes_down=bytes_down,
         float32_bytes=fragment_bytes(plan, p, "float32"),
     )
 
@@ -160,11 +175,18 @@ def _ways(
     config: Config, plan: Plan, schedule: Schedule, link: LinkProfile | None
 ) -> tuple[WayForecast, ...]:
     up, down = config.outer.uplink, config.outer.downlink
+    count = diloco_traffic
+    if config.outer.exchange == "allreduce":
+        count = functools.partial(allreduce_traffic, num_islands=len(config.islands))
     traffics = {
-        "this run": diloco_traffic(plan, schedule, uplink_codec=up, downlink_codec=down),
-        "float32 DiLoCo": diloco_traffic(
-            plan, schedule, uplink_codec="float32", downlink_codec="float32"
-        ),
+        "this run": count(plan, schedule, uplink_codec=up, downlink_codec=down),
+        "float32 DiLoCo": count(plan, schedule, uplink_codec="float32", downlink_codec="float32"),
+    }
+    if config.outer.exchange == "allreduce":
+        traffics["with a syncer"] = diloco_traffic(
+            plan, schedule, uplink_codec=up, downlink_codec=down
+        )
+    traffics |= {
         "data parallel": data_parallel_traffic(plan, schedule.inner_steps),
     }
     own = _bytes(traffics["this run"])

@@ -299,7 +299,8 @@ def insist_on_place(state_dir: Path, *, fresh: bool) -> None:
             f"a run is under way in {state_dir} (coordinator: process {pid}). Watch it with diloco "
             f"status, stop it, or give another coordinator.state_dir"
         )
-    has_begun = any(state.store.glob("fragment-*/*.record")) or not state.resolved.exists()
+    store = state.holding_records().store
+    has_begun = any(store.glob("fragment-*/*.record")) or not state.resolved.exists()
     if has_begun and not fresh:
         raise ConfigError(
             f"{state_dir} already holds a run. Go on with it from its newest checkpoint with "

@@ -100,6 +100,7 @@ def read_published(
         ConfigError: If there is no run, no version 0 yet, no such checkpoint, no valid record, or
             the run trains another model than the built-in decoder.
     """
+    state = state.holding_records()
     config, plan = _read_run(state)
     directory = state.store if at_step is None else _pins(state, at_step)
     num_values = sum(fragment.padded_numel for fragment in plan.fragments)

@@ -195,10 +195,15 @@ def _problems(
 ) -> Iterator[str]:
     """Say what is wrong with the parts of a checkpoint that are on this machine."""
     what = f"verifying the checkpoint of inner step {step}"
-    try:
-        verify_pin(state.store, plan, step, progress_bar(f"{what}, the syncer's part", tell))
-    except RecordInvalid as error:
-        yield str(error)
+    stores = {"the syncer's part": state.store}
+    if config.outer.exchange == "allreduce":
+        peers = {f"the peer of island {name}": state.peer(name).store for name in config.islands}
+        stores = {whose: store for whose, store in sorted(peers.items()) if store.is_dir()}
+    for whose, store in stores.items():
+        try:
+            verify_pin(store, plan, step, progress_bar(f"{what}, {whose}", tell))
+        except RecordInvalid as error:
+            yield str(error)
     for island in sorted(config.islands):
         if (config.checkpoint_dir / island).is_dir():
             try:
@@ -217,7 +222,8 @@ def _found_text(state: StateDir, membership: Membership) -> str:
 
 
 def _partial_text(state: StateDir, membership: Membership) -> str:
-    steps = [step for step in pinned_steps(state.store) if step not in membership.checkpoints]
+    pinned = pinned_steps(state.holding_records().store)
+    steps = [step for step in pinned if step not in membership.checkpoints]
     listed = ", ".join(map(str, steps))
     return f"; begun, but not complete on every island: {listed}" if steps else ""
 

@@ -73,6 +73,7 @@ class Security:
             certs=transport.certs,
             tokens=transport.tokens,
             insecure=transport.insecure,
+            is_peer=role is Role.ISLAND and config.outer.exchange == "allreduce",
         )
         pacer = Pacer(transport.rate_bps, transport.snapshot_rate_bps)
         security = replace(security, pacer=pacer)
@@ -83,7 +84,8 @@ class Security:
             is_relayed=chosen.relayed,
             maps_port=chosen.map_port,
         )
-        key = Path(config.coordinator.state_dir).absolute() / f"{role}.p2p-key"
+        stem = Identity(config.run.name, role, island).file_stem
+        key = Path(config.coordinator.state_dir).absolute() / f"{stem}.p2p-key"
         return replace(security, swarm=swarm, key=key)
 
     def knowing(self, coordinator: str) -> Security:
@@ -98,11 +100,23 @@ class Security:
         rates = (self.pacer.rate_bps, self.pacer.bulk_rate_bps)
         return replace(self, pacer=Pacer(*(rate / num_processes for rate in rates)))
 
+    def within_site(self) -> Security:
+        """Leave the rates aside, for ways on which nothing leaves the site."""
+        return replace(self, pacer=Pacer())
+
     @classmethod
     def open(
-        cls, identity: Identity, *, certs: str, tokens: str = "", insecure: bool = False
+        cls,
+        identity: Identity,
+        *,
+        certs: str,
+        tokens: str = "",
+        insecure: bool = False,
+        is_peer: bool = False,
     ) -> Security:
         """Read the files of one identity; an empty run means that of the certificates.
+
+        An island that `is_peer` serves other islands, and so knows callers by their tokens.
 
         Raises:
             ConfigError: If a file is missing or cannot be used; says what to type.
@@ -117,7 +131,8 @@ class Security:
                 f"{certs}, where the CA is; a missing one: diloco certs issue {identity.short}; "
                 f"one that is not valid: diloco certs rotate {identity.short}"
             ) from error
-        serves, calls = identity.role in SERVERS, identity.role is not Role.COORDINATOR
+        serves = is_peer or identity.role in SERVERS
+        calls = identity.role is not Role.COORDINATOR
         try:
             table = TokenTable(Path(tokens) / TABLE_FILE) if tokens and serves else None
             token_file = Path(tokens) / f"{identity.file_stem}.token"

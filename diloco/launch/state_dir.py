@@ -11,6 +11,7 @@
     syncer/            the syncer's store: lock, address, epoch, incarnations, plan, fragments,
                        pins, the timeline that it was last taken to, and the spool of what has
                        arrived, which no later start reads
+    peers/ISLAND/      the same of an island's peer, where there is no syncer
 
 A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
 it says who. The coordinator locks the store on behalf of the syncer that it starts and hands the
@@ -105,6 +106,15 @@ class StateDir:
     def store(self) -> Path:
         """The syncer's store."""
         return self.root / "syncer"
+
+    def peer(self, island: str) -> StateDir:
+        """Where the peer of an island keeps its records, under the all-reduce exchange."""
+        return StateDir(self.root / "peers" / island)
+
+    def holding_records(self) -> StateDir:
+        """Where records of the run are on this machine: at its syncer, else at an island's peer."""
+        peers = sorted(self.root.glob("peers/*/syncer/plan.json"))
+        return StateDir(peers[0].parents[1]) if peers else self
 
     @property
     def store_lock(self) -> Path:

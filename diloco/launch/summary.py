@@ -76,7 +76,8 @@ class FragmentSummary:
     """A fragment's last version and whether it could be recomputed from its contributions.
 
     `is_bit_equal` is None where there was nothing to recompute: nothing was published since the run
-    began or was resumed. `problem` says why a retained version could not be read.
+    began or was resumed, or an all-reduce handed on the mean of many islands. `problem` says why
+    a retained version could not be read.
     """
 
     fragment_id: int
@@ -355,7 +356,10 @@ def _fragment_summary(
     is_equal: bool | None = None
     problem = ""
     while (
-        record.version > 0 and record.timeline == timeline and len(recomputed) < retained_versions
+        record.version > 0
+        and record.timeline == timeline
+        and len(recomputed) < retained_versions
+        and record.contributions  # none where the mean of many islands was gathered
     ):
         try:
             before = store.load(record.version - 1)

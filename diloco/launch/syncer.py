@@ -20,8 +20,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -44,6 +43,7 @@ from diloco.launch.state_dir import (
     read_endpoint,
     read_timeline,
 )
+from diloco.launch.tensor_thread import TensorThread
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import restore, valid_pins
 from diloco.rounds.record import RecordInvalid
@@ -138,7 +138,7 @@ async def _serve(
     stopping: asyncio.Event,
 ) -> int:
     plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
-    with _TensorThread() as worker:
+    with TensorThread() as worker:
         await worker.run(lambda: take_to_timeline(state, plan, timeline))
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
             num_parameters = sum(tensor.numel for tensor in plan.tensors)
@@ -237,7 +237,7 @@ def _build_syncer(
     epoch: int,
     timeline: Timeline,
     reporter: Reporter,
-    worker: _TensorThread,
+    worker: TensorThread,
 ) -> Syncer:
     import torch
 
@@ -284,22 +284,6 @@ def _warm_up(config: Config, plan: Plan) -> None:
     from diloco.compression.warm_up import warm_up
 
     warm_up(plan, (config.outer.uplink, config.outer.downlink))
-
-
-class _TensorThread:
-    """The one thread that touches tensors and files; `with` ends it after its last work."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensors")
-
-    def __enter__(self) -> _TensorThread:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._executor.shutdown(wait=True)
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
 class _Incarnations:

@@ -106,9 +106,8 @@ class Merger:
         return record
 
     def _restore(self, base: VersionRecord) -> None:
-        for state, durable in zip(base.lanes, self.store.load(base.version).lanes, strict=True):
-            state.theta.copy_(durable.theta)
-            state.momentum.copy_(durable.momentum)
+        for lane_id, state in enumerate(base.lanes):
+            self.store.restore_lane_(state, base.version, lane_id)
 
     def _lane(
         self, lane_id: int, base: LaneState, close: Close, spool: Spooled, draft: RecordDraft

@@ -138,15 +138,43 @@ def publish_lane_(
             theta and momentum are worth nothing then.
     """
     uplink = lane_codec(rules.uplink_codec, fragment, lane_id)
-    numel = state.theta.numel()
-    delta = weighted_mean(
+    delta = mean_contribution(uplink, payloads, weights_tokens, state.theta.numel())
+    return publish_mean_(
+        state, delta, rules, fragment=fragment, lane_id=lane_id, key=key, is_flush=is_flush
+    )
+
+
+def mean_contribution(
+    uplink: Codec, payloads: Iterable[Buffer], weights_tokens: Sequence[int], numel: int
+) -> Tensor:
+    """Return Delta of `publish_lane_`, float32 of shape [numel], fresh.
+
+    Raises:
+        AggregationError: If it is not finite.
+        CodecError: If a payload is malformed.
+    """
+    return weighted_mean(
         (decode_contribution(uplink, payload, numel) for payload in payloads), weights_tokens
     )
+
+
+def publish_mean_(
+    state: LaneState,
+    delta: Tensor,
+    rules: PublicationRules,
+    *,
+    fragment: Fragment,
+    lane_id: int,
+    key: RoundKey,
+    is_flush: bool,
+) -> LanePublication:
+    """Take the outer step of `publish_lane_` on its Delta, in place, and encode what is published.
+
+    Raises:
+        AggregationError: As `publish_lane_` does.
+    """
+    _outer_step_(state, delta, rules, key=key, is_flush=is_flush)
     theta, momentum = state.theta, state.momentum
-    if is_flush:
-        flush_step_(theta, delta)
-    else:
-        rules.optimizer.step_(theta, momentum, delta, version=key.version)
     codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
     change = theta if codec.publishes_values else theta - state.published
     _insist_on_finite(key.version, momentum=momentum)
@@ -162,6 +190,74 @@ def publish_lane_(
     return LanePublication(
         LaneState(theta, published, momentum), to_bytes(encoded), lane_digest(published)
     )
+
+
+def follow_mean(
+    state: LaneState,
+    delta: Tensor,
+    payload: Buffer,
+    rules: PublicationRules,
+    *,
+    fragment: Fragment,
+    lane_id: int,
+    key: RoundKey,
+    is_flush: bool,
+) -> LanePublication:
+    """Come to what `publish_mean` made of `delta` elsewhere, by the payload that it encoded.
+
+    Raises:
+        CodecError: If the payload is malformed.
+    """
+    theta, momentum = _outer_step(state, delta, rules, key=key, is_flush=is_flush)
+    codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
+    published = apply_payload(codec, from_bytes(payload), state.published)
+    return LanePublication(LaneState(theta, published, momentum), payload, lane_digest(published))
+
+
+def _outer_step(
+    state: LaneState, delta: Tensor, rules: PublicationRules, *, key: RoundKey, is_flush: bool
+) -> tuple[Tensor, Tensor]:
+    """Return theta and momentum after the step; those of `state` are left untouched."""
+    theta, momentum = state.theta.clone(), state.momentum
+    if is_flush:
+        flush_step_(theta, delta)
+    else:
+        momentum = momentum.clone()
+        rules.optimizer.step_(theta, momentum, delta, version=key.version)
+    return theta, momentum
+
+
+def follow_mean_(
+    state: LaneState,
+    delta: Tensor,
+    payload: Buffer,
+    rules: PublicationRules,
+    *,
+    fragment: Fragment,
+    lane_id: int,
+    key: RoundKey,
+    is_flush: bool,
+) -> LanePublication:
+    """Come, in place, to what `publish_mean_` made of `delta` elsewhere, by its payload.
+
+    Raises:
+        CodecError: If the payload is malformed; theta and momentum are what they were.
+    """
+    codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
+    published = apply_payload(codec, from_bytes(payload), state.published)
+    _outer_step_(state, delta, rules, key=key, is_flush=is_flush)
+    return LanePublication(
+        LaneState(state.theta, published, state.momentum), payload, lane_digest(published)
+    )
+
+
+def _outer_step_(
+    state: LaneState, delta: Tensor, rules: PublicationRules, *, key: RoundKey, is_flush: bool
+) -> None:
+    if is_flush:
+        flush_step_(state.theta, delta)
+    else:
+        rules.optimizer.step_(state.theta, state.momentum, delta, version=key.version)
 
 
 def _insist_on_finite(version: int, **vectors: Tensor) -> None:

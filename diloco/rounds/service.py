@@ -23,7 +23,7 @@ from diloco.compression.lanes import lane_codec
 from diloco.errors import AggregationError, CodecError
 from diloco.outer.fragments import Fragment
 from diloco.rounds.merge import Merger, Spooled, drop
-from diloco.rounds.publication import LaneState, PublicationRules, lane_digest
+from diloco.rounds.publication import PublicationRules
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.spool import Spool, SpooledLane
 from diloco.rounds.state import (
@@ -39,7 +39,7 @@ from diloco.rounds.state import (
     RecordExpiry,
     RoundKey,
 )
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore, VersionRecord, founding_record
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
@@ -193,11 +193,11 @@ class FragmentService:
             raise CodecError(f"{call.payload_bytes} bytes, the plan asks {wire_bytes}")
         payload = await call.read_payload()
 
-        def verify() -> _T:
-            _verify(payload, digest, codec, numel)
+        def check() -> _T:
+            verify_payload(payload, digest, codec, numel)
             return keep(payload)
 
-        return await self._hooks.worker.run(verify)
+        return await self._hooks.worker.run(check)
 
     # -- version 0 -------------------------------------------------------------------------------
 
@@ -231,20 +231,7 @@ class FragmentService:
 
     async def _found(self) -> None:
         """Commit version 0: theta = published = the uploaded parameters, momentum = 0."""
-        lanes = []
-        for lane in self._fragment.lanes:
-            values = from_bytes(self._initial[lane.lane_id]).view(torch.float32)
-            lanes.append(LaneState(values.clone(), values, torch.zeros_like(values)))
-        record = VersionRecord(
-            version=0,
-            fragment_id=self._fragment.fragment_id,
-            timeline=self.rounds.timeline,
-            key=None,
-            is_flush=False,
-            payload_codec="float32",
-            lane_digests=tuple(lane_digest(lane.published) for lane in lanes),
-            lanes=tuple(lanes),
-        )
+        record = founding_record(self._fragment, self._initial, self.rounds.timeline)
         await self._hooks.worker.run(lambda: self._store.commit(record))
         self._initial = {}
         self._hold(record)
@@ -273,29 +260,9 @@ class FragmentService:
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
         """Return one lane of a published version, and the reply that goes before it."""
-        record, lane_id = self.record, header.lane_id
-        if record is None or header.version > record.version or lane_id >= len(record.lanes):
-            return _no_lane(wire.FETCH_STATUS_UNKNOWN, "not published here"), b""
-        is_dense = header.kind == wire.FETCH_KIND_DENSE
-        codec, payload = record.payload_codec, b""  # type: tuple[str, Buffer]
-        if header.version != record.version:
-            section = "published" if is_dense else "payload"
-            try:
-                codec, payload = await self._hooks.worker.run(
-                    lambda: self._store.load_lane(header.version, lane_id, section)
-                )
-            except RecordInvalid as error:
-                return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
-        elif is_dense:
-            payload = to_bytes(record.lanes[lane_id].published.view(torch.uint8))
-        elif record.payloads:
-            payload = record.payloads[lane_id]
-        else:
-            return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
-        codec = "float32" if is_dense else codec
-        digest = blake3.blake3(payload).digest()
-        self._hooks.meter.sent(record.fragment_id, header.grant.island, len(payload))
-        return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), payload
+        reply, payload = await fetch_lane(header, self.record, self._store, self._hooks.worker)
+        self._hooks.meter.sent(header.fragment_id, header.grant.island, len(payload))
+        return reply, payload
 
     # -- what the machine decides ----------------------------------------------------------------
 
@@ -357,8 +324,47 @@ class FragmentService:
         self._hooks.on_record(record.header())
 
 
-def _verify(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
-    """Insist that a payload is what its header says and would decode to finite values."""
+async def fetch_lane(
+    header: wire.FetchHeader, record: VersionRecord | None, store: FragmentStore, worker: Worker
+) -> tuple[wire.FetchReply, Buffer]:
+    """Return one lane of a published version, and the reply that goes before it.
+
+    Args:
+        header: Says which.
+        record: The newest version; None: there is none.
+        store: Has those before it.
+        worker: Reads them.
+    """
+    lane_id = header.lane_id
+    if record is None or header.version > record.version or lane_id >= len(record.lanes):
+        return _no_lane(wire.FETCH_STATUS_UNKNOWN, "not published here"), b""
+    is_dense = header.kind == wire.FETCH_KIND_DENSE
+    codec, payload = record.payload_codec, b""  # type: tuple[str, Buffer]
+    if header.version != record.version:
+        section = "published" if is_dense else "payload"
+        try:
+            codec, payload = await worker.run(
+                lambda: store.load_lane(header.version, lane_id, section)
+            )
+        except RecordInvalid as error:
+            return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
+    elif is_dense:
+        payload = to_bytes(record.lanes[lane_id].published.view(torch.uint8))
+    elif record.payloads:
+        payload = record.payloads[lane_id]
+    else:
+        return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
+    codec = "float32" if is_dense else codec
+    digest = blake3.blake3(payload).digest()
+    return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), payload
+
+
+def verify_payload(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
+    """Insist that a payload is what its header says and would decode to finite values.
+
+    Raises:
+        CodecError: If it is not.
+    """
     if blake3.blake3(payload).digest() != digest:
         raise CodecError("the payload does not match the digest in its header")
     codec.check(from_bytes(payload), numel)

@@ -293,8 +293,8 @@ class FragmentRounds:
         if expired_in_a_row >= self.rules.max_expired_in_a_row:
             names = ", ".join(missing) or "nobody"
             reason = (
-                f"{expired_in_a_row} attempts in a row had expired before this restart of the "
-                f"syncer; missing: {names}"
+                f"{expired_in_a_row} attempts in a row had expired before this restart; missing: "
+                f"{names}"
             )
             return self._lose(self.key, reason, is_numeric=False)
         return self._open_if_due(now)
@@ -432,6 +432,13 @@ class FragmentRounds:
         self._expiry_is_numeric = True
         return self._expire(f"result not usable: {reason}", now)
 
+    def abandoned(
+        self, key: RoundKey, missing: tuple[str, ...], reason: str, now: float
+    ) -> list[Instruction]:
+        """Expire a closing attempt whose commit did not come about, for want of `missing`."""
+        self._require(Phase.CLOSING, "abandoned", key)
+        return self._expire(reason, now, missing)
+
     def expiry_recorded(self, key: RoundKey, now: float) -> list[Instruction]:
         """Take note that the expiry of `key` is durable; the next attempt may open."""
         self._require(Phase.EXPIRING, "expiry_recorded", key)
@@ -535,8 +542,10 @@ class FragmentRounds:
         is_flush = all(c.is_flush for c in self.contributions.values())
         return [Close(self.key, contributors, is_flush, dict(self.left))]
 
-    def _expire(self, reason: str, now: float) -> list[Instruction]:
-        self._missing = self._absent()
+    def _expire(
+        self, reason: str, now: float, missing: tuple[str, ...] | None = None
+    ) -> list[Instruction]:
+        self._missing = self._absent() if missing is None else missing
         self.phase = Phase.EXPIRING
         self._tell(now, f"expired {self.key}: {reason}")
         return [RecordExpiry(self.key, reason, self._missing)]

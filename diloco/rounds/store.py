@@ -30,7 +30,13 @@ from diloco.compression.base import from_bytes, to_bytes
 from diloco.durable import make_directory_durably, sync_directory, write_durably, write_json
 from diloco.outer.fragments import Fragment
 from diloco.rounds.pins import pin_directory
-from diloco.rounds.publication import LaneState, PublicationRules, publish_lane, version_digest
+from diloco.rounds.publication import (
+    LaneState,
+    PublicationRules,
+    lane_digest,
+    publish_lane,
+    version_digest,
+)
 from diloco.rounds.record import (
     STATE_SECTIONS,
     RecordDraft,
@@ -238,8 +244,19 @@ class FragmentStore:
         except OSError:
             draft.abandon()
             raise
+        self._retain(record.version)
+
+    def adopt(self, staged: FragmentStore, version: int) -> None:
+        """Take a version over that another store, on the same disk, has written durably."""
+        own = record_path(self._directory, version)
+        os.replace(record_path(staged._directory, version), own)
+        sync_directory(self._directory)
+        sync_directory(staged._directory)
+        self._retain(version)
+
+    def _retain(self, newest: int) -> None:
         for version in versions_in(self._directory):
-            if version < record.version - self.retained_versions:
+            if version < newest - self.retained_versions:
                 self._forget(version)
         for kept in self._directory.glob("v*.header"):
             if self._is_indexed(version_of(kept)):
@@ -266,10 +283,10 @@ class FragmentStore:
             RecordInvalid: If it is missing, torn, damaged, or of another plan.
         """
         path = record_path(self._directory, version)
-        return _from_header(*unpack(path, version, self.fragment), self.fragment)
+        return record_of(*unpack(path, version, self.fragment), self.fragment)
 
     def load_lane(self, version: int, lane_id: int, section: str) -> tuple[str, Buffer]:
-        """Read and verify one lane of a version: "published", or "payload".
+        """Read and verify one lane of a version: one of `STATE_SECTIONS`, or "payload".
 
         Returns:
             Name of the codec that the version was published in, and the lane's bytes.
@@ -280,6 +297,16 @@ class FragmentStore:
         path = record_path(self._directory, version)
         header, body = read_section(path, f"{section}/{lane_id}")
         return header["payload_codec"], body
+
+    def restore_lane_(self, state: LaneState, version: int, lane_id: int) -> None:
+        """Make theta and momentum what they durably are at a version, after a step in place.
+
+        Raises:
+            RecordInvalid: If they cannot be read back.
+        """
+        for name, vector in (("theta", state.theta), ("momentum", state.momentum)):
+            _, body = self.load_lane(version, lane_id, name)
+            vector.copy_(from_bytes(body).view(torch.float32))
 
     def pin(self, step: int, version: int) -> None:
         """Keep a version for the run checkpoint of an inner step; durable when this returns.
@@ -360,6 +387,26 @@ class PinRefused(Exception):
     """A version cannot be kept for a run checkpoint; says why."""
 
 
+def founding_record(
+    fragment: Fragment, initial: Mapping[int, Buffer], timeline: int
+) -> VersionRecord:
+    """Make version 0 of initial parameters, float32 by lane: published = theta, momentum = 0."""
+    lanes = []
+    for lane in fragment.lanes:
+        values = from_bytes(initial[lane.lane_id]).view(torch.float32)
+        lanes.append(LaneState(values.clone(), values, torch.zeros_like(values)))
+    return VersionRecord(
+        version=0,
+        fragment_id=fragment.fragment_id,
+        timeline=timeline,
+        key=None,
+        is_flush=False,
+        payload_codec="float32",
+        lane_digests=tuple(lane_digest(lane.published) for lane in lanes),
+        lanes=tuple(lanes),
+    )
+
+
 def recompute(
     previous: VersionRecord, record: VersionRecord, rules: PublicationRules, fragment: Fragment
 ) -> tuple[bytes, ...]:
@@ -400,9 +447,14 @@ def _sections(record: VersionRecord) -> Iterator[tuple[str, Buffer]]:
             yield f"contribution/{island}/{lane_id}", contribution
 
 
-def _from_header(
-    header: Mapping[str, Any], sections: Mapping[str, bytearray], fragment: Fragment
+def record_of(
+    header: Mapping[str, Any], sections: Mapping[str, Buffer], fragment: Fragment
 ) -> VersionRecord:
+    """Put a version together from what `VersionRecord.header` gave and its sections by name.
+
+    Theta and momentum must be in bytes that may be written to, such as a bytearray's.
+    """
+
     def vector(name: str, lane_id: int) -> Tensor:
         return from_bytes(sections[f"{name}/{lane_id}"]).view(torch.float32)
 
@@ -437,6 +489,7 @@ def _from_header(
         contributions={
             c.island: [sections[f"contribution/{c.island}/{i}"] for i in lane_ids]
             for c in contributors
+            if f"contribution/{c.island}/0" in sections  # a peer of an all-reduce has its own
         },
         refused=header["refused"],
     )

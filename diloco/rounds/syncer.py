@@ -265,7 +265,7 @@ class Syncer:
             return _reply(self._fenced(_NOT_CURRENT))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
-                while not _is_news(request, self._poll_reply(request)):
+                while not is_news(request, self._poll_reply(request)):
                     await self._changed.wait()
         return _reply(self._poll_reply(request))
 
@@ -435,7 +435,8 @@ def _is_behind(service: FragmentService, known: wire.FragmentState) -> bool:
     return service.record is None or service.record.version < known.version
 
 
-def _is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
+def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
+    """Whether a reply tells a carrier something that it does not know."""
     if request.known_epoch != reply.syncer_epoch or reply.is_fenced or reply.outcomes:
         return True
     if reply.HasField("fatal"):

@@ -20,8 +20,8 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -30,13 +30,13 @@ from diloco.config.load import with_policy
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
 from diloco.outer.fragments import Plan
-from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.exchange import Exchange, ExchangeRules, Moved
 from diloco.sync.io_thread import IoThread
 from diloco.sync.registration import Island, IslandState, Progress, Registration
 from diloco.sync.shards import LaneShards
 from diloco.sync.stop_line import StopLine
 from diloco.telemetry.events import Event
-from protos.control_pb2 import JoinReply
+from protos.control_pb2 import JoinReply, SyncerAssignment
 from transport.contracts import Transport
 from transport.retry import RetryPolicy
 
@@ -52,6 +52,25 @@ _UNFINISHED = (
 )
 
 
+class PeerOfIsland(Moved, Protocol):
+    """What other islands and the ranks of this one reach in its leader."""
+
+    @property
+    def address(self) -> str:
+        """For the ranks of the island."""
+
+    async def stop(self) -> None:
+        """End it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NothingMoved:
+    """Of a rank whose leader moves everything that leaves the island."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
 class Wires(Protocol):
     """Where transports come from; `island_rank` and `carriers` choose a part of a shaped link."""
 
@@ -62,6 +81,18 @@ class Wires(Protocol):
         self, address: str, *, island_rank: int, carriers: Collection[int]
     ) -> tuple[Transport, Transport]:
         """Open the channels to a syncer: for control, and for data."""
+
+    def own_peer(self, address: str) -> tuple[Transport, Transport]:
+        """Open the channels to the peer of this island: for control, and for data."""
+
+    async def start_peer(
+        self,
+        config: Config,
+        plan: Plan,
+        reply: JoinReply,
+        complete_checkpoints: Callable[[], Sequence[int] | None],
+    ) -> PeerOfIsland:
+        """Start the peer of this island, which its leader has, where there is no syncer."""
 
 
 class Connection:
@@ -87,6 +118,7 @@ class Connection:
         self._is_open = False
         self._registration: Registration | None = None
         self._exchange: Exchange | None = None
+        self._peer: PeerOfIsland | None = None
         self._farewell = ""
         self._is_stopped = False
 
@@ -169,6 +201,7 @@ class Connection:
                 num_ranks=num_ranks,
                 start_id=secrets.token_hex(16),
                 start_step=start_step,
+                needs_syncer=config.outer.exchange == "syncer",
             ),
             rpc_deadline_s=config.transport.rpc_timeout_s,
             policy=RetryPolicy(
@@ -178,7 +211,14 @@ class Connection:
             ),
             rng=self._rng,
         )
-        return self.io.run(self._registration.join())
+        reply = self.io.run(self._registration.join())
+        if config.outer.exchange == "allreduce":
+            in_force = with_policy(config, reply.policy_json)
+            self._peer = self.io.run(
+                self._wires.start_peer(in_force, plan, reply, lambda: self.complete_checkpoints)
+            )
+            reply.syncers.append(SyncerAssignment(address=self._peer.address))
+        return reply
 
     def joined(self, reply: JoinReply) -> Config:
         """Take the coordinator's answer, on every rank; returns the configuration in force."""
@@ -195,7 +235,7 @@ class Connection:
         island_rank: int,
         on_event: Callable[[Event], None],
     ) -> Exchange:
-        """Open this rank's way to the syncer."""
+        """Open this rank's way to the syncer, or to what is one for it: the island's own peer."""
         config = self.config
         lanes = {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments}
         carriers = {
@@ -203,9 +243,12 @@ class Connection:
             for fragment in plan.fragments
             for lane in fragment.lanes
         }
-        control, data = self._wires.syncer(
-            reply.syncers[0].address, island_rank=island_rank, carriers=carriers
-        )
+        address, moved = reply.syncers[0].address, None
+        if config.outer.exchange == "syncer":
+            control, data = self._wires.syncer(address, island_rank=island_rank, carriers=carriers)
+        else:
+            control, data = self._wires.own_peer(address)
+            moved = self._peer or _NothingMoved()
         self._exchange = Exchange(
             plan,
             lanes,
@@ -223,6 +266,7 @@ class Connection:
             ),
             rng=self._rng,
             on_event=on_event,
+            moved=moved,
         )
         return self._exchange
 
@@ -287,3 +331,6 @@ class Connection:
         if self._exchange is not None and not self._farewell:
             with contextlib.suppress(TimeoutError):
                 self.io.run(asyncio.wait_for(self._exchange.stop(), _LAST_WORD_S))
+        if self._peer is not None:
+            with contextlib.suppress(TimeoutError):
+                self.io.run(asyncio.wait_for(self._peer.stop(), _LAST_WORD_S))

@@ -15,6 +15,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +78,18 @@ class ExchangeRules:
     max_wait_s: float = 1.0
 
 
+class Moved(Protocol):
+    """Bytes that were moved."""
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes sent."""
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes received."""
+
+
 class Exchange:
     """One rank's exchange with the syncer; it polls from `enter` or `restore` until `stop`.
 
@@ -94,8 +107,12 @@ class Exchange:
         rules: ExchangeRules,
         rng: random.Random,
         on_event: Callable[[Event], None],
+        moved: Moved | None = None,
     ) -> None:
-        """Assign only. `lanes` maps every fragment to the lanes that this rank carries."""
+        """Assign only. `lanes` maps every fragment to the lanes that this rank carries.
+
+        `moved` counts what crosses to other sites, where that is not what the calls here move.
+        """
         self.rules = rules
         self._plan = plan
         self._grant = grant
@@ -111,6 +128,7 @@ class Exchange:
             ),
             rng=rng,
         )
+        self._moved: Moved = self._calls if moved is None else moved
         self._on_event = on_event
         self._carried = {p: CarriedFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
         self._views = {p: FragmentView() for p in self._carried}
@@ -148,12 +166,12 @@ class Exchange:
     @property
     def bytes_up(self) -> int:
         """Bytes sent so far."""
-        return self._calls.bytes_up
+        return self._moved.bytes_up
 
     @property
     def bytes_down(self) -> int:
         """Bytes received so far."""
-        return self._calls.bytes_down
+        return self._moved.bytes_down
 
     # -- called in the loop ----------------------------------------------------------------------
 

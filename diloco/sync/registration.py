@@ -89,7 +89,8 @@ class Island:
     """What an island says of itself when it joins.
 
     `start_id` is random, one a start: a repeated join of one start gets one incarnation.
-    `start_step` is where a new run begins: 0, or a warm start's position.
+    `start_step` is where a new run begins: 0, or a warm start's position. `needs_syncer` is false
+    where the islands merge among themselves.
     """
 
     run: str
@@ -100,6 +101,7 @@ class Island:
     num_ranks: int
     start_id: str
     start_step: int = 0
+    needs_syncer: bool = True
 
 
 class Registration:
@@ -133,7 +135,7 @@ class Registration:
         self._reporting: asyncio.Task[None] | None = None
 
     async def join(self) -> JoinReply:
-        """Join, and ask again until a syncer has registered.
+        """Join, and ask again until a syncer has registered, where one is needed.
 
         Raises:
             FingerprintMismatch: If the identity configuration is not the run's.
@@ -166,7 +168,7 @@ class Registration:
                     island_id=island.island_id,
                 )
             self._grant.CopyFrom(reply.grant)
-            if reply.syncers:
+            if reply.syncers or not island.needs_syncer:
                 return reply
             if loop.time() > until:
                 raise CoordinatorUnavailable(

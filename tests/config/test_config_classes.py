@@ -34,7 +34,7 @@ IDENTITY = {
     "model.dim model.num_layers model.num_heads model.num_kv_heads model.ffn_dim model.rope_theta",
     "model.max_sequence_length model.norm_eps model.tie_embeddings outer.inner_steps_per_round",
     "outer.num_fragments outer.fragment_pattern outer.embedding_alone outer.explicit_fragments",
-    "outer.phases outer.overlap_steps outer.local_mix outer.merge outer.num_lanes",
+    "outer.phases outer.overlap_steps outer.local_mix outer.merge outer.num_lanes outer.exchange",
 }
 POLICY = {
     "run.inner_steps outer.flush outer.weighting outer.min_contributions outer.round_deadline",

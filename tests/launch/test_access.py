@@ -10,8 +10,10 @@ import pytest
 from google.protobuf.message import Message
 
 from diloco.coordinator.daemon import Coordinator
+from diloco.coordinator.decider import Decider
 from diloco.launch.access import RULES, guarded
 from diloco.rounds.syncer import Syncer
+from diloco.sync.peer import Peer
 from protos.control_pb2 import Grant
 from tests.transport.pki import COORDINATOR, EAST, OPERATOR, SYNCER, WEST, Pki
 from transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply
@@ -54,9 +56,10 @@ def ask(method: str, caller: Identity | None, header: bytes) -> bytes:
 
 
 def test_every_method_of_every_service_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    services: list[Any] = [object.__new__(Coordinator), object.__new__(Syncer)]
+    kinds = (Coordinator, Decider, Syncer, Peer)
+    services: list[Any] = [object.__new__(kind) for kind in kinds]
 
-    assert sorted(RULES) == sorted(m for service in services for m in service.handlers)
+    assert RULES.keys() == {m for service in services for m in service.handlers}
     with pytest.raises(KeyError, match=r"control\.new"):
         guarded({"control.new": reached})
 

@@ -718,7 +718,7 @@ def test_expiries_in_a_row_are_counted_over_a_restart_of_the_syncer() -> None:
     assert [type(instruction) for instruction in (*third, *after)] == [Lost, Lost]
     assert isinstance(after[0], Lost)
     assert after[0].missing == ("b",)
-    assert after[0].reason.endswith("before this restart of the syncer; missing: b")
+    assert after[0].reason.endswith("before this restart; missing: b")
     assert lost.granted("a", 1, 1.0) == []
     assert not lost.is_open
 

@@ -56,11 +56,13 @@ def test_nothing_outlives_its_authority(authority: Authority) -> None:
     assert expiry_of(issued.certificate) <= expiry_of(authority.certificate)
 
 
-def test_only_servers_may_be_servers(authority: Authority) -> None:
-    texts = [str(issue(authority, i, NOW, 30).certificate.extensions) for i in (EAST, COORDINATOR)]
+def test_a_server_is_one_of_its_own_role_only(authority: Authority) -> None:
+    operator = Identity(RUN, Role.OPERATOR)
+    who = (operator, EAST, COORDINATOR)
+    texts = [str(issue(authority, i, NOW, 30).certificate.extensions) for i in who]
 
-    assert ["serverAuth" in text for text in texts] == [False, True]
-    assert ["coordinator.diloco" in text for text in texts] == [False, True]
+    assert ["serverAuth" in text for text in texts] == [False, True, True]
+    assert ["coordinator.diloco" in text for text in texts] == [False, False, True]
 
 
 def test_every_spoilt_certificate_is_refused_by_name(authority: Authority) -> None:

@@ -124,6 +124,16 @@ def test_a_client_insists_on_the_role_and_the_run_of_its_server(pki: Pki, tmp_pa
     serving(pki.tls(COORDINATOR), claim)
 
 
+def test_islands_serve_each_other_under_their_own_role(pki: Pki) -> None:
+    async def claim(address: str) -> None:
+        asked = await ask_once(address, pki.tls(WEST), expects=Role.ISLAND)
+        assert asked == f"diloco://{RUN}/island/west"
+        with pytest.raises(ConnectError):
+            await ask_once(address, pki.tls(WEST), expects=Role.COORDINATOR)
+
+    serving(pki.tls(EAST), claim)
+
+
 def test_a_revoked_certificate_is_refused_on_an_open_connection(
     pki: Pki, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,493 @@
+"""The decider of the all-reduce exchange: the journal's word on every round.
+
+Thin handlers over one `AllReduceRounds` a fragment. A version exists if and only if its entry is in
+the journal; that, and every expiry, is written before anybody hears of it. Carries no tensor: of a
+contribution it knows the digests, of a result the digest that all members report.
+
+    round/3    {timeline, attempt, expired_in_a_row, missing, record, state_digest} of fragment 3
+
+Source: protocol.md section 11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import blake3
+from google.protobuf.message import Message
+
+from diloco.coordinator.grants import sign
+from diloco.coordinator.journal import Journal
+from diloco.coordinator.membership import Membership
+from diloco.errors import AggregationError, QuorumLost
+from diloco.outer.fragments import Plan
+from diloco.rounds.allreduce import (
+    AllReduceRounds,
+    Assigned,
+    Commit,
+    DeciderInstruction,
+    Prepared,
+    commit_record,
+)
+from diloco.rounds.allreduce_messages import arrivals_of, assignment_message
+from diloco.rounds.messages import SUBMIT_STATUS, key_of, outcome_message
+from diloco.rounds.state import Admission, Lost, PastRound, RecordExpiry, RoundRules
+from protos import allreduce_pb2 as wire
+from protos import fragment_pb2
+from protos.control_pb2 import ROLE_ISLAND, FragmentStatus, Grant
+from transport.contracts import Handlers, IncomingCall, Reply
+
+logger = logging.getLogger(__name__)
+
+_MAX_POLL_S = 60.0
+_NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
+
+
+@dataclass(frozen=True, slots=True)
+class DeciderRules:
+    """What the decider obeys.
+
+    Args:
+        round_deadline_s: Seconds from the first contribution to the close, and from the close to
+            the commit.
+        downlink_codec: Of published versions; a flush is published in float32.
+        retained_versions: Past rounds whose outcomes are remembered.
+    """
+
+    round_deadline_s: float
+    downlink_codec: str
+    retained_versions: int
+
+
+@dataclass(slots=True)
+class _Standing:
+    """A fragment's newest commit record, and what is durable beside it."""
+
+    rounds: AllReduceRounds
+    record: Mapping[str, Any] | None = None  # JSON values
+    state_digest: bytes = b""
+    expired_in_a_row: int = 0
+    published_at: float = 0.0
+
+
+class Decider:
+    """Decides the rounds of all fragments of one timeline; begins once the plan is known."""
+
+    def __init__(
+        self,
+        *,
+        membership: Membership,
+        journal: Journal,
+        secret: bytes,
+        rules: DeciderRules,
+        decider_id: str,
+        is_granted: Callable[[Grant], bool],
+        on_status: Callable[[FragmentStatus], None],
+        on_lost: Callable[[str, int], None],
+    ) -> None:
+        """Assign only; the journal must be open and its entries applied to `membership`.
+
+        Args:
+            membership: Of the run.
+            journal: Its durable memory.
+            secret: The run's.
+            rules: What is obeyed.
+            decider_id: Random, one a start: peers tell everything again to a new one.
+            is_granted: Whether a grant is an island's, valid and of its newest start.
+            on_status: Hears how a fragment stands after every change.
+            on_lost: Hears, once, why the run cannot go on, and the exit code.
+        """
+        self._membership = membership
+        self._journal = journal
+        self._secret = hmac.new(secret, b"peers", hashlib.sha256).digest()
+        self._rules = rules
+        self._id = decider_id
+        self._is_granted = is_granted
+        self._on_status = on_status
+        self._on_lost = on_lost
+        self._standings: dict[int, _Standing] = {}
+        self._peers: dict[str, wire.Peer] = {}
+        self._sequence = 0
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._fatal: fragment_pb2.Fatal | None = None
+
+    @property
+    def handlers(self) -> Handlers:
+        """Method name -> handler."""
+        return {
+            "allreduce.poll": self._poll,
+            "allreduce.declare": self._declare,
+            "allreduce.decline": self._decline,
+            "allreduce.prepared": self._prepared,
+            "allreduce.found": self._found,
+            "allreduce.record": self._record,
+        }
+
+    def stop(self) -> None:
+        """Let no more time pass."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # -- beginning -------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Take the fragments from the plan, and what is durable of them from the journal."""
+        if self._standings or not self._membership.plan_json:
+            return
+        entries = self._journal.entries()
+        past = self._past()
+        membership, now = self._membership, _now()
+        for fragment in Plan.from_json(membership.plan_json).fragments:
+            p = fragment.fragment_id
+            rounds = AllReduceRounds(
+                p,
+                membership.timeline,
+                RoundRules(
+                    members=membership.islands,
+                    num_lanes=len(fragment.lanes),
+                    deadline_s=self._rules.round_deadline_s,
+                ),
+            )
+            standing = self._standings[p] = _Standing(rounds)
+            for island, member in membership.members.items():
+                if member.incarnation and member.timeline == membership.timeline:
+                    rounds.granted(island, member.incarnation, now)
+            saved = json.loads(entries.get(_entry_key(p), "null"))
+            if saved is None or saved["timeline"] != membership.timeline:
+                continue
+            standing.record = saved["record"]
+            standing.state_digest = bytes.fromhex(saved["state_digest"])
+            standing.expired_in_a_row = saved["expired_in_a_row"]
+            instructions: list[DeciderInstruction] = list(
+                rounds.rounds.founded(
+                    saved["record"]["version"],
+                    saved["attempt"],
+                    past.get(p, {}),
+                    now,
+                    expired_in_a_row=saved["expired_in_a_row"],
+                    missing=tuple(saved["missing"]),
+                )
+            )
+            self._perform(standing, instructions)
+
+    def _past(self) -> dict[int, dict[int, PastRound]]:
+        """Read the outcomes of the last rounds from the tape, by fragment and base version."""
+        past: dict[int, dict[int, PastRound]] = {}
+        for text in self._journal.tape():
+            header = json.loads(text)
+            if header["timeline"] != self._membership.timeline or header["version"] == 0:
+                continue
+            rounds = past.setdefault(header["fragment_id"], {})
+            rounds[header["version"] - 1] = PastRound(
+                header["attempt"],
+                frozenset((c["island"], c["incarnation"]) for c in header["contributors"]),
+                header["refused"],
+            )
+            rounds.pop(header["version"] - 2 - self._rules.retained_versions, None)
+        return past
+
+    # -- handlers --------------------------------------------------------------------------------
+
+    async def _poll(self, call: IncomingCall) -> Reply:
+        request = wire.PollRequest.FromString(call.header)
+        if not self._accepts(request.grant):
+            return _reply(wire.PollReply(is_fenced=True, message=_NOT_CURRENT))
+        island = request.grant.island
+        peer = wire.Peer(
+            island=island,
+            incarnation=request.grant.incarnation,
+            address=request.address,
+            mac_digest=blake3.blake3(self._peer_grant(request.grant).mac).digest(),
+        )
+        if self._peers.get(island) != peer:
+            self._peers[island] = peer
+            self._notify()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
+                while not self._is_news(request):
+                    await self._changed.wait()
+        return _reply(self._poll_reply(request))
+
+    def _is_news(self, request: wire.PollRequest) -> bool:
+        if (request.decider_id, request.sequence) != (self._id, self._sequence):
+            return True
+        return bool(self._outcomes(request)) or not self._is_granted(request.grant)
+
+    def _poll_reply(self, request: wire.PollRequest) -> wire.PollReply:
+        if not self._is_granted(request.grant):
+            message = f"a newer start of island {request.grant.island!r} has joined"
+            return wire.PollReply(is_fenced=True, message=message)
+        return wire.PollReply(
+            decider_id=self._id,
+            sequence=self._sequence,
+            fragments=[
+                self._announcement(standing, request.grant.island)
+                for standing in self._standings.values()
+            ],
+            outcomes=self._outcomes(request),
+            peers=self._peers.values(),
+            peer_grant=self._peer_grant(request.grant),
+            fatal=self._fatal,
+        )
+
+    def _outcomes(self, request: wire.PollRequest) -> list[fragment_pb2.Outcome]:
+        found = []
+        for key in request.outstanding:
+            standing = self._standings.get(key.fragment_id)
+            outcome = standing and standing.rounds.rounds.outcome(
+                key_of(key), request.grant.island, request.grant.incarnation
+            )
+            if outcome:
+                found.append(outcome_message(outcome))
+        return found
+
+    def _announcement(self, standing: _Standing, island: str) -> wire.Announcement:
+        rounds = standing.rounds.rounds
+        assignment = standing.rounds.assignment
+        return wire.Announcement(
+            fragment_id=rounds.fragment_id,
+            is_founded=standing.record is not None,
+            version=rounds.version,
+            attempt=rounds.attempt,
+            is_open=rounds.is_open,
+            wants_initial=standing.record is None and self._is_founder(island),
+            state_digest=standing.state_digest,
+            assignment=None if assignment is None else assignment_message(assignment),
+        )
+
+    async def _declare(self, call: IncomingCall) -> Reply:
+        request = wire.DeclareRequest.FromString(call.header)
+        reply = fragment_pb2.SubmitReply()
+        admission = Admission.FENCED
+        if self._accepts(request.grant):
+            admission = Admission.INVALID
+            standing = self._standings.get(request.key.fragment_id)
+            lanes = arrivals_of(request)
+            if standing is not None and len(lanes) == standing.rounds.rounds.rules.num_lanes:
+                admission, instructions = standing.rounds.declared(lanes, _now())
+                self._perform(standing, instructions)
+                rounds, grant = standing.rounds.rounds, request.grant
+                outcome = rounds.outcome(key_of(request.key), grant.island, grant.incarnation)
+                if outcome is not None:
+                    reply.outcome.CopyFrom(outcome_message(outcome))
+                reply.message = f"{key_of(request.key)} is {standing.rounds.phase}"
+        reply.status = SUBMIT_STATUS[admission]
+        return _reply(reply)
+
+    async def _decline(self, call: IncomingCall) -> Reply:
+        request = fragment_pb2.DeclineRequest.FromString(call.header)
+        standing = self._standings.get(request.key.fragment_id)
+        if not self._accepts(request.grant):
+            return _ack(_NOT_CURRENT, is_fenced=True)
+        if standing is not None:
+            key, grant = key_of(request.key), request.grant
+            reason = f"declined: {request.reason}"
+            self._perform(
+                standing,
+                standing.rounds.refused(key, grant.island, grant.incarnation, reason, _now()),
+            )
+        return _ack("")
+
+    async def _prepared(self, call: IncomingCall) -> Reply:
+        request = wire.PreparedRequest.FromString(call.header)
+        if not self._accepts(request.grant):
+            return _ack(_NOT_CURRENT, is_fenced=True)
+        standing = self._standings.get(request.fragment_id)
+        if standing is not None:
+            voter = request.grant.island, request.grant.incarnation, request.assignment_id
+            if request.broken:
+                logger.error("result refused, island=%s: %s", voter[0], request.broken)
+                instructions = standing.rounds.broken(*voter, request.broken, _now())
+            else:
+                prepared = Prepared(tuple(request.lane_digests), request.state_digest)
+                instructions = standing.rounds.prepared(*voter, prepared, _now())
+            self._perform(standing, instructions)
+        return _ack("")
+
+    async def _found(self, call: IncomingCall) -> Reply:
+        request = wire.FoundRequest.FromString(call.header)
+        if not self._accepts(request.grant):
+            return _ack(_NOT_CURRENT, is_fenced=True)
+        record = json.loads(request.record_json)
+        standing = self._standings.get(record["fragment_id"])
+        if standing is None:
+            return _ack("the run has no such fragment")
+        if standing.record is None:
+            if not self._is_founder(request.grant.island):
+                return _ack("not everybody has joined, or another island founds the run")
+            if record["version"] > 0 and self._membership.timeline == 0:
+                return _ack(
+                    f"the journal knows nothing of version {record['version']}: it is not the one "
+                    f"that this run was decided by"
+                )
+            self._write(standing, record, request.state_digest)
+            found = standing.rounds.rounds.founded(record["version"], 0, {}, _now())
+            self._perform(standing, list(found))
+        return _ack("")
+
+    async def _record(self, call: IncomingCall) -> Reply:
+        request = wire.RecordRequest.FromString(call.header)
+        standing = self._standings.get(request.fragment_id)
+        if not self._accepts(request.grant):
+            return _reply(wire.RecordReply(message=_NOT_CURRENT))
+        if standing is None or standing.record is None:
+            return _reply(wire.RecordReply(message="no version is committed"))
+        return _reply(
+            wire.RecordReply(
+                record_json=json.dumps(standing.record), state_digest=standing.state_digest
+            )
+        )
+
+    # -- what the machines decide ----------------------------------------------------------------
+
+    def _perform(self, standing: _Standing, instructions: Iterable[DeciderInstruction]) -> None:
+        """Carry out what a machine decided, in order; then set the alarm and tell the news."""
+        rounds = standing.rounds
+        for instruction in instructions:
+            match instruction:
+                case Assigned(assignment):
+                    logger.debug("assigned, key=%s", assignment.key)
+                case Commit(assignment, prepared):
+                    codec = "float32" if assignment.is_flush else self._rules.downlink_codec
+                    standing.expired_in_a_row = 0
+                    record = commit_record(assignment, prepared, codec)
+                    self._write(standing, record, prepared.state_digest)
+                    follow = rounds.committed(assignment.key, _now())
+                    oldest = rounds.rounds.version - self._rules.retained_versions
+                    rounds.rounds.forget_before(oldest)
+                    self._perform(standing, follow)
+                case RecordExpiry(key, reason, missing):
+                    logger.warning("round expired, key=%s: %s", key, reason)
+                    standing.expired_in_a_row += 1
+                    assert standing.record is not None
+                    attempt = key.attempt + 1
+                    self._write(standing, standing.record, standing.state_digest, attempt, missing)
+                    self._perform(standing, rounds.expiry_recorded(key, _now()))
+                case Lost():
+                    self._lose(instruction)
+        self._on_status(self._status(standing))
+        self._notify()
+        self._set_alarm()
+
+    def _write(
+        self,
+        standing: _Standing,
+        record: Mapping[str, Any],
+        state_digest: bytes,
+        attempt: int = 0,
+        missing: Sequence[str] = (),
+    ) -> None:
+        """Make the newest version, and the next attempt at the one after it, durable."""
+        p, timeline = record["fragment_id"], self._membership.timeline
+        value = {
+            "timeline": timeline,
+            "attempt": attempt,
+            "expired_in_a_row": standing.expired_in_a_row,
+            "missing": list(missing),
+            "record": record,
+            "state_digest": state_digest.hex(),
+        }
+        # What a resume begins from is a version of the earlier timeline: it is indexed there.
+        is_own = record["timeline"] == timeline
+        header = json.dumps(record, sort_keys=True)
+        rounds = [(timeline, p, record["version"], header)] if is_own else []
+        self._journal.write([(_entry_key(p), json.dumps(value))], rounds)
+        if record is not standing.record:
+            standing.published_at = _now()
+        standing.record, standing.state_digest = record, state_digest
+
+    def _lose(self, lost: Lost) -> None:
+        reason = f"fragment {lost.key.fragment_id}: {lost.reason}"
+        if lost.missing:
+            commands = "; ".join(f"diloco island RUN.toml --island {m}" for m in lost.missing)
+            reason += (
+                f". The run stops (on_member_lost = stop). Resume it from its newest checkpoint "
+                f"(diloco coordinator RUN.toml --resume), or start it again in an empty "
+                f"coordinator.state_dir, with every island, among them: {commands}"
+            )
+        if self._fatal is None:  # the first reason stays, so that all islands hear the same
+            code = AggregationError.exit_code if lost.is_numeric else QuorumLost.exit_code
+            self._fatal = fragment_pb2.Fatal(exit_code=code, reason=reason)
+            self._on_lost(reason, code)
+
+    def _status(self, standing: _Standing) -> FragmentStatus:
+        rounds, record = standing.rounds.rounds, standing.record
+        return FragmentStatus(
+            fragment_id=rounds.fragment_id,
+            version=rounds.version,
+            attempt=rounds.attempt,
+            digest=record["digest"] if record else "",
+            contributors=[c["island"] for c in record["contributors"]] if record else [],
+            age_s=_now() - standing.published_at,
+            phase=standing.rounds.phase,
+        )
+
+    def _set_alarm(self) -> None:
+        self.stop()
+        wake = min(standing.rounds.next_wake for standing in self._standings.values())
+        if wake < float("inf"):
+            self._timer = asyncio.get_running_loop().call_at(wake, self._tick)
+
+    def _tick(self) -> None:
+        for standing in self._standings.values():
+            if standing.rounds.next_wake <= _now():
+                self._perform(standing, standing.rounds.tick(_now()))
+        self._set_alarm()
+
+    # -- grants ----------------------------------------------------------------------------------
+
+    def _accepts(self, grant: Grant) -> bool:
+        """Check a grant; a new start of an island fences its earlier ones in every round."""
+        if not self._is_granted(grant):
+            return False
+        self._begin()
+        for standing in self._standings.values():
+            instructions = standing.rounds.granted(grant.island, grant.incarnation, _now())
+            if instructions:
+                self._perform(standing, instructions)
+        return True
+
+    def _is_founder(self, island: str) -> bool:
+        return island == self._membership.islands[0] and self._membership.have_all_joined
+
+    def _peer_grant(self, grant: Grant) -> Grant:
+        """Sign what an island shows to other peers: they could not use it here."""
+        peer_grant = Grant(
+            run=grant.run,
+            timeline=grant.timeline,
+            island=grant.island,
+            incarnation=grant.incarnation,
+            roles=[ROLE_ISLAND],
+        )
+        return sign(peer_grant, self._secret)
+
+    def _notify(self) -> None:
+        """Wake all polls; whoever waits holds the event that is set here."""
+        self._sequence += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _entry_key(fragment_id: int) -> str:
+    return f"round/{fragment_id}"
+
+
+def _ack(problem: str, *, is_fenced: bool = False) -> Reply:
+    return _reply(fragment_pb2.Ack(is_accepted=not problem, message=problem, is_fenced=is_fenced))
+
+
+def _reply(message: Message) -> Reply:
+    return Reply(message.SerializeToString())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,186 @@
+"""Composition root of an island's peer: store, server, ways out, in the leader's IO thread.
+
+    peers/ISLAND/syncer/   below coordinator.state_dir: the peer's store, laid out as a syncer's is
+    peers/ISLAND/          resolved.toml beside it, so that `diloco export` reads it like a run's
+
+One start of an island holds the store at a time. A store of an earlier timeline is taken back to
+the checkpoint that the run was resumed from; where that is not known any more, it is set aside, and
+the state comes from another island.
+
+Source: protocol.md sections 9 and 11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from diloco.config.load import resolved_toml
+from diloco.config.schema import Config
+from diloco.durable import make_directory_durably, read_json, write_durably, write_json
+from diloco.errors import IslandFailed
+from diloco.launch.address import listen, local_address, peer_address
+from diloco.launch.build import build_publication_rules
+from diloco.launch.disk import num_unsure_checkpoints
+from diloco.launch.security import Security
+from diloco.launch.state_dir import Held, StateDir, Timeline, hold, read_timeline
+from diloco.launch.syncer import take_to_timeline
+from diloco.launch.tensor_thread import TensorThread
+from diloco.outer.fragments import Plan
+from diloco.sync.peer import Peer, PeerRules
+from diloco.sync.peer_calls import PeerCalls
+from protos.control_pb2 import JoinReply
+from transport.contracts import Server, Transport
+from transport.hivemind_address import is_peer_address
+from transport.retry import RetryPolicy
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_DRAIN_S = 0.5
+#: Seconds in which an earlier start of the island has let go of the store.
+_HELD_S = 20.0
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPeer:
+    """A peer that is served; `address` is for the ranks of its own island."""
+
+    peer: Peer
+    address: str
+    _server: Server
+    _held: contextlib.ExitStack
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that went to other islands."""
+        return self.peer.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes that came from other islands."""
+        return self.peer.bytes_down
+
+    async def stop(self) -> None:
+        """Serve nobody any more, and let go of the store."""
+        await self._server.stop(_DRAIN_S)
+        await self.peer.stop()
+        self._held.close()
+
+
+async def start_peer(
+    config: Config,
+    plan: Plan,
+    reply: JoinReply,
+    *,
+    security: Security,
+    decider: Transport,
+    connect: Callable[[str], Transport],
+    rng: random.Random,
+    complete_checkpoints: Callable[[], Sequence[int] | None],
+) -> RunningPeer:
+    """Start the peer of the selected island.
+
+    Args:
+        config: With the coordinator's policy, and the island selected.
+        plan: The run's.
+        reply: The coordinator's answer to the join.
+        security: What the island shows and asks for.
+        decider: The way to the coordinator; the peer's from here on.
+        connect: Opens the way to the peer of another island, at its address.
+        rng: Draws the waits between repeated calls.
+        complete_checkpoints: Inner steps of the run checkpoints that every island has.
+
+    Raises:
+        ConfigError: If it cannot listen, or its store cannot be taken to the run's timeline.
+        IslandFailed: If another start of the island holds the store.
+    """
+    state = StateDir(Path(config.coordinator.state_dir).absolute()).peer(config.island_id)
+    make_directory_durably(state.store)
+    held = contextlib.ExitStack()
+    await _hold(held, state)
+    worker = held.enter_context(TensorThread())
+    await worker.run(lambda: _take_to_timeline(state, plan, reply))
+    write_durably(state.resolved, [resolved_toml(config).encode()])
+    write_durably(state.plan, [plan.to_json().encode()])
+    transport = config.transport
+    peer = Peer(
+        plan,
+        state.store,
+        PeerRules(
+            publication=build_publication_rules(config),
+            retained_versions=config.outer.retained_versions,
+            num_unsure_pins=num_unsure_checkpoints(config),
+            unreachable_s=transport.unreachable_s,
+        ),
+        calls=PeerCalls(
+            decider,
+            reply.grant,
+            connect,
+            rpc_deadline_s=transport.rpc_timeout_s,
+            policy=RetryPolicy(
+                first_wait_s=transport.retry.first_wait_s,
+                max_wait_s=transport.retry.max_wait_s,
+                budget_s=transport.unreachable_s,
+            ),
+            rng=rng,
+        ),
+        grant=reply.grant,
+        worker=worker,
+        complete_checkpoints=complete_checkpoints,
+    )
+    await peer.start()
+    server = await listen(
+        config.island.peer_listen,
+        read_json(state.bound) or "",
+        peer.handlers,
+        security=security,
+        chunk_bytes=transport.chunk_bytes,
+    )
+    write_json(state.bound, server.address)
+    public = peer_address(server.address, config.island)
+    peer.serve(public)
+    own = local_address(server.address)
+    if own != public and not is_peer_address(public):
+        own = f"{own},{public}"  # ranks on other hosts of the island cannot take the first
+    logger.info("peer serves, island=%s address=%s", config.island_id, public)
+    return RunningPeer(peer, own, server, held)
+
+
+async def _hold(held: contextlib.ExitStack, state: StateDir) -> None:
+    until = asyncio.get_running_loop().time() + _HELD_S
+    while True:
+        try:
+            held.enter_context(hold(state.store_lock))
+            return
+        except Held as error:
+            if asyncio.get_running_loop().time() > until:
+                raise IslandFailed(
+                    f"an earlier start of this island does not let go of its records: {error}. "
+                    f"End that process"
+                ) from error
+        await asyncio.sleep(_LOOK_S)
+
+
+def _take_to_timeline(state: StateDir, plan: Plan, reply: JoinReply) -> None:
+    stored, number = read_timeline(state.store_timeline), reply.grant.timeline
+    if stored.number == number:
+        return
+    records = list(state.store.glob("fragment-*"))
+    if records and reply.is_resumed:
+        take_to_timeline(state, plan, Timeline(number, reply.resume_step))
+        return
+    # The others went on from the resumed checkpoint: what is newest comes from them.
+    aside = state.store / f"abandoned-timeline-{stored.number:04d}"
+    aside.mkdir(exist_ok=True)
+    for directory in records:
+        directory.rename(aside / directory.name)
+    Timeline(number, reply.resume_step).write(state.store_timeline)

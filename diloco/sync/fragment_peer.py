@@ -1,0 +1,469 @@
+"""One fragment at a peer: holds its island's contribution, and does what `duty` says.
+
+Runs in the loop of the peer; tensors and files are the worker's. What the decider announces is
+heard between any two steps, so a reduction that is no longer wanted is cancelled.
+
+Source: protocol.md section 11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from diloco.compression.lanes import lane_codec
+from diloco.errors import AggregationError, CodecError, CoordinatorUnavailable, QuorumLost
+from diloco.outer.fragments import Fragment
+from diloco.rounds.allreduce import Announced, Assignment, Duty, duty
+from diloco.rounds.allreduce_messages import announced_of
+from diloco.rounds.messages import key_message, outcome_of
+from diloco.rounds.record import STATE_SECTIONS
+from diloco.rounds.service import Worker
+from diloco.rounds.state import Outcome, OutcomeKind, RoundKey
+from diloco.sync.peer_calls import PeerCalls
+from diloco.sync.replica import SECTIONS, Reduced, Replica, state_digest
+from diloco.sync.tasks import Tasks, wait_for
+from protos import allreduce_pb2 as wire
+from protos import fragment_pb2
+from protos.control_pb2 import Grant
+from transport.contracts import Buffer
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: Lanes of a fragment that are pulled at once, of those owned here and of the others.
+_LANES_IN_FLIGHT = 4
+_ASK_AGAIN_S = 0.25
+
+
+@dataclass(slots=True)
+class Own:
+    """The contribution of this island that has no end yet, or its decline.
+
+    `header` says what it is, the lanes are (payload, digest); `told` is the start of the decider
+    that knows of it.
+    """
+
+    key: RoundKey
+    header: fragment_pb2.SubmitHeader = field(default_factory=fragment_pb2.SubmitHeader)
+    lanes: dict[int, tuple[Buffer, bytes]] = field(default_factory=dict)
+    decline_reason: str = ""
+    told: str = ""
+    outcome: Outcome | None = None
+
+
+class FragmentPeer:
+    """One fragment at the peer of an island."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        calls: PeerCalls,
+        grant: Grant,
+        worker: Worker,
+        tasks: Tasks,
+        *,
+        unreachable_s: float,
+    ) -> None:
+        """Assign only; after `unreachable_s` without a member to heal from it gives up."""
+        self.replica = replica
+        self.announcement = wire.Announcement()
+        self.announced = Announced()
+        self.own: Own | None = None
+        self.initial: dict[int, Buffer] = {}
+        self._calls = calls
+        self._grant = grant
+        self._worker = worker
+        self._tasks = tasks
+        self._unreachable_s = unreachable_s
+        self._decider_id = ""
+        self._reported: tuple[str, bytes] = "", b""
+        self._own_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
+        self._other_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
+
+    @property
+    def fragment(self) -> Fragment:
+        """Of the run's plan."""
+        return self.replica.fragment
+
+    def hear(self, decider_id: str, announcement: wire.Announcement) -> None:
+        """Take in what the decider says of this fragment."""
+        self._decider_id = decider_id
+        self.announcement, self.announced = announcement, announced_of(announcement)
+
+    # -- what the island's ranks see -------------------------------------------------------------
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the newest version here is the one that the decider has committed."""
+        held = self.replica
+        return (held.version, held.state_digest) == (
+            self.announced.version,
+            self.announced.state_digest,
+        )
+
+    def state(self) -> fragment_pb2.FragmentState:
+        """Return what a carrier may know: versions that are durable here, and committed."""
+        record = self.replica.record
+        state = fragment_pb2.FragmentState(
+            fragment_id=self.fragment.fragment_id,
+            attempt=self.announced.attempt if self.is_current else 0,
+            is_open=self.announcement.is_open and self.is_current,
+            wants_initial=self._wants_initial,
+        )
+        if record is not None and self.announced.version >= record.version:
+            state.is_founded = True
+            state.version = record.version
+            state.digest = record.digest
+            state.lane_digests.extend(record.lane_digests)
+            state.contributors.extend(c.island for c in record.contributors)
+            state.payload_codec = record.payload_codec
+            state.sent_at_inner_step = record.sent_at_inner_step
+            state.is_flush = record.is_flush
+        return state
+
+    @property
+    def _wants_initial(self) -> bool:
+        is_wanted = self.announcement.wants_initial or self.announced.version == 0
+        return is_wanted and self.replica.record is None and not self._has_initial
+
+    @property
+    def _has_initial(self) -> bool:
+        return len(self.initial) == len(self.fragment.lanes)
+
+    # -- the island's contribution ---------------------------------------------------------------
+
+    def begin(self, own: Own) -> None:
+        """Make `own` what the island contributes, or declines; it is told once it is whole."""
+        self.own = own
+        self._tasks.spawn(self._tell(own))
+
+    async def _tell(self, own: Own) -> None:
+        """Have the decider know of it, whichever runs, until it has its end."""
+        while self.own is own and not self._is_over(own):
+            news = self._tasks.news
+            is_whole = bool(own.decline_reason) or len(own.lanes) == len(self.fragment.lanes)
+            if not is_whole or not self._decider_id or own.told == self._decider_id:
+                await news.wait()
+                continue
+            decider_id = self._decider_id
+            if own.decline_reason:
+                await self._calls.tell(
+                    "allreduce.decline",
+                    fragment_pb2.DeclineRequest(
+                        key=key_message(own.key), reason=own.decline_reason
+                    ),
+                )
+                # Before its round is open a decline does nothing: it is said until it has its end.
+                if own.outcome is not None:
+                    own.told = decider_id
+                await wait_for(news, _ASK_AGAIN_S)
+            elif await self._is_declared(own):
+                own.told = decider_id
+            else:
+                await wait_for(news, _ASK_AGAIN_S)
+
+    def _is_over(self, own: Own) -> bool:
+        if own.outcome is not None and own.outcome.kind is not OutcomeKind.REFUSED:
+            return True
+        return own.key.version < self.announced.version
+
+    async def _is_declared(self, own: Own) -> bool:
+        header = own.header
+        reply = await self._calls.declare(
+            wire.DeclareRequest(
+                key=header.key,
+                sent_at_inner_step=header.sent_at_inner_step,
+                weight_tokens=header.weight_tokens,
+                weight_steps=header.weight_steps,
+                is_flush=header.is_flush,
+                lane_digests=[own.lanes[lane.lane_id][1] for lane in self.fragment.lanes],
+            )
+        )
+        if reply.HasField("outcome"):
+            self.take_outcome(outcome_of(reply.outcome))
+        if reply.status == fragment_pb2.SUBMIT_STATUS_INVALID:
+            raise CodecError(f"the decider cannot accept {own.key}: {reply.message}")
+        # A fence is news of the poll.
+        return reply.status not in (
+            fragment_pb2.SUBMIT_STATUS_NOT_OPEN,
+            fragment_pb2.SUBMIT_STATUS_FENCED,
+        )
+
+    def take_outcome(self, outcome: Outcome) -> None:
+        """Take note of how the island's contribution ended."""
+        if self.own is not None and self.own.key == outcome.key:
+            self.own.outcome = outcome
+            self._tasks.notify()
+
+    # -- what the peer does ----------------------------------------------------------------------
+
+    async def tend(self) -> None:
+        """Do what has to be done, as it is announced; never ends.
+
+        Raises:
+            DilocoError: If the island cannot go on.
+        """
+        while True:
+            news = self._tasks.news
+            if await self._act():
+                self._tasks.notify()
+            else:
+                await news.wait()
+
+    async def _act(self) -> bool:
+        """Do one thing; false when there is nothing to do before the next news."""
+        replica, announced = self.replica, self.announced
+        if replica.record is None and self._has_initial and announced.version <= 0:
+            return await self._found()
+        match duty(replica.version, replica.state_digest, replica.staged, announced):
+            case Duty.FOUND:
+                return await self._tell_founded()
+            case Duty.PROMOTE:
+                await replica.promote(self._worker)
+                return True
+            case Duty.HEAL:
+                if self._wants_initial:  # the island's own may be the same, and need no link
+                    return False
+                return await self._heal()
+            case Duty.REDUCE:
+                assert announced.assignment is not None
+                return await self._reduce_while_wanted(announced.assignment)
+            case Duty.REPORT:
+                return await self._report()
+            case Duty.STOP:
+                raise QuorumLost(
+                    f"fragment {self.fragment.fragment_id}: this island holds version "
+                    f"{replica.version}, the coordinator's journal ends at {announced.version}: "
+                    f"it is a copy from another day. Bring the newest back, or resume a "
+                    f"checkpoint: diloco coordinator RUN.toml --resume"
+                )
+            case _:
+                return False
+
+    async def _found(self) -> bool:
+        """Make version 0 of the island's initial parameters, if they are the run's."""
+        record = self.replica.founding(self.initial, self._grant.timeline)
+        digest = await self._worker.run(lambda: state_digest(record.lanes))
+        if self.announced.version < 0 and not self.announcement.wants_initial:
+            return False
+        if self.announced.version == 0 and digest != self.announced.state_digest:
+            return await self._heal()
+        await self.replica.take(record, self._worker)
+        self.initial = {}
+        return True
+
+    async def _tell_founded(self) -> bool:
+        if not self.announcement.wants_initial:
+            return False
+        record = self.replica.record
+        assert record is not None
+        ack = await self._calls.tell(
+            "allreduce.found",
+            wire.FoundRequest(
+                record_json=json.dumps(record.header()), state_digest=self.replica.state_digest
+            ),
+        )
+        if not ack.is_accepted:
+            logger.info("the run is not founded yet: %s", ack.message)
+            await asyncio.sleep(_ASK_AGAIN_S)
+        return not ack.is_accepted
+
+    async def _report(self) -> bool:
+        """Say PREPARED, once to each start of the decider."""
+        staged = self.replica.staged
+        assert staged is not None
+        reporting = self._decider_id, staged.assignment_id
+        if self._reported == reporting:
+            return False
+        await self._calls.tell(
+            "allreduce.prepared",
+            wire.PreparedRequest(
+                fragment_id=self.fragment.fragment_id,
+                assignment_id=staged.assignment_id,
+                lane_digests=self.replica.staged_lane_digests,
+                state_digest=staged.state_digest,
+            ),
+        )
+        self._reported = reporting
+        return True
+
+    # -- reducing --------------------------------------------------------------------------------
+
+    async def _reduce_while_wanted(self, assignment: Assignment) -> bool:
+        """Come to the result and stage it, unless the decider announces something else first."""
+        if self._reported == (self._decider_id, assignment.id):
+            return False  # as one that cannot be used
+        work = asyncio.create_task(self._reduce(assignment))
+        try:
+            while not work.done() and self._is_wanted(assignment):
+                news = asyncio.create_task(self._tasks.news.wait())
+                await asyncio.wait({work, news}, return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+            if not work.done():
+                return True
+            await work
+        except (AggregationError, CodecError) as error:
+            logger.error("result not usable, key=%s: %s", assignment.key, error)
+            await self._calls.tell(
+                "allreduce.prepared",
+                wire.PreparedRequest(
+                    fragment_id=self.fragment.fragment_id,
+                    assignment_id=assignment.id,
+                    broken=str(error),
+                ),
+            )
+            self._reported = self._decider_id, assignment.id
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        return True
+
+    def _is_wanted(self, assignment: Assignment) -> bool:
+        wanted = self.announced.assignment
+        return wanted is not None and wanted.id == assignment.id
+
+    async def _reduce(self, assignment: Assignment) -> None:
+        replica = self.replica
+        replica.begin(assignment)
+        self._tasks.notify()  # others may be waiting for lanes that are owned here
+        lanes = await _all_of(self._lane(assignment, lane.lane_id) for lane in self.fragment.lanes)
+        await self._worker.run(lambda: replica.stage(assignment, lanes))
+
+    async def _lane(self, assignment: Assignment, lane_id: int) -> Reduced:
+        owner, island, replica = assignment.owner(lane_id), self._grant.island, self.replica
+        if owner == island:
+            async with self._own_lanes:
+                payloads = await _all_of(
+                    self._contribution(assignment, c.island, c.lane_digests[lane_id], lane_id)
+                    for c in assignment.contributors
+                )
+                names = [c.island for c in assignment.contributors]
+                contributions = dict(zip(names, payloads, strict=True))
+                reduced = await self._worker.run(
+                    lambda: replica.reduce(assignment, lane_id, contributions)
+                )
+            replica.reduced[lane_id] = reduced
+            self._tasks.notify()
+            return reduced
+        async with self._other_lanes:
+            result = await self._calls.pull(
+                owner,
+                "allreduce.result",
+                wire.ResultHeader(
+                    fragment_id=self.fragment.fragment_id,
+                    lane_id=lane_id,
+                    assignment_id=assignment.id,
+                ),
+                num_bytes=replica.result_bytes(assignment, lane_id, island),
+            )
+            own: Buffer = b""
+            if (mine := assignment.contributor(island)) is not None:
+                digest = mine.lane_digests[lane_id]
+                own = await self._contribution(assignment, island, digest, lane_id)
+            return await self._worker.run(
+                lambda: replica.follow(assignment, lane_id, island, result, own)
+            )
+
+    async def _contribution(
+        self, assignment: Assignment, island: str, digest: bytes, lane_id: int
+    ) -> Buffer:
+        if island != self._grant.island:
+            return await self._calls.pull(
+                island,
+                "allreduce.contribution",
+                wire.ContributionHeader(key=key_message(assignment.key), lane_id=lane_id),
+                num_bytes=self.replica.contribution_bytes(lane_id),
+                digest=digest,
+            )
+        payload, own_digest = self.own.lanes[lane_id] if self.own is not None else (b"", b"")
+        assert own_digest == digest, f"{assignment.key} counts what this start never declared"
+        return payload
+
+    async def result(self, header: wire.ResultHeader) -> Buffer | None:
+        """Return the result of a lane that is owned here; waits for it, None if it takes long."""
+        replica, wanted = self.replica, header.assignment_id
+        try:
+            async with asyncio.timeout(_ASK_AGAIN_S * 20):
+                while replica.reduced_id != wanted or header.lane_id not in replica.reduced:
+                    await self._tasks.news.wait()
+        except TimeoutError:
+            return None
+        assignment = self.announced.assignment
+        if assignment is None or assignment.id != wanted:
+            return None
+        return replica.result_for(assignment, header.lane_id, header.grant.island)
+
+    # -- healing ---------------------------------------------------------------------------------
+
+    async def _heal(self) -> bool:
+        """Take the committed version from any member that has it.
+
+        Raises:
+            CoordinatorUnavailable: If none could be had for `unreachable_s` seconds.
+        """
+        loop, p = asyncio.get_running_loop(), self.fragment.fragment_id
+        began, wanted = loop.time(), self.announced
+        logger.info("healing, fragment=%d version=%d", p, wanted.version)
+        while loop.time() - began < self._unreachable_s:
+            reply = await self._calls.record(p)
+            for island in sorted(self._calls.peers):
+                if island != self._grant.island and await self._is_healed_by(island, reply):
+                    return True
+            await wait_for(self._tasks.news, _ASK_AGAIN_S)
+            if self.announced != wanted:
+                return True
+        raise CoordinatorUnavailable(
+            f"version {wanted.version} of fragment {p} cannot be had: no peer of another island "
+            f"gave it for {self._unreachable_s:g} s. Start those islands that have it: diloco "
+            f"island RUN.toml --island NAME"
+        )
+
+    async def _is_healed_by(self, island: str, reply: wire.RecordReply) -> bool:
+        replica, header = self.replica, json.loads(reply.record_json or "{}")
+        if not header:
+            return False
+        sections: dict[str, Buffer] = {}
+        for lane in self.fragment.lanes:
+            codec = lane_codec(header["payload_codec"], self.fragment, lane.lane_id)
+            for name in SECTIONS if header["version"] else STATE_SECTIONS:
+                is_payload = name == "payload"
+                num_bytes = codec.wire_bytes(lane.numel) if is_payload else 4 * lane.numel
+                payload, refusal = await self._calls.pull_once(
+                    island,
+                    "allreduce.state",
+                    wire.StateHeader(
+                        fragment_id=self.fragment.fragment_id,
+                        lane_id=lane.lane_id,
+                        state_digest=reply.state_digest,
+                        section=name,
+                    ),
+                    num_bytes=num_bytes,
+                )
+                if refusal:
+                    logger.debug("not healed, island=%s: %s", island, refusal)
+                    return False
+                sections[f"{name}/{lane.lane_id}"] = payload
+        record = replica.healed(header, sections)
+        if await self._worker.run(lambda: state_digest(record.lanes)) != reply.state_digest:
+            logger.warning("state of another digest than was committed, island=%s", island)
+            return False
+        await replica.take(record, self._worker)
+        logger.info("healed, fragment=%d from=%s", self.fragment.fragment_id, island)
+        return True
+
+
+async def _all_of(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Await all, and leave none behind when one fails."""
+    tasks = [asyncio.create_task(piece) for piece in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

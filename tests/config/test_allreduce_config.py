@@ -1,0 +1,73 @@
+"""What an all-reduce refuses by name, and what it moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.config.load import load_config
+from diloco.errors import ConfigError
+from diloco.launch.forecast import forecast
+from tests.run_files import write_run
+
+ALLREDUCE = "outer.exchange=allreduce"
+BEYOND = "islands.a.peer_listen=10.0.0.5:7000"
+
+
+def run_file(directory: Path, num_islands: int = 2) -> Path:
+    return write_run(directory, dict.fromkeys("abcdefghijklmnopq"[:num_islands], ""))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([ALLREDUCE, "coordinator.syncer_listen=127.0.0.1:7001"], "coordinator.syncer_listen"),
+        ([ALLREDUCE, "coordinator.syncer_address=host:7001"], "coordinator.syncer_address"),
+        ([ALLREDUCE, "coordinator.spool_memory=2GiB"], "coordinator.spool_memory"),
+        ([ALLREDUCE, "telemetry.syncer_metrics=127.0.0.1:7001"], "telemetry.syncer_metrics"),
+        (["islands.a.peer_address=host:7001"], "islands.a.peer_address"),
+        ([ALLREDUCE, BEYOND], "islands.a.peer_listen"),
+        ([ALLREDUCE, "islands.a.peer_listen=nowhere"], "islands.a.peer_listen"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(
+    tmp_path: Path, overrides: list[str], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(run_file(tmp_path), overrides)
+
+
+def test_peers_beyond_loopback_need_a_word_on_security(tmp_path: Path) -> None:
+    beyond = [BEYOND, "coordinator.listen=10.0.0.5:7001", "transport.insecure=true"]
+    config = load_config(run_file(tmp_path), [ALLREDUCE, *beyond])
+
+    assert config.islands["a"].peer_listen == "10.0.0.5:7000"
+
+
+def test_more_islands_than_can_talk_with_each_other_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="17 islands"):
+        load_config(run_file(tmp_path, 17), [ALLREDUCE])
+
+
+@pytest.mark.parametrize(
+    ("codec", "num_islands", "bytes_a_value"),
+    [
+        # (N - 1) / N (u + d + e); float32: d = 0, e = 4; int4 (0.5156): e = (N - 1) u up to 8.
+        ("float32", 2, 4.0),
+        ("float32", 4, 6.0),
+        ("int4", 2, 0.7734),
+        ("int4", 4, 1.9336),
+        ("int4", 16, 4.7168),
+    ],
+)
+def test_a_plan_counts_what_an_all_reduce_moves(
+    tmp_path: Path, codec: str, num_islands: int, bytes_a_value: float
+) -> None:
+    overrides = [ALLREDUCE, f"outer.uplink_codec={codec}", f"outer.downlink_codec={codec}"]
+
+    planned = forecast(load_config(run_file(tmp_path, num_islands), overrides))
+
+    assert planned.round_bytes_up == planned.round_bytes_down
+    # Padding to whole blocks counts as values: below 3 % of this small model.
+    assert planned.round_bytes_up / planned.parameters == pytest.approx(bytes_a_value, rel=0.03)
