@@ -61,25 +61,33 @@ class Attempt:
         """Receive what is missing of the payload; see `contracts.IncomingCall`.
 
         Raises:
-            PeerReset: If another attempt of the same call has taken over.
+            PeerReset: If another attempt of the same call has taken over, or the caller cannot be
+                told where to go on: never an OSError, which a handler takes for its own disk's.
             TransportError: As the stream and the frames do.
         """
         frames, kept = self.frames, self._kept
+        self._check_current()  # a handler may have waited for room first
+        self._is_half_way = True
         partial = frames.accept(frames.payload_bytes, kept.partial if kept else None)
         if kept is not None:
             kept.partial = partial
         if frames.resumption.is_resuming:
-            await self.stream.write(frame_position(partial.filled))
-        self._is_half_way = True
+            try:
+                await self.stream.write(frame_position(partial.filled))
+            except OSError as error:
+                raise PeerReset(f"the caller takes no position: {error!r}") from error
         while not frames.is_complete:
             message = await self.stream.read()
-            if kept is not None and kept.stream is not self.stream:
-                raise PeerReset("a newer attempt of this call goes on with it")
+            self._check_current()
             if message is None:
                 raise frames.truncated()
             frames.feed(message)
         self._is_half_way = False
         return frames.payload
+
+    def _check_current(self) -> None:
+        if self._kept is not None and self._kept.stream is not self.stream:
+            raise PeerReset("a newer attempt of this call goes on with it")
 
     async def answer(self, handlers: Handlers, call: IncomingCall) -> Answer:
         """Ask the handler, unless it has answered an earlier attempt; failures are answers."""

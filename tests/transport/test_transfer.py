@@ -1,18 +1,22 @@
-"""What is kept of broken calls, and for how long; pure."""
+"""What is kept of broken calls, and for how long; without a connection."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.contracts import Reply
+from transport.contracts import Buffer, Handlers, IncomingCall, Reply
 from transport.errors import PeerReset
 from transport.framing import FrameReader, Resumption, frame_chunks, frame_opening, frame_position
 from transport.framing import read_position as position
 from transport.loopback import run_virtual
 from transport.retry import RetryPolicy, retry
+from transport.serving import Attempt
 from transport.transfer import Kept, Partial, TransferTable
 
 
@@ -156,3 +160,100 @@ def test_a_budget_begins_anew_with_progress() -> None:
     policy = RetryPolicy(first_wait_s=1.0, max_wait_s=1.0, budget_s=1.5)
 
     assert run_virtual(retry(attempt, policy, random.Random(1), lambda: done)) == "whole"
+
+
+# -- attempts --------------------------------------------------------------------------------------
+
+NAME = b"n" * 16
+
+
+@dataclass(eq=False)
+class Caller:
+    """One attempt's stream, and the call that its handler is given."""
+
+    table: TransferTable
+    size: int = 100
+    is_resuming: bool = False
+    broken: Exception | None = None
+    method: str = "take"
+    header: bytes = b""
+    peer: str = "island"
+    caller: None = None
+    arriving: asyncio.Queue[bytes | Exception | None] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.payload_bytes = self.size
+        named = Resumption(NAME, self.is_resuming)
+        frames = FrameReader(frame_opening(b"", self.size, 50, named))
+        self.attempt = Attempt(self.table, "", frames, self)
+
+    def send(self, num_chunks: int) -> None:
+        for chunk in list(frame_chunks(bytes(self.size), 50))[:num_chunks]:
+            self.arriving.put_nowait(chunk)
+
+    async def ask(self, handlers: Handlers) -> None:
+        await self.attempt.answer(handlers, self)
+
+    async def read(self) -> bytes | None:
+        message = await self.arriving.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def write(self, message: bytes) -> None:
+        if self.broken:
+            raise self.broken
+
+    async def read_payload(self) -> Buffer:
+        return await self.attempt.read_payload()
+
+
+@pytest.mark.parametrize("broken", [ConnectionResetError(), TimeoutError()], ids=repr)
+def test_a_caller_that_takes_no_position_is_not_a_disk_that_fails(broken: OSError) -> None:
+    failures: list[Exception] = []
+
+    async def take(call: IncomingCall) -> Reply:
+        try:
+            await call.read_payload()
+        except Exception as error:
+            failures.append(error)
+            raise
+        return Reply(b"")
+
+    async def scenario() -> None:
+        table = TransferTable(kept_bytes=1000, kept_s=10.0)
+        first = Caller(table)
+        first.send(1)
+        first.arriving.put_nowait(PeerReset("cut"))
+        await first.ask({"take": take})
+        first.attempt.close()
+
+        second = Caller(table, is_resuming=True, broken=broken)
+        await second.ask({"take": take})
+        second.attempt.close()
+
+        assert [type(failure) for failure in failures] == [PeerReset, PeerReset]
+        assert table.enter("", NAME, object(), 0.0).partial == Partial(bytearray(100), 50)
+
+    run_virtual(scenario())
+
+
+def test_an_attempt_that_was_superseded_while_it_waited_leaves_what_is_kept_alone() -> None:
+    async def scenario() -> None:
+        table = TransferTable(kept_bytes=1000, kept_s=10.0)
+        waiting, newer = Caller(table, size=20), Caller(table)
+        newer.send(1)
+        reading = asyncio.create_task(newer.read_payload())
+        await asyncio.sleep(1.0)
+        reading.cancel()
+        newer.attempt.close()
+        before = table.num_idle_bytes
+
+        with pytest.raises(PeerReset, match="newer attempt"):
+            await waiting.read_payload()
+
+        assert table.num_idle_bytes == before > 0
+        table.enter("", NAME, object(), 2.0)
+        assert table.num_idle_bytes == 0
+
+    run_virtual(scenario())
