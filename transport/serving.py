@@ -12,7 +12,7 @@ from typing import Protocol
 
 from transport.contracts import Buffer, Handlers, IncomingCall, Reply
 from transport.dispatch import as_peer_error, dispatch
-from transport.errors import HandlerFailed, PeerReset, TransportError
+from transport.errors import FrameError, HandlerFailed, PeerReset, TransportError
 from transport.framing import (
     FrameReader,
     Resumption,
@@ -46,6 +46,7 @@ class Attempt:
         self.frames = frames
         self.stream = stream
         self._table = table
+        self.is_sent = False  # all of the answer, and the caller was heard out
         self._is_half_way = False  # through the payload: what has come is for the next attempt
         name = frames.resumption.transfer
         self._kept: Kept | None = None
@@ -55,10 +56,14 @@ class Attempt:
     def close(self) -> None:
         """Leave what there is to the next attempt."""
         if self._kept is not None:
-            self._table.leave(self._kept, self.stream, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            self._table.leave(self._kept, self.stream, now, is_sent=self.is_sent)
 
-    async def read_payload(self) -> Buffer:
+    async def read_payload(self, *, has_end: bool) -> Buffer:
         """Receive what is missing of the payload; see `contracts.IncomingCall`.
+
+        Args:
+            has_end: Whether the stream tells its end, which is then waited for.
 
         Raises:
             PeerReset: If another attempt of the same call has taken over, or the caller cannot be
@@ -82,6 +87,10 @@ class Attempt:
             if message is None:
                 raise frames.truncated()
             frames.feed(message)
+        if has_end and await self.stream.read() is not None:
+            raise FrameError(
+                f"the caller sent more than the {self.frames.payload_bytes} bytes declared"
+            )
         self._is_half_way = False
         return frames.payload
 

@@ -17,7 +17,7 @@ from transport.framing import read_position as position
 from transport.loopback import run_virtual
 from transport.retry import RetryPolicy, retry
 from transport.serving import Attempt
-from transport.transfer import Kept, Partial, TransferTable
+from transport.transfer import SENT_S, Kept, Partial, TransferTable
 
 
 def broken(table: TransferTable, caller: str, number: int, filled: int, now: float) -> Kept:
@@ -54,14 +54,45 @@ def test_what_nobody_comes_for_is_forgotten_after_its_time() -> None:
 
 
 def test_over_the_bound_whoever_keeps_most_loses_its_oldest() -> None:
-    table = TransferTable(kept_bytes=200, kept_s=1e9)
+    table = TransferTable(kept_bytes=300, kept_s=1e9)
     modest = broken(table, "modest", 0, 60, 0.0)
     greedy = [broken(table, "greedy", n, 60, float(n)) for n in range(1, 9)]
 
-    assert table.num_idle_bytes == 180
+    assert table.num_idle_bytes == 300, "what is held, not the 60 that have come"
     assert table.enter("modest", modest.name, object(), 9.0) is modest
     found = [table.enter("greedy", kept.name, object(), 9.0) is kept for kept in greedy]
     assert found == [False] * 6 + [True] * 2
+
+
+def test_over_the_number_whoever_keeps_most_calls_loses() -> None:
+    table = TransferTable(kept_bytes=1000, kept_s=1e9, most=4)
+    modest = broken(table, "modest", 0, 60, 0.0)
+    for number in range(9):
+        table.leave(table.enter("greedy", bytes([number]), greedy := object(), 1.0), greedy, 1.0)
+
+    assert table.num_idle == 4
+    assert table.enter("modest", modest.name, object(), 9.0) is modest
+
+
+def test_a_reply_that_was_sent_to_its_end_goes_first_and_soon() -> None:
+    table = TransferTable(kept_bytes=1000, kept_s=600.0)
+
+    def answered(number: int, num_bytes: int, *, is_sent: bool) -> Kept:
+        kept = table.enter("a", bytes([number]), stream := object(), 0.0)
+        kept.answered(Reply(b"", bytes(num_bytes)))
+        table.leave(kept, stream, 0.0, is_sent=is_sent)
+        return kept
+
+    cut = answered(0, 300, is_sent=False)
+    first, second = answered(1, 300, is_sent=True), answered(2, 300, is_sent=True)
+    answered(3, 300, is_sent=False)
+    assert table.num_idle_bytes == 900
+    assert table.enter("a", second.name, second, 0.0) is second
+    table.leave(second, second, 0.0, is_sent=True)
+    assert table.enter("a", first.name, object(), 0.0) is not first
+
+    assert table.enter("a", second.name, object(), SENT_S) is not second
+    assert table.enter("a", cut.name, object(), SENT_S) is cut
 
 
 @given(
@@ -89,7 +120,7 @@ def test_bounds_hold_whatever_happens(steps: list[tuple[str, int, int, float]]) 
         elif number in held:
             kept, stream = held[number]
             if action == "leave":
-                table.leave(kept, stream, now)
+                table.leave(kept, stream, now, is_sent=filled % 2 == 0)
                 held.pop(number)
             elif action == "fail":
                 table.fail(kept, stream)
@@ -174,6 +205,7 @@ class Caller:
     table: TransferTable
     size: int = 100
     is_resuming: bool = False
+    has_end: bool = False
     broken: Exception | None = None
     method: str = "take"
     header: bytes = b""
@@ -205,7 +237,7 @@ class Caller:
             raise self.broken
 
     async def read_payload(self) -> Buffer:
-        return await self.attempt.read_payload()
+        return await self.attempt.read_payload(has_end=self.has_end)
 
 
 @pytest.mark.parametrize("broken", [ConnectionResetError(), TimeoutError()], ids=repr)
@@ -255,5 +287,23 @@ def test_an_attempt_that_was_superseded_while_it_waited_leaves_what_is_kept_alon
         assert table.num_idle_bytes == before > 0
         table.enter("", NAME, object(), 2.0)
         assert table.num_idle_bytes == 0
+
+    run_virtual(scenario())
+
+
+def test_a_payload_that_is_whole_is_kept_though_its_end_never_came() -> None:
+    async def take(call: IncomingCall) -> Reply:
+        return Reply(b"", await call.read_payload())
+
+    async def scenario() -> None:
+        table = TransferTable(kept_bytes=1000, kept_s=10.0)
+        caller = Caller(table, has_end=True)
+        caller.send(2)
+        caller.arriving.put_nowait(RuntimeError("the connection is gone"))
+        await caller.ask({"take": take})
+        caller.attempt.close()
+
+        kept = table.enter("", NAME, object(), 0.0)
+        assert kept.partial is not None and kept.partial.is_complete
 
     run_virtual(scenario())
