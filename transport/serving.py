@@ -48,10 +48,13 @@ class Attempt:
         self._table = table
         self.is_sent = False  # all of the answer, and the caller was heard out
         self._is_half_way = False  # through the payload: what has come is for the next attempt
+        self._reading: asyncio.Task[object] | None = None
+        self._is_woken = False
         name = frames.resumption.transfer
         self._kept: Kept | None = None
         if name != NO_NAME:
-            self._kept = table.enter(caller, name, stream, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            self._kept = table.enter(caller, name, stream, now, self._wake)
 
     def close(self) -> None:
         """Leave what there is to the next attempt."""
@@ -82,17 +85,37 @@ class Attempt:
             except OSError as error:
                 raise PeerReset(f"the caller takes no position: {error!r}") from error
         while not frames.is_complete:
-            message = await self.stream.read()
+            message = await self._read()
             self._check_current()
             if message is None:
                 raise frames.truncated()
             frames.feed(message)
-        if has_end and await self.stream.read() is not None:
+        if has_end and await self._read() is not None:
             raise FrameError(
                 f"the caller sent more than the {self.frames.payload_bytes} bytes declared"
             )
         self._is_half_way = False
         return frames.payload
+
+    async def _read(self) -> bytes | None:
+        """Read a message, as long as this attempt is the newest.
+
+        Until a dead connection is found out, its handler may hold what the newest one waits for.
+        """
+        task = self._reading = asyncio.current_task()
+        try:
+            return await self.stream.read()
+        except asyncio.CancelledError:
+            if task and self._is_woken and not task.uncancel():
+                self._check_current()
+            raise
+        finally:
+            self._reading = None
+
+    def _wake(self) -> None:
+        if self._reading is not None and not self._is_woken:
+            self._is_woken = True
+            self._reading.cancel()
 
     def _check_current(self) -> None:
         if self._kept is not None and self._kept.stream is not self.stream:

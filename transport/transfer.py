@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,7 @@ class Kept:
         reply: The answer, once there is one.
         reply_name: Random; changes when the handler had to be asked again.
         stream: The attempt that goes on with it; None between two attempts.
+        wake: Tells that attempt that another one goes on.
         idle_since: When the last attempt broke.
         is_sent: Whether that attempt sent all of the reply.
     """
@@ -91,6 +93,7 @@ class Kept:
     reply: Reply | None = None
     reply_name: bytes = NO_NAME
     stream: object = None
+    wake: Callable[[], None] | None = None
     idle_since: float = 0.0
     is_sent: bool = False
 
@@ -132,12 +135,22 @@ class TransferTable:
         """Calls that nobody goes on with now; bounded."""
         return self._idle_calls.total()
 
-    def enter(self, caller: str, name: bytes, stream: object, now: float) -> Kept:
+    def enter(
+        self,
+        caller: str,
+        name: bytes,
+        stream: object,
+        now: float,
+        wake: Callable[[], None] | None = None,
+    ) -> Kept:
         """Go on with a call, or begin it; an earlier attempt that still reads is superseded."""
         self._expire(now)
         kept = self._all.setdefault((caller, name), Kept(caller, name))
         self._wake(kept)
-        kept.stream = stream
+        earlier = kept.wake
+        kept.stream, kept.wake = stream, wake
+        if earlier is not None:
+            earlier()
         return kept
 
     def leave(self, kept: Kept, stream: object, now: float, *, is_sent: bool = False) -> None:
@@ -151,7 +164,7 @@ class TransferTable:
         """
         if kept.stream is not stream or self._all.get((kept.caller, kept.name)) is not kept:
             return
-        kept.stream, kept.idle_since = None, now
+        kept.stream, kept.wake, kept.idle_since = None, None, now
         kept.is_sent = is_sent and kept.reply is not None
         self._idle.setdefault((kept.caller, kept.is_sent), {})[kept.name] = kept
         self._idle_bytes[kept.caller] += kept.num_bytes

@@ -307,3 +307,47 @@ def test_a_payload_that_is_whole_is_kept_though_its_end_never_came() -> None:
         assert kept.partial is not None and kept.partial.is_complete
 
     run_virtual(scenario())
+
+
+def test_an_attempt_that_hangs_ends_as_soon_as_the_next_one_comes() -> None:
+    """Its handler may hold room in the spool that the next one waits for."""
+
+    async def scenario() -> None:
+        table = TransferTable(kept_bytes=1000, kept_s=10.0)
+        room = asyncio.Lock()
+
+        async def take(call: IncomingCall) -> Reply:
+            async with room:
+                return Reply(b"", await call.read_payload())
+
+        hanging = Caller(table)
+        hanging.send(1)
+        first = asyncio.create_task(hanging.ask({"take": take}))
+        await asyncio.sleep(1.0)
+        newer = Caller(table, is_resuming=True)
+        newer.arriving.put_nowait(list(frame_chunks(bytes(100), 50))[1])
+        async with asyncio.timeout(1.0):
+            await newer.ask({"take": take})
+            await first
+        hanging.attempt.close()
+
+        assert first.exception() is None and not first.cancelling()
+        newer.attempt.close()
+        assert table.enter("", NAME, object(), 3.0).reply is not None
+
+    run_virtual(scenario())
+
+
+def test_an_attempt_that_is_cancelled_as_the_next_one_comes_stays_cancelled() -> None:
+    async def scenario() -> None:
+        table = TransferTable(kept_bytes=1000, kept_s=10.0)
+        hanging = Caller(table)
+        reading = asyncio.create_task(hanging.read_payload())
+        await asyncio.sleep(1.0)
+        Caller(table, is_resuming=True)
+        reading.cancel()
+
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    run_virtual(scenario())
