@@ -52,6 +52,7 @@ MAX_CHUNKS = 1 << 16
 _MAGIC = b"DLCO"
 _POSITION_MAGIC = b"DLCP"
 _CHECKSUM_BYTES = 8
+_RELEASE = struct.Struct("<4sH")  # what an opening of any version begins with
 _OPENING = struct.Struct("<4sHHIIQB16s16sQ")
 _POSITION = struct.Struct("<4sQ")
 _IS_RESUMING, _IS_BULK = 1, 2
@@ -229,17 +230,20 @@ class FrameReader:
             TransportError: The failure that the peer sent instead of a reply.
         """
         body = memoryview(first_message)[_CHECKSUM_BYTES:]
+        if len(body) >= _RELEASE.size:  # before the rest, which has other sizes in other versions
+            magic, version = _RELEASE.unpack_from(body)
+            if magic != _MAGIC:
+                raise FrameError(
+                    f"first message starts with {magic!r}: the peer is not a diloco peer"
+                )
+            if version != PROTOCOL_VERSION:
+                raise VersionMismatch(
+                    f"the peer speaks wire protocol {version}, this process {PROTOCOL_VERSION}: "
+                    "run the same release at both ends"
+                )
         if len(body) < _OPENING.size:
             raise FrameError(f"first message has {len(first_message)} bytes, too few for a frame")
-        opening = _OPENING.unpack_from(body)
-        magic, version, failure, header_bytes, chunk_bytes, payload_bytes, *named = opening
-        if magic != _MAGIC:
-            raise FrameError(f"first message starts with {magic!r}: the peer is not a diloco peer")
-        if version != PROTOCOL_VERSION:
-            raise VersionMismatch(
-                f"the peer speaks wire protocol {version}, this process {PROTOCOL_VERSION}: "
-                "run the same release at both ends"
-            )
+        _, _, failure, header_bytes, chunk_bytes, payload_bytes, *named = _OPENING.unpack_from(body)
         check_header(header_bytes)
         _verify(first_message, "the first message")
         if len(body) != _OPENING.size + header_bytes:

@@ -164,6 +164,7 @@ class GrpcServer:
             try:
                 call = _GrpcCall(method, attempt, stream, caller)
                 await self._send(await attempt.answer(self._handlers, call), stream)
+                attempt.is_sent = True
             finally:
                 attempt.close()
         finally:
@@ -295,12 +296,8 @@ class _GrpcCall:
         self.peer = stream.peer
         self.caller = caller
         self._attempt: Attempt | None = attempt
-        self._stream = stream
 
     async def read_payload(self) -> Buffer:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None, "read_payload called twice"
-        payload = await attempt.read_payload()
-        if await self._stream.read() is not None:
-            raise FrameError(f"the caller sent more than the {self.payload_bytes} bytes declared")
-        return payload
+        return await attempt.read_payload(has_end=True)

@@ -26,7 +26,7 @@ from transport.hivemind_control import Whereabouts
 from transport.hivemind_daemon import Daemon, DaemonFailed, Swarm
 from transport.hivemind_wire import ACCEPTED, Opening, read_message, read_opening, write_message
 from transport.identity import Identity
-from transport.limits import Limits, Turnstile
+from transport.limits import Limits, Refusals, Turnstile
 from transport.pacing import Pacer
 from transport.serving import Answer, Attempt
 from transport.tokens import TokenTable
@@ -83,6 +83,7 @@ class HivemindServer:
         self._tokens = tokens
         self._limits = limits or Limits()
         self._turnstile = Turnstile(self._limits)
+        self._refusals = Refusals(self._limits)
         self._transfers = TransferTable(
             kept_bytes=self._limits.kept_bytes, kept_s=self._limits.kept_s
         )
@@ -243,25 +244,36 @@ class HivemindServer:
             except TransportError as error:
                 await self._refuse(method, stream, key, error)
             else:
-                await self._send(await self._reply(method, frames, stream, caller), stream)
+                await self._reply(method, frames, stream, caller)
         finally:
             self._turnstile.leave(key, method)
 
     async def _refuse(
         self, method: str, stream: _Stream, caller: str, error: TransportError
     ) -> None:
-        _log.warning("call refused method=%.100s peer=%s: %s", method, caller, error)
-        stream.silence_s = min(stream.silence_s, _OPENING_S)
-        await self._send(Answer.failure(error), stream)
+        unsaid = self._refusals.line(asyncio.get_running_loop().time())
+        if unsaid is not None:
+            more = f" ({unsaid} more were refused before, unsaid)" if unsaid else ""
+            _log.warning("call refused method=%.100s peer=%s: %s%s", method, caller, error, more)
+        if not self._refusals.enter():
+            return  # the stream is cut off
+        try:
+            stream.silence_s = min(stream.silence_s, _OPENING_S)
+            await self._send(Answer.failure(error), stream)
+        finally:
+            self._refusals.leave()
 
     async def _reply(
         self, method: str, frames: FrameReader, stream: _Stream, caller: Identity | None
-    ) -> Answer:
+    ) -> None:
         attempt = Attempt(self._transfers, caller.uri if caller else "", frames, stream)
         try:
-            return await self._handle(_HivemindCall(method, attempt, stream, caller), attempt)
-        except TransportError as error:
-            return Answer.failure(error)
+            try:
+                answer = await self._handle(_HivemindCall(method, attempt, stream, caller), attempt)
+            except TransportError as error:
+                answer = Answer.failure(error)
+            await self._send(answer, stream)
+            attempt.is_sent = True
         finally:
             attempt.close()
 
@@ -331,7 +343,8 @@ class _Stream:
             raise PeerReset(f"the caller went away: {error}") from error
 
     async def write(self, message: bytes) -> None:
-        await write_message(self.writer, message)
+        async with asyncio.timeout(self.silence_s):
+            await write_message(self.writer, message)
 
 
 class _HivemindCall:
@@ -354,7 +367,7 @@ class _HivemindCall:
     async def read_payload(self) -> Buffer:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None, "read_payload called twice"
-        payload = await attempt.read_payload()
+        payload = await attempt.read_payload(has_end=False)
         self._has_all.set()
         return payload
 

@@ -37,8 +37,8 @@ class Limits:
             stream, which is a call, counts as one, and half of them may be of one peer.
         silence_s: Seconds without the next message of a call in progress, or without room for it.
         call_s: Seconds of any one call, whatever deadline its caller gave.
-        kept_bytes: Payload bytes kept of calls that broke, until their callers come again.
-        kept_s: Seconds for which they are kept.
+        kept_bytes: Memory for calls that broke, until their callers come again.
+        kept_s: Seconds for which they are kept; what was answered to the end less long.
     """
 
     calls: int = 4096

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from transport.contracts import Buffer, Handlers, IncomingCall, Reply
 from transport.dispatch import as_peer_error, dispatch
-from transport.errors import HandlerFailed, PeerReset, TransportError
+from transport.errors import FrameError, HandlerFailed, PeerReset, TransportError
 from transport.framing import (
     FrameReader,
     Resumption,
@@ -46,40 +46,80 @@ class Attempt:
         self.frames = frames
         self.stream = stream
         self._table = table
+        self.is_sent = False  # all of the answer, and the caller was heard out
         self._is_half_way = False  # through the payload: what has come is for the next attempt
+        self._reading: asyncio.Task[object] | None = None
+        self._is_woken = False
         name = frames.resumption.transfer
         self._kept: Kept | None = None
         if name != NO_NAME:
-            self._kept = table.enter(caller, name, stream, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            self._kept = table.enter(caller, name, stream, now, self._wake)
 
     def close(self) -> None:
         """Leave what there is to the next attempt."""
         if self._kept is not None:
-            self._table.leave(self._kept, self.stream, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            self._table.leave(self._kept, self.stream, now, is_sent=self.is_sent)
 
-    async def read_payload(self) -> Buffer:
+    async def read_payload(self, *, has_end: bool) -> Buffer:
         """Receive what is missing of the payload; see `contracts.IncomingCall`.
 
+        Args:
+            has_end: Whether the stream tells its end, which is then waited for.
+
         Raises:
-            PeerReset: If another attempt of the same call has taken over.
+            PeerReset: If another attempt of the same call has taken over, or the caller cannot be
+                told where to go on: never an OSError, which a handler takes for its own disk's.
             TransportError: As the stream and the frames do.
         """
         frames, kept = self.frames, self._kept
+        self._check_current()  # a handler may have waited for room first
+        self._is_half_way = True
         partial = frames.accept(frames.payload_bytes, kept.partial if kept else None)
         if kept is not None:
             kept.partial = partial
         if frames.resumption.is_resuming:
-            await self.stream.write(frame_position(partial.filled))
-        self._is_half_way = True
+            try:
+                await self.stream.write(frame_position(partial.filled))
+            except OSError as error:
+                raise PeerReset(f"the caller takes no position: {error!r}") from error
         while not frames.is_complete:
-            message = await self.stream.read()
-            if kept is not None and kept.stream is not self.stream:
-                raise PeerReset("a newer attempt of this call goes on with it")
+            message = await self._read()
+            self._check_current()
             if message is None:
                 raise frames.truncated()
             frames.feed(message)
+        if has_end and await self._read() is not None:
+            raise FrameError(
+                f"the caller sent more than the {self.frames.payload_bytes} bytes declared"
+            )
         self._is_half_way = False
         return frames.payload
+
+    async def _read(self) -> bytes | None:
+        """Read a message, as long as this attempt is the newest.
+
+        Until a dead connection is found out, its handler may hold what the newest one waits for.
+        """
+        task = self._reading = asyncio.current_task()
+        try:
+            return await self.stream.read()
+        except asyncio.CancelledError:
+            if task and self._is_woken and not task.uncancel():
+                self._check_current()
+            raise
+        finally:
+            self._reading = None
+
+    def _wake(self) -> None:
+        if self._reading is not None and not self._is_woken:
+            self._is_woken = True
+            self._reading.cancel()
+
+    def _check_current(self) -> None:
+        if self._kept is not None and self._kept.stream is not self.stream:
+            raise PeerReset("a newer attempt of this call goes on with it")
 
     async def answer(self, handlers: Handlers, call: IncomingCall) -> Answer:
         """Ask the handler, unless it has answered an earlier attempt; failures are answers."""

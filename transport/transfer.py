@@ -6,13 +6,14 @@ first byte that the peer lacks, the handler's answer is sent on from the first b
 lacks, and a handler that has answered is not asked again.
 
 `TransferTable` is pure: `now` is given. What it keeps of broken calls is bounded in bytes, number
-and time; whoever keeps most loses its oldest first.
+and time; whoever keeps most loses its oldest first, what was answered to the end before the rest.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 NAME_BYTES = 16
 #: Name of a call that cannot be resumed.
 NO_NAME = bytes(NAME_BYTES)
+#: Seconds for which a reply is kept that was sent to its end: only the caller knows whether all of
+#: it arrived, and a caller on a dead path notices by its keepalive (50 s) and tries again.
+SENT_S = 90.0
 
 
 @dataclass(slots=True)
@@ -78,7 +82,9 @@ class Kept:
         reply: The answer, once there is one.
         reply_name: Random; changes when the handler had to be asked again.
         stream: The attempt that goes on with it; None between two attempts.
+        wake: Tells that attempt that another one goes on.
         idle_since: When the last attempt broke.
+        is_sent: Whether that attempt sent all of the reply.
     """
 
     caller: str
@@ -87,15 +93,17 @@ class Kept:
     reply: Reply | None = None
     reply_name: bytes = NO_NAME
     stream: object = None
+    wake: Callable[[], None] | None = None
     idle_since: float = 0.0
+    is_sent: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """What it holds on to; of a payload that stopped half-way, the half."""
+        """What it holds on to; memory is there for a whole payload, however little has come."""
         replied = (
             len(self.reply.header) + memoryview(self.reply.payload).nbytes if self.reply else 0
         )
-        return replied + (self.partial.filled if self.partial else 0)
+        return replied + (len(self.partial.payload) if self.partial else 0)
 
     def answered(self, reply: Reply) -> None:
         """Keep the answer in place of what was asked."""
@@ -109,42 +117,63 @@ class TransferTable:
     def __init__(self, *, kept_bytes: int, kept_s: float, most: int = 4096) -> None:
         """Keep at most `kept_bytes` of at most `most` calls, each at most `kept_s` seconds."""
         self._kept_bytes = kept_bytes
-        self._kept_s = kept_s
+        self._kept_s = {False: kept_s, True: min(kept_s, SENT_S)}
         self._most = most
         self._all: dict[tuple[str, bytes], Kept] = {}
-        self._idle: dict[tuple[str, bytes], Kept] = {}  # in the order in which they broke
-        self._idle_bytes = 0
+        #: By caller and `is_sent`; in the order in which the attempts ended.
+        self._idle: dict[tuple[str, bool], dict[bytes, Kept]] = {}
+        self._idle_bytes: Counter[str] = Counter()  # by caller, as the next
+        self._idle_calls: Counter[str] = Counter()
 
     @property
     def num_idle_bytes(self) -> int:
         """Bytes of the calls that nobody goes on with now; bounded."""
-        return self._idle_bytes
+        return self._idle_bytes.total()
 
     @property
     def num_idle(self) -> int:
         """Calls that nobody goes on with now; bounded."""
-        return len(self._idle)
+        return self._idle_calls.total()
 
-    def enter(self, caller: str, name: bytes, stream: object, now: float) -> Kept:
+    def enter(
+        self,
+        caller: str,
+        name: bytes,
+        stream: object,
+        now: float,
+        wake: Callable[[], None] | None = None,
+    ) -> Kept:
         """Go on with a call, or begin it; an earlier attempt that still reads is superseded."""
         self._expire(now)
-        key = caller, name
-        kept = self._all.setdefault(key, Kept(caller, name))
-        self._wake(key)
-        kept.stream = stream
+        kept = self._all.setdefault((caller, name), Kept(caller, name))
+        self._wake(kept)
+        earlier = kept.wake
+        kept.stream, kept.wake = stream, wake
+        if earlier is not None:
+            earlier()
         return kept
 
-    def leave(self, kept: Kept, stream: object, now: float) -> None:
-        """Keep a call for its next attempt; harmless for one that was superseded or dropped."""
-        key = kept.caller, kept.name
-        if kept.stream is not stream or self._all.get(key) is not kept:
+    def leave(self, kept: Kept, stream: object, now: float, *, is_sent: bool = False) -> None:
+        """Keep a call for its next attempt; harmless for one that was superseded or dropped.
+
+        Args:
+            kept: The call.
+            stream: The attempt that ends.
+            now: Seconds on any clock.
+            is_sent: Whether all that there was to say was sent; a reply is kept less long then.
+        """
+        if kept.stream is not stream or self._all.get((kept.caller, kept.name)) is not kept:
             return
-        kept.stream, kept.idle_since = None, now
-        self._idle[key] = kept
-        self._idle_bytes += kept.num_bytes
+        kept.stream, kept.wake, kept.idle_since = None, None, now
+        kept.is_sent = is_sent and kept.reply is not None
+        self._idle.setdefault((kept.caller, kept.is_sent), {})[kept.name] = kept
+        self._idle_bytes[kept.caller] += kept.num_bytes
+        self._idle_calls[kept.caller] += 1
         self._expire(now)
-        while self.num_idle > self._most or self.num_idle_bytes > self._kept_bytes:
-            self._drop_oldest()
+        while self.num_idle_bytes > self._kept_bytes:
+            self._drop_oldest(self._idle_bytes)
+        while self.num_idle > self._most:
+            self._drop_oldest(self._idle_calls)
 
     def fail(self, kept: Kept, stream: object) -> None:
         """Forget a call that its handler has refused; harmless for one that was superseded."""
@@ -155,24 +184,31 @@ class TransferTable:
         key = kept.caller, kept.name
         if self._all.get(key) is kept:
             del self._all[key]
-            self._wake(key)
+            self._wake(kept)
 
-    def _wake(self, key: tuple[str, bytes]) -> None:
+    def _wake(self, kept: Kept) -> None:
         """Count a call out of the idle ones, whose bytes do not change."""
-        if (kept := self._idle.pop(key, None)) is not None:
-            self._idle_bytes -= kept.num_bytes
+        shelf = kept.caller, kept.is_sent
+        if self._idle.get(shelf, {}).pop(kept.name, None) is None:
+            return
+        if not self._idle[shelf]:
+            del self._idle[shelf]
+        self._idle_bytes[kept.caller] -= kept.num_bytes
+        self._idle_calls[kept.caller] -= 1
+        if not self._idle_calls[kept.caller]:
+            del self._idle_calls[kept.caller], self._idle_bytes[kept.caller]
 
     def _expire(self, now: float) -> None:
-        while self._idle:
-            oldest = next(iter(self._idle.values()))
-            if now - oldest.idle_since < self._kept_s:
-                return
-            self._drop(oldest)
+        for shelf, calls in list(self._idle.items()):
+            while calls and now - (oldest := _first(calls)).idle_since >= self._kept_s[shelf[1]]:
+                self._drop(oldest)
 
-    def _drop_oldest(self) -> None:
-        """Drop the oldest call of whoever keeps most, in bytes, then in number."""
-        held: Counter[str] = Counter()
-        for kept in self._idle.values():
-            held[kept.caller] += kept.num_bytes + 1
-        (greediest, _), *_ = held.most_common(1)
-        self._drop(next(kept for kept in self._idle.values() if kept.caller == greediest))
+    def _drop_oldest(self, held: Counter[str]) -> None:
+        """Drop the oldest call of whoever holds most, one whose reply was sent if there is."""
+        greediest, _ = held.most_common(1)[0]
+        sent, broken = self._idle.get((greediest, True)), self._idle.get((greediest, False))
+        self._drop(_first(sent or broken or {}))
+
+
+def _first(calls: dict[bytes, Kept]) -> Kept:
+    return next(iter(calls.values()))

@@ -58,7 +58,9 @@ class Spool:
                 if turn.done() and not turn.cancelled():
                     self._leave(num_bytes)
                 else:
-                    self._waiting.remove((num_bytes, turn))
+                    # Let in and cancelled in one step of the loop, it waits no longer.
+                    with contextlib.suppress(ValueError):
+                        self._waiting.remove((num_bytes, turn))
                     self._admit()
                 raise
         else:

@@ -136,6 +136,11 @@ def test_a_reply_goes_on_where_its_connection_broke_and_is_made_once(kind: Kind)
             assert there.proxy.num_cuts == len(cuts)
             assert there.proxy.down_bytes < SIZE + AROUND + len(cuts) * AGAIN
             assert transfer.received_bytes == SIZE  # what has arrived is never asked for again
+            table = there.server._transfers  # type: ignore[attr-defined]
+            async with asyncio.timeout(DEADLINE_S):
+                while not table.num_idle:  # the caller has its reply before the server has its end
+                    await asyncio.sleep(0.01)
+            assert [is_sent for _, is_sent in table._idle] == [True], "kept briefly"
 
     kind.run(run())
 

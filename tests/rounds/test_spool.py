@@ -162,3 +162,18 @@ def test_who_goes_away_as_it_is_let_in_takes_nothing_with_it(spool: Spool) -> No
         assert arrivals.inside == ["c"]
 
     asyncio.run(scenario())
+
+
+def test_who_goes_away_in_the_step_in_which_room_comes_takes_nothing_with_it(spool: Spool) -> None:
+    async def scenario() -> None:
+        arrivals = Arrivals(spool)
+        for name in "abc":
+            await arrivals.begin(name, 10)
+        arrivals.tasks["a"].cancel()
+        arrivals.tasks["b"].cancel()  # does not wait any more when a's end asks who is next
+        await settle()
+
+        assert arrivals.tasks["b"].cancelled()
+        assert arrivals.inside == ["c"]
+
+    asyncio.run(scenario())

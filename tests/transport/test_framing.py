@@ -1,6 +1,7 @@
 import struct
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,6 +97,14 @@ def test_foreign_bytes_and_other_versions_are_named() -> None:
     struct.pack_into("<H", other, 8 + 4, 77)
     with pytest.raises(VersionMismatch, match="77"):
         FrameReader(bytes(other))
+
+
+@pytest.mark.parametrize("header", [b"", bytes(60)], ids=["shorter", "longer"])
+def test_the_first_version_is_named_whatever_the_size_of_its_opening(header: bytes) -> None:
+    first = struct.pack("<4sHHIIQ", b"DLCO", 1, 0, len(header), 1 << 20, 0) + header
+
+    with pytest.raises(VersionMismatch, match="wire protocol 1"):
+        FrameReader(xxhash.xxh3_64_digest(first) + first)
 
 
 def test_damage_is_told_from_misplacement() -> None:

@@ -16,14 +16,16 @@ import pytest
 
 from tests.transport.test_hivemind import DEADLINE_S, daemons_of, echo, echoed, make, serving
 from transport import hivemind_client, hivemind_daemon, hivemind_directory
-from transport.errors import DeadlineExceeded, TransportError
+from transport.errors import DeadlineExceeded, TransportError, Unauthorised
+from transport.framing import FrameReader
 from transport.hivemind_address import PeerAddress, parse_peer_address
 from transport.hivemind_client import HivemindTransport
 from transport.hivemind_daemon import Daemon, DaemonFailed, Swarm
 from transport.hivemind_directory import SocketDirectory, sweep
-from transport.hivemind_server import HivemindServer
-from transport.hivemind_wire import ACCEPTED
+from transport.hivemind_server import HivemindServer, _Stream
+from transport.hivemind_wire import ACCEPTED, Opening, read_message
 from transport.limits import Limits
+from transport.tokens import TokenTable
 
 NOBODY = "12D3KooWN5P2Q2iiazQx4nT1YLy7dtk141rSerXCWfCod4awDsn9"
 
@@ -53,6 +55,56 @@ def test_a_stranger_holds_half_of_the_streams_and_others_get_in(
         await stranger.stop()
 
     serving(tmp_path, claim, limits=Limits(connections=8))
+
+
+def test_refused_streams_that_never_end_are_cut_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokens.json").write_text("{}")
+    refused = Opening("echo", "a guess", DEADLINE_S).to_bytes()
+
+    async def claim(server: HivemindServer) -> None:
+        stranger = await Daemon.start(Swarm())
+        streams = []
+        for _ in range(8):
+            reader, writer = await stranger.open(parse_peer_address(server.address))
+            writer.write(refused)
+            streams.append((reader, writer))
+
+        async def heard(reader: asyncio.StreamReader) -> bool:
+            assert await reader.readexactly(len(ACCEPTED)) == ACCEPTED
+            try:
+                message = await read_message(reader)
+            except EOFError:
+                return False
+            with pytest.raises(Unauthorised):
+                FrameReader(message)
+            return True
+
+        async with asyncio.timeout(DEADLINE_S):
+            told = await asyncio.gather(*(heard(reader) for reader, _ in streams))
+        assert told.count(True) == 2
+        assert caplog.text.count("call refused") == 1
+        for _, writer in streams:
+            writer.transport.abort()
+        await stranger.stop()
+
+    limits = Limits(refused=2, refusals_logged_per_s=0.1)
+    serving(tmp_path, claim, limits=limits, tokens=TokenTable(tmp_path / "tokens.json"))
+
+
+def test_a_caller_that_takes_nothing_is_not_written_to_without_end() -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            stream = _Stream(NOBODY, *await asyncio.open_connection(sock=ours))
+            stream.silence_s = 0.05
+            async with asyncio.timeout(DEADLINE_S):
+                with pytest.raises(TimeoutError):
+                    await stream.write(bytes(8 << 20))
+            stream.writer.transport.abort()
+
+    asyncio.run(run())
 
 
 def test_the_keeper_outlives_a_lack_of_files(

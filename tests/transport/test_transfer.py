@@ -1,19 +1,23 @@
-"""What is kept of broken calls, and for how long; pure."""
+"""What is kept of broken calls, and for how long; without a connection."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.contracts import Reply
+from transport.contracts import Buffer, Handlers, IncomingCall, Reply
 from transport.errors import PeerReset
 from transport.framing import FrameReader, Resumption, frame_chunks, frame_opening, frame_position
 from transport.framing import read_position as position
 from transport.loopback import run_virtual
 from transport.retry import RetryPolicy, retry
-from transport.transfer import Kept, Partial, TransferTable
+from transport.serving import Attempt
+from transport.transfer import SENT_S, Kept, Partial, TransferTable
 
 
 def broken(table: TransferTable, caller: str, number: int, filled: int, now: float) -> Kept:
@@ -50,14 +54,45 @@ def test_what_nobody_comes_for_is_forgotten_after_its_time() -> None:
 
 
 def test_over_the_bound_whoever_keeps_most_loses_its_oldest() -> None:
-    table = TransferTable(kept_bytes=200, kept_s=1e9)
+    table = TransferTable(kept_bytes=300, kept_s=1e9)
     modest = broken(table, "modest", 0, 60, 0.0)
     greedy = [broken(table, "greedy", n, 60, float(n)) for n in range(1, 9)]
 
-    assert table.num_idle_bytes == 180
+    assert table.num_idle_bytes == 300, "what is held, not the 60 that have come"
     assert table.enter("modest", modest.name, object(), 9.0) is modest
     found = [table.enter("greedy", kept.name, object(), 9.0) is kept for kept in greedy]
     assert found == [False] * 6 + [True] * 2
+
+
+def test_over_the_number_whoever_keeps_most_calls_loses() -> None:
+    table = TransferTable(kept_bytes=1000, kept_s=1e9, most=4)
+    modest = broken(table, "modest", 0, 60, 0.0)
+    for number in range(9):
+        table.leave(table.enter("greedy", bytes([number]), greedy := object(), 1.0), greedy, 1.0)
+
+    assert table.num_idle == 4
+    assert table.enter("modest", modest.name, object(), 9.0) is modest
+
+
+def test_a_reply_that_was_sent_to_its_end_goes_first_and_soon() -> None:
+    table = TransferTable(kept_bytes=1000, kept_s=600.0)
+
+    def answered(number: int, num_bytes: int, *, is_sent: bool) -> Kept:
+        kept = table.enter("a", bytes([number]), stream := object(), 0.0)
+        kept.answered(Reply(b"", bytes(num_bytes)))
+        table.leave(kept, stream, 0.0, is_sent=is_sent)
+        return kept
+
+    cut = answered(0, 300, is_sent=False)
+    first, second = answered(1, 300, is_sent=True), answered(2, 300, is_sent=True)
+    answered(3, 300, is_sent=False)
+    assert table.num_idle_bytes == 900
+    assert table.enter("a", second.name, second, 0.0) is second
+    table.leave(second, second, 0.0, is_sent=True)
+    assert table.enter("a", first.name, object(), 0.0) is not first
+
+    assert table.enter("a", second.name, object(), SENT_S) is not second
+    assert table.enter("a", cut.name, object(), SENT_S) is cut
 
 
 @given(
@@ -85,7 +120,7 @@ def test_bounds_hold_whatever_happens(steps: list[tuple[str, int, int, float]]) 
         elif number in held:
             kept, stream = held[number]
             if action == "leave":
-                table.leave(kept, stream, now)
+                table.leave(kept, stream, now, is_sent=filled % 2 == 0)
                 held.pop(number)
             elif action == "fail":
                 table.fail(kept, stream)
@@ -156,3 +191,163 @@ def test_a_budget_begins_anew_with_progress() -> None:
     policy = RetryPolicy(first_wait_s=1.0, max_wait_s=1.0, budget_s=1.5)
 
     assert run_virtual(retry(attempt, policy, random.Random(1), lambda: done)) == "whole"
+
+
+# -- attempts --------------------------------------------------------------------------------------
+
+NAME = b"n" * 16
+
+
+@dataclass(eq=False)
+class Caller:
+    """One attempt's stream, and the call that its handler is given."""
+
+    table: TransferTable
+    size: int = 100
+    is_resuming: bool = False
+    has_end: bool = False
+    broken: Exception | None = None
+    method: str = "take"
+    header: bytes = b""
+    peer: str = "island"
+    caller: None = None
+    arriving: asyncio.Queue[bytes | Exception | None] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.payload_bytes = self.size
+        named = Resumption(NAME, self.is_resuming)
+        frames = FrameReader(frame_opening(b"", self.size, 50, named))
+        self.attempt = Attempt(self.table, "", frames, self)
+
+    def send(self, num_chunks: int) -> None:
+        for chunk in list(frame_chunks(bytes(self.size), 50))[:num_chunks]:
+            self.arriving.put_nowait(chunk)
+
+    async def ask(self, handlers: Handlers) -> None:
+        await self.attempt.answer(handlers, self)
+
+    async def read(self) -> bytes | None:
+        message = await self.arriving.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def write(self, message: bytes) -> None:
+        if self.broken:
+            raise self.broken
+
+    async def read_payload(self) -> Buffer:
+        return await self.attempt.read_payload(has_end=self.has_end)
+
+
+@pytest.mark.parametrize("broken", [ConnectionResetError(), TimeoutError()], ids=repr)
+def test_a_caller_that_takes_no_position_is_not_a_disk_that_fails(broken: OSError) -> None:
+    failures: list[Exception] = []
+
+    async def take(call: IncomingCall) -> Reply:
+        try:
+            await call.read_payload()
+        except Exception as error:
+            failures.append(error)
+            raise
+        return Reply(b"")
+
+    async def scenario() -> None:
+        table = TransferTable(kept_bytes=1000, kept_s=10.0)
+        first = Caller(table)
+        first.send(1)
+        first.arriving.put_nowait(PeerReset("cut"))
+        await first.ask({"take": take})
+        first.attempt.close()
+
+        second = Caller(table, is_resuming=True, broken=broken)
+        await second.ask({"take": take})
+        second.attempt.close()
+
+        assert [type(failure) for failure in failures] == [PeerReset, PeerReset]
+        assert table.enter("", NAME, object(), 0.0).partial == Partial(bytearray(100), 50)
+
+    run_virtual(scenario())
+
+
+def test_an_attempt_that_was_superseded_while_it_waited_leaves_what_is_kept_alone() -> None:
+    async def scenario() -> None:
+        table = TransferTable(kept_bytes=1000, kept_s=10.0)
+        waiting, newer = Caller(table, size=20), Caller(table)
+        newer.send(1)
+        reading = asyncio.create_task(newer.read_payload())
+        await asyncio.sleep(1.0)
+        reading.cancel()
+        newer.attempt.close()
+        before = table.num_idle_bytes
+
+        with pytest.raises(PeerReset, match="newer attempt"):
+            await waiting.read_payload()
+
+        assert table.num_idle_bytes == before > 0
+        table.enter("", NAME, object(), 2.0)
+        assert table.num_idle_bytes == 0
+
+    run_virtual(scenario())
+
+
+def test_a_payload_that_is_whole_is_kept_though_its_end_never_came() -> None:
+    async def take(call: IncomingCall) -> Reply:
+        return Reply(b"", await call.read_payload())
+
+    async def scenario() -> None:
+        table = TransferTable(kept_bytes=1000, kept_s=10.0)
+        caller = Caller(table, has_end=True)
+        caller.send(2)
+        caller.arriving.put_nowait(RuntimeError("the connection is gone"))
+        await caller.ask({"take": take})
+        caller.attempt.close()
+
+        kept = table.enter("", NAME, object(), 0.0)
+        assert kept.partial is not None and kept.partial.is_complete
+
+    run_virtual(scenario())
+
+
+def test_an_attempt_that_hangs_ends_as_soon_as_the_next_one_comes() -> None:
+    """Its handler may hold room in the spool that the next one waits for."""
+
+    async def scenario() -> None:
+        table = TransferTable(kept_bytes=1000, kept_s=10.0)
+        room = asyncio.Lock()
+
+        async def take(call: IncomingCall) -> Reply:
+            async with room:
+                return Reply(b"", await call.read_payload())
+
+        hanging = Caller(table)
+        hanging.send(1)
+        first = asyncio.create_task(hanging.ask({"take": take}))
+        await asyncio.sleep(1.0)
+        newer = Caller(table, is_resuming=True)
+        newer.arriving.put_nowait(list(frame_chunks(bytes(100), 50))[1])
+        async with asyncio.timeout(1.0):
+            await newer.ask({"take": take})
+            await first
+        hanging.attempt.close()
+
+        assert first.exception() is None and not first.cancelling()
+        newer.attempt.close()
+        assert table.enter("", NAME, object(), 3.0).reply is not None
+
+    run_virtual(scenario())
+
+
+def test_an_attempt_that_is_cancelled_as_the_next_one_comes_stays_cancelled() -> None:
+    async def scenario() -> None:
+        table = TransferTable(kept_bytes=1000, kept_s=10.0)
+        hanging = Caller(table)
+        reading = asyncio.create_task(hanging.read_payload())
+        await asyncio.sleep(1.0)
+        Caller(table, is_resuming=True)
+        reading.cancel()
+
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    run_virtual(scenario())
