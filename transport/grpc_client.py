@@ -192,7 +192,9 @@ class GrpcTransport:
     ) -> Reply:
         """Call the peer at one of its addresses."""
         end = self._ends.get(channel)
-        if end and not (end.is_proved and channel.get_state() is ChannelConnectivity.READY):
+        if end and channel.get_state() is not ChannelConnectivity.READY:
+            end.is_proved = False  # whoever answers next has to prove itself, however late
+        if end and not end.is_proved:
             await self._prove(channel, end, method)
         stream = channel.stream_stream(f"/{SERVICE}/{method}", None, None)
         # This end keeps the deadline; the one that travels only lets the server give up too.
@@ -233,6 +235,7 @@ class GrpcTransport:
         call = channel.stream_stream(f"/{SERVICE}/{PROVE_METHOD}", None, None)(metadata=metadata)
         async with self._translated(call, method):
             await self._insist_on_proof(call, end, challenge)
+        end.is_proved = True
 
     async def _insist_on_proof(self, call: _Call, end: ClientEnd, challenge: bytes) -> None:
         """Wait for the server's proof.
@@ -254,7 +257,6 @@ class GrpcTransport:
         except CertificateError as error:
             end.is_proved = False
             raise ConnectError(f"the server is not believed: {error}") from error
-        end.is_proved = True
 
     def _deal(self, num_bytes: int) -> int:
         """Choose a connection for a call that moves so many bytes, at most."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import grpc.aio
 import pytest
 
@@ -57,8 +58,8 @@ def rotate_and_revoke(pki: Pki, identity: Identity) -> None:
 class Server(GrpcServer):
     """Keeps what it is told, and which methods it was asked for."""
 
-    def __init__(self, tls: Tls) -> None:
-        super().__init__("127.0.0.1:0", {"tell": self._tell}, tls=tls)
+    def __init__(self, tls: Tls, bind: str = "127.0.0.1:0") -> None:
+        super().__init__(bind, {"tell": self._tell}, tls=tls)
         self.told: list[bytes] = []
         self.asked: list[tuple[str, bool]] = []
 
@@ -128,6 +129,34 @@ def test_a_revoked_server_is_told_nothing(pki: Pki) -> None:
     serving(thief, claim)
     assert thief.told == []
     assert thief.asked == [(PROVE_METHOD, False)] * 2
+
+
+def test_a_revoked_server_that_takes_a_broken_connection_over_is_told_nothing(pki: Pki) -> None:
+    stolen = copied(pki, "thief", COORDINATOR)
+    rotate_and_revoke(pki, COORDINATOR)
+
+    async def run() -> list[tuple[str, bool]]:
+        server = Server(Tls(pki.directory, COORDINATOR))
+        await server.start()
+        transport = GrpcTransport(server.address, tls=pki.tls(EAST), token="t" * 43)
+        assert await tell(transport) == b"heard"
+        await server.stop(0.0)
+        with pytest.raises(ConnectError):
+            await tell(transport)
+        thief = Server(Tls(stolen, COORDINATOR), server.address)
+        await thief.start()
+        (channel,) = transport._channels.values()
+        async with asyncio.timeout(DEADLINE_S):  # gRPC connects again by itself
+            while (state := channel.get_state()) is not grpc.ChannelConnectivity.READY:
+                await channel.wait_for_state_change(state)
+        for _ in range(2):
+            with refused("coordinator was revoked"):
+                await tell(transport)
+        await transport.close()
+        await thief.stop(0.0)
+        return thief.asked
+
+    assert asyncio.run(run()) == [(PROVE_METHOD, False)] * 2
 
 
 def test_a_server_is_refused_as_soon_as_it_is_revoked_on_an_open_connection(pki: Pki) -> None:
