@@ -4,8 +4,8 @@
 
 Payloads of rounds go before those of bulk transfers (whole models). A bulk chunk leaves when no
 payload of a round is moving, or when it has waited `BULK_PATIENCE_S` and none has left for as
-long, so that a busy run does not keep an island out for ever, however many wait. Only payloads are paced: calls without one, such as heartbeats, never
-wait here.
+long, so that a busy run does not keep an island out for ever, however many wait. Only payloads
+are paced: calls without one, such as heartbeats, never wait here.
 
 `Departures` is pure; `Pacer` runs it on the clock of the loop that it is used in.
 """
