@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from grpc import ChannelConnectivity
 
-from transport.addresses import split_candidates
+from transport.addresses import split_address, split_candidates
 from transport.certificates import CertificateError
 from transport.channels import Channels, LossMeter, wanted_channels
 from transport.contracts import Buffer, Reply
@@ -263,8 +263,11 @@ class GrpcTransport:
         now = asyncio.get_running_loop().time()
         if self._meter is not None and num_bytes and now >= self._looked_at + _LOOK_S:
             self._looked_at = now
-            places = [*self._candidates, *([self._proxy.rpartition("@")[2]] if self._proxy else [])]
-            self._meter.count(segment_counts({int(p.rpartition(":")[2]) for p in places}))
+            proxy = self._proxy.removeprefix("http://").rstrip("/").rpartition("@")[2]
+            places = [*self._candidates, *([proxy] if proxy else [])]
+            # Sockets that were not found are not gone: they would be counted twice later.
+            if found := segment_counts({split_address(place) for place in places}):
+                self._meter.count(found)
             wanted, before = wanted_channels(self._meter.loss), self._dealt.num_channels
             if wanted != before:
                 _log.info(
