@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from grpc import ChannelConnectivity
 
-from transport.addresses import split_candidates
+from transport.addresses import split_address, split_candidates
 from transport.certificates import CertificateError
 from transport.channels import Channels, LossMeter, wanted_channels
 from transport.contracts import Buffer, Reply
@@ -192,7 +192,9 @@ class GrpcTransport:
     ) -> Reply:
         """Call the peer at one of its addresses."""
         end = self._ends.get(channel)
-        if end and not (end.is_proved and channel.get_state() is ChannelConnectivity.READY):
+        if end and channel.get_state() is not ChannelConnectivity.READY:
+            end.is_proved = False  # whoever answers next has to prove itself, however late
+        if end and not end.is_proved:
             await self._prove(channel, end, method)
         stream = channel.stream_stream(f"/{SERVICE}/{method}", None, None)
         # This end keeps the deadline; the one that travels only lets the server give up too.
@@ -233,6 +235,7 @@ class GrpcTransport:
         call = channel.stream_stream(f"/{SERVICE}/{PROVE_METHOD}", None, None)(metadata=metadata)
         async with self._translated(call, method):
             await self._insist_on_proof(call, end, challenge)
+        end.is_proved = True
 
     async def _insist_on_proof(self, call: _Call, end: ClientEnd, challenge: bytes) -> None:
         """Wait for the server's proof.
@@ -254,15 +257,17 @@ class GrpcTransport:
         except CertificateError as error:
             end.is_proved = False
             raise ConnectError(f"the server is not believed: {error}") from error
-        end.is_proved = True
 
     def _deal(self, num_bytes: int) -> int:
         """Choose a connection for a call that moves so many bytes, at most."""
         now = asyncio.get_running_loop().time()
         if self._meter is not None and num_bytes and now >= self._looked_at + _LOOK_S:
             self._looked_at = now
-            places = [*self._candidates, *([self._proxy.rpartition("@")[2]] if self._proxy else [])]
-            self._meter.count(segment_counts({int(p.rpartition(":")[2]) for p in places}))
+            proxy = self._proxy.removeprefix("http://").rstrip("/").rpartition("@")[2]
+            places = [*self._candidates, *([proxy] if proxy else [])]
+            # Sockets that were not found are not gone: they would be counted twice later.
+            if found := segment_counts({split_address(place) for place in places}):
+                self._meter.count(found)
             wanted, before = wanted_channels(self._meter.loss), self._dealt.num_channels
             if wanted != before:
                 _log.info(

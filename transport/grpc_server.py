@@ -13,7 +13,7 @@ import grpc.aio
 
 from transport.addresses import is_loopback, split_address
 from transport.contracts import Buffer, Handlers
-from transport.errors import FrameError, TransportError, Unauthorised
+from transport.errors import FrameError, Overloaded, TransportError, Unauthorised
 from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes
 from transport.grpc_wire import (
     ACCEPTED_METADATA,
@@ -84,6 +84,7 @@ class GrpcServer:
         self._tokens = tokens
         self._limits = limits or Limits()
         self._turnstile = Turnstile(self._limits)
+        self._proving = Turnstile(self._limits)
         self._refusals = Refusals(self._limits)
         self._transfers = TransferTable(
             kept_bytes=self._limits.kept_bytes, kept_s=self._limits.kept_s
@@ -131,18 +132,38 @@ class GrpcServer:
             await server.stop(drain_timeout_s)
 
     async def _serve(self, method: str, context: _Context) -> None:
-        await context.send_initial_metadata((ACCEPTED_METADATA, *self._proof(context)))
-        if method == PROVE_METHOD:
-            # gRPC hands out the status of a call without messages before its metadata, at times.
-            await context.write(b"")
+        if method == PROVE_METHOD and self._tls is not None:
+            await self._prove(context)
             return
+        await context.send_initial_metadata((ACCEPTED_METADATA, *self._proof(context)))
         try:
             async with asyncio.timeout(self._limits.call_s):
                 await self._answer(method, context)
         except TimeoutError:
-            # It does not read its reply, or sends without end: nothing that is said reaches it.
+            # It does not read its reply, or sends without end: nothing that is said reaches it, and
+            # a status would wait behind what was not read, as long as the connection lasts.
             _log.warning("call ended by its limit method=%.100s peer=%s", method, context.peer())
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "this call took too long")
+            raise asyncio.CancelledError from None
+
+    async def _prove(self, context: _Context) -> None:
+        """Answer the challenge of a new connection, as many and as long as other calls may be."""
+        # Whoever shows the same certificate is one caller, whether or not it is believed.
+        key = b"".join(context.auth_context().get("x509_pem_cert", ())).hex()
+        try:
+            self._proving.enter(key, PROVE_METHOD, asyncio.get_running_loop().time())
+        except Overloaded as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        try:
+            async with asyncio.timeout(self._limits.silence_s):
+                await context.send_initial_metadata((ACCEPTED_METADATA, *self._proof(context)))
+                # gRPC hands out the status of a call without messages before its metadata, at
+                # times.
+                await context.write(b"")
+        except TimeoutError:
+            _log.warning("proof not taken in time peer=%s", context.peer())
+            raise asyncio.CancelledError from None  # as above
+        finally:
+            self._proving.leave(key, PROVE_METHOD)
 
     async def _answer(self, method: str, context: _Context) -> None:
         stream = _Stream(context, self._limits.silence_s)

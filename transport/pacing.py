@@ -3,9 +3,9 @@
     next departure = departure + 8 bytes WIRE_SHARE / rate        (`link.LinkState`, no delay)
 
 Payloads of rounds go before those of bulk transfers (whole models). A bulk chunk leaves when no
-payload of a round is moving, or when it has waited `BULK_PATIENCE_S`, so that a busy run does not
-keep an island out for ever. Only payloads are paced: calls without one, such as heartbeats, never
-wait here.
+payload of a round is moving, or when it has waited `BULK_PATIENCE_S` and none has left for as
+long, so that a busy run does not keep an island out for ever, however many wait. Only payloads
+are paced: calls without one, such as heartbeats, never wait here.
 
 `Departures` is pure; `Pacer` runs it on the clock of the loop that it is used in.
 """
@@ -40,7 +40,7 @@ class Departures:
         """Pace everything to the first rate, bulk to the second as well; 0: no such limit."""
         self._line = _line(rate_bps)
         self._bulk_line = _line(bulk_rate_bps)
-        self._free = self._bulk_free = self._last_round = float("-inf")
+        self._free = self._bulk_free = self._last_round = self._last_bulk = float("-inf")
 
     def wait_s(self, now: float) -> float:
         """Say how long a chunk of a round has to wait; 0: it may leave now."""
@@ -50,8 +50,12 @@ class Departures:
         """Say how long a bulk chunk has to wait that has done so `since` then, as things are."""
         until = max(self._free, self._bulk_free)
         if rounds_moving:
-            until = max(until, min(self._last_round + STUCK_S, since + BULK_PATIENCE_S))
+            until = max(until, min(self._last_round + STUCK_S, self.patient_from(since)))
         return max(until - now, 0.0)
+
+    def patient_from(self, since: float) -> float:
+        """Say when a bulk chunk that waits `since` then goes before rounds, if none leaves."""
+        return max(since, self._last_bulk) + BULK_PATIENCE_S
 
     def leave(self, now: float, num_bytes: int, *, is_bulk: bool) -> None:
         """Note that a chunk leaves."""
@@ -60,7 +64,9 @@ class Departures:
             self._free, _ = self._line.reserve(now, on_wire)
         if not is_bulk:
             self._last_round = now
-        elif self._bulk_line is not None:
+            return
+        self._last_bulk = now
+        if self._bulk_line is not None:
             self._bulk_free, _ = self._bulk_line.reserve(now, on_wire)
 
 
@@ -139,7 +145,8 @@ class Pacer:
                     async with asyncio.timeout(wait_s):
                         await self._news.wait()
                 continue
-            is_patient = bool(self._bulk) and now - self._bulk[0].since >= BULK_PATIENCE_S
+            patient_from = self._departures.patient_from
+            is_patient = bool(self._bulk) and now >= patient_from(self._bulk[0].since)
             is_bulk = waits.get(True, 1.0) <= 0 and (is_patient or waits.get(False, 1.0) > 0)
             waiter = (self._bulk if is_bulk else self._rounds).popleft()
             self._departures.leave(now, waiter.num_bytes, is_bulk=is_bulk)

@@ -64,8 +64,9 @@ async def retry(
         attempt: Makes one attempt, with a deadline of its own.
         policy: Waits and budget, on the running loop's clock.
         rng: Draws the waits.
-        progress: Counts what the next attempt need not do again: where it has grown, waits and
-            budget begin anew, so that a transfer may take as long as its link needs.
+        progress: Counts what shows that the peer is reached, such as bytes that need not move
+            again: where it has grown, waits and budget begin anew, so that a transfer may take as
+            long as its link needs.
 
     Raises:
         TransportError: At once if it is not retryable; otherwise the last one, its message
@@ -74,7 +75,7 @@ async def retry(
     loop = asyncio.get_running_loop()
     started = loop.time()
     cap_s = policy.first_wait_s
-    num_attempts = done = 0
+    num_attempts, done = 0, progress()
     while True:
         num_attempts += 1
         try:

@@ -8,6 +8,7 @@ Source: struct tcp_info of include/uapi/linux/tcp.h; tcp(7), TCP_INFO.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
@@ -27,18 +28,38 @@ def can_count() -> bool:
     return hasattr(socket, "TCP_INFO") and os.path.isdir(_DESCRIPTORS)
 
 
-def segment_counts(ports: Collection[int]) -> dict[int, SegmentCounts]:
-    """Read the counts of all connections to one of `ports`, by the number of their socket."""
+def segment_counts(places: Collection[tuple[str, int]]) -> dict[int, SegmentCounts]:
+    """Read the counts of all connections to hosts and ports, by the number of their socket.
+
+    A host's name stands for any address, for it is resolved anew at every reconnection. Nothing is
+    found while this process has no descriptor left to look with.
+    """
+    wanted = {(_ip(host), port) for host, port in places}
     found: dict[int, SegmentCounts] = {}
-    for name in os.listdir(_DESCRIPTORS):
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(_DESCRIPTORS)
+    for name in names:
         with contextlib.suppress(OSError):  # it was closed meanwhile, or is no such connection
             place = os.readlink(f"{_DESCRIPTORS}/{name}")
             if place.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     is_tcp = connection.family in _FAMILIES and connection.type == _STREAM
-                    if is_tcp and connection.getpeername()[1] in ports:
-                        found[int(place[8:-1])] = _counts(connection)
+                    if is_tcp:
+                        host, port = connection.getpeername()[:2]
+                        if wanted & {(_ip(host), port), (None, port)}:
+                            found[int(place[8:-1])] = _counts(connection)
     return found
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an address, IPv4 within IPv6 as IPv4; None for a name, and for any address."""
+    try:
+        ip = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return None if ip.is_unspecified else mapped or ip
 
 
 def _counts(connection: socket.socket) -> SegmentCounts:

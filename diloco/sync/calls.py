@@ -8,8 +8,10 @@ Source: protocol.md sections 5 and 8 (`unreachable_s`).
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import blake3
 from google.protobuf.message import Message
@@ -27,7 +29,44 @@ from transport.transfer import Transfer
 
 #: A payload that moves more slowly has its call broken off, and gone on with.
 SLOWEST_BPS = 1e6
+#: Whole models move in so many lanes at once: each of hundreds would get too little of a thin link.
+_MOST_UPLOADS = 16
 _POLL_WAIT_S = 20.0
+
+
+class _Progress:
+    """How far all calls over one transport have come together; never falls.
+
+    A lane may wait for its turn longer than the budget: the syncer is reached as long as others
+    move. Control and data are counted apart, for either connection may be broken alone.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        #: By name, with the most that each had moved when it was looked at.
+        self._under_way: dict[bytes, tuple[Transfer, int]] = {}
+
+    @contextlib.contextmanager
+    def of(self, transfer: Transfer) -> Iterator[None]:
+        """Count what this call moves."""
+        self._under_way[transfer.name] = transfer, 0
+        try:
+            yield
+        finally:
+            self.count()
+            del self._under_way[transfer.name]
+
+    def answered(self) -> None:
+        """Count a reply."""
+        self._count += 1
+
+    def count(self) -> int:
+        """Return the replies, and the bytes that need not move again."""
+        for name, (transfer, most) in self._under_way.items():
+            if transfer.moved_bytes > most:
+                self._count += transfer.moved_bytes - most
+                self._under_way[name] = transfer, transfer.moved_bytes
+        return self._count
 
 
 class SyncerCalls:
@@ -50,7 +89,7 @@ class SyncerCalls:
         """Assign only.
 
         One call may take `rpc_deadline_s`, besides its payload's time at `SLOWEST_BPS`; all its
-        repetitions the budget, from the last progress on.
+        repetitions the budget, from the last progress of any call over the same transport on.
         """
         self._control = control
         self._data = data
@@ -58,6 +97,8 @@ class SyncerCalls:
         self._rpc_deadline_s = rpc_deadline_s
         self._policy = policy
         self._rng = rng
+        self._progress = {transport: _Progress() for transport in (control, data)}
+        self._uploading = asyncio.Semaphore(_MOST_UPLOADS)
         self.bytes_up = 0
         self.bytes_down = 0
 
@@ -122,7 +163,7 @@ class SyncerCalls:
         await self._call(self._control, "fragment.decline", request)
 
     async def upload(self, fragment_id: int, lane_id: int, payload: Buffer) -> wire.Ack:
-        """Deliver one lane of the initial parameters, float32."""
+        """Deliver one lane of the initial parameters, float32, when it is its turn."""
         header = wire.UploadHeader(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
@@ -130,7 +171,8 @@ class SyncerCalls:
             lane_id=lane_id,
             digest=blake3.blake3(payload).digest(),
         )
-        reply = await self._call(self._data, "fragment.upload", header, payload, is_bulk=True)
+        async with self._uploading:
+            reply = await self._call(self._data, "fragment.upload", header, payload, is_bulk=True)
         return wire.Ack.FromString(reply.header)
 
     async def pin(self, inner_step: int, versions: Sequence[int]) -> wire.Ack:
@@ -193,6 +235,10 @@ class SyncerCalls:
         header = message.SerializeToString()
         transfer = Transfer(is_bulk=is_bulk)
         payload_bytes = memoryview(payload).nbytes + max_reply_bytes
+        progress = self._progress[transport]
+        #: What had moved at attempts that broke after sending more: how much of that arrived, only
+        #: the next attempt is told, so each is worth one.
+        untold: set[int] = set()
 
         async def attempt() -> Reply:
             sent, received = transfer.sent_bytes, transfer.received_bytes
@@ -209,11 +255,17 @@ class SyncerCalls:
             finally:
                 self.bytes_up += transfer.sent_bytes - sent
                 self.bytes_down += transfer.received_bytes - received
+                if transfer.sent_bytes > sent:
+                    untold.add(transfer.moved_bytes)
+            progress.answered()
             self.bytes_down += len(reply.header)
             return reply
 
         try:
-            return await retry(attempt, self._policy, self._rng, lambda: transfer.moved_bytes)
+            with progress.of(transfer):
+                return await retry(
+                    attempt, self._policy, self._rng, lambda: progress.count() + len(untold)
+                )
         except HandlerFailed as error:
             raise DilocoError(
                 f"the syncer at {transport.peer} was reached, and its program failed at {method}: "

@@ -1,17 +1,21 @@
-"""A carrier's calls to a syncer that does not answer, on a virtual clock."""
+"""A carrier's calls to a syncer that does not answer, or hardly, on a virtual clock."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 from diloco.errors import CoordinatorUnavailable
+from diloco.sync.calls import SyncerCalls
 from diloco.sync.exchange import Exchange, ExchangeRules
+from protos.fragment_pb2 import Ack
 from tests.virtual_run import Setting, grant
 from transport.contracts import Buffer, Reply
-from transport.errors import ConnectError
+from transport.errors import ConnectError, DeadlineExceeded, PeerReset
 from transport.loopback import run_virtual
+from transport.retry import RetryPolicy
 from transport.transfer import Transfer
 
 
@@ -75,3 +79,93 @@ def test_waits_between_calls_are_those_of_the_rules(tmp_path: Path) -> None:
 
     # 1, 2, then 4 s at a time; a wait that would end at 20 s or later is not begun.
     assert [at - began for at in silent.asked_at] == [0, 1, 3, 7, 11, 15, 19]
+
+
+class Thin:
+    """A link of 1 Mbit/s behind which one lane moves at a time; attempts end at their deadline."""
+
+    peer = "thin"
+
+    def __init__(self, cut_s: float) -> None:
+        self._cut_s = cut_s
+        self._line = asyncio.Lock()
+        self._arrived: dict[bytes, int] = {}
+        self.most_at_once = self._num_at_once = 0
+
+    async def call(
+        self,
+        method: str,
+        header: bytes,
+        payload: Buffer = b"",
+        *,
+        deadline_s: float,
+        max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
+    ) -> Reply:
+        assert transfer is not None
+        num_bytes = memoryview(payload).nbytes
+        self._num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self._num_at_once)
+        try:
+            async with asyncio.timeout(min(deadline_s, self._cut_s)), self._line:
+                arrived = self._arrived.setdefault(transfer.name, 0)
+                if transfer.is_begun:
+                    transfer.acknowledged_bytes = arrived
+                transfer.is_begun = True
+                while self._arrived[transfer.name] < num_bytes:
+                    await asyncio.sleep(8.0)
+                    self._arrived[transfer.name] += 1_000_000
+                    transfer.sent_bytes += 1_000_000
+        except TimeoutError:
+            raise DeadlineExceeded("no answer", peer=self.peer, method=method) from None
+        finally:
+            self._num_at_once -= 1
+        return Reply(Ack(is_accepted=True).SerializeToString())
+
+    async def close(self) -> None:
+        pass
+
+
+def uploads(data: Silent | Thin, num_lanes: int, lane: Buffer) -> list[object]:
+    async def run() -> list[object]:
+        calls = SyncerCalls(
+            Silent(),
+            data,
+            grant("a"),
+            rpc_deadline_s=60.0,
+            policy=RetryPolicy(budget_s=600.0),
+            rng=random.Random(0),
+        )
+        given = (calls.upload(0, lane_id, lane) for lane_id in range(num_lanes))
+        return await asyncio.gather(*given, return_exceptions=True)
+
+    return run_virtual(run())
+
+
+def test_a_lane_whose_connection_breaks_late_goes_on() -> None:
+    (ack,) = uploads(Thin(cut_s=700.0), 1, bytes(100_000_000))  # takes 800 s; the budget is 600 s
+    assert ack == Ack(is_accepted=True)
+
+
+def test_lanes_that_wait_for_their_turn_do_not_give_up_while_others_move() -> None:
+    thin = Thin(cut_s=200.0)
+
+    acks = uploads(thin, 64, bytes(5_000_000))  # takes 2560 s in all
+
+    assert acks == [Ack(is_accepted=True)] * 64
+    assert thin.most_at_once == 16
+
+
+def test_what_is_sent_and_never_arrives_is_no_progress() -> None:
+    class Hole(Silent):
+        async def call(self, *args: object, transfer: Transfer | None = None, **rest: Any) -> Reply:
+            self.asked_at.append(asyncio.get_running_loop().time())
+            assert transfer is not None
+            await asyncio.sleep(50.0)
+            transfer.sent_bytes += 1000
+            raise PeerReset("cut", peer=self.peer)
+
+    hole = Hole()
+    (error,) = uploads(hole, 1, bytes(100_000))
+    assert isinstance(error, CoordinatorUnavailable)
+    assert hole.asked_at[-1] < 50.0 + 600.0

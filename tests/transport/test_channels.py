@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 
 import pytest
@@ -16,6 +17,7 @@ from transport.channels import (
     wanted_channels,
 )
 from transport.contracts import IncomingCall, Reply
+from transport.errors import ConnectError
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
 from transport.tcp_counters import can_count, segment_counts
@@ -91,11 +93,22 @@ def test_the_kernels_counts_are_found_among_our_own_sockets() -> None:
                 left = 50_000
                 while left:
                     left -= len(receiver.recv(left))
-                (counts,) = segment_counts({port}).values()
+                (counts,) = segment_counts({("127.0.0.1", port)}).values()
                 assert counts.sent >= 1 and counts.retransmitted == 0
-                back = segment_counts({sender.getsockname()[1]})
+                assert len(segment_counts({("localhost", port)})) == 1
+                assert len(segment_counts({("[::ffff:127.0.0.1]", port)})) == 1
+                assert segment_counts({("127.0.0.2", port), ("127.0.0.1", 1)}) == {}
+                back = segment_counts({("127.0.0.1", sender.getsockname()[1])})
                 assert next(iter(back.values())).received >= 1
-        assert segment_counts({port}) == {}
+        assert segment_counts({("127.0.0.1", port)}) == {}
+
+
+def test_without_a_descriptor_left_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("os.listdir", refuse)
+    assert segment_counts({("127.0.0.1", 1)}) == {}
 
 
 @pytest.mark.parametrize(("channels", "connections"), [(1, 1), (3, 3)])
@@ -131,7 +144,7 @@ def test_concurrent_calls_use_as_many_connections_as_told(channels: int, connect
 @pytest.mark.skipif(not can_count(), reason="this system does not count segments")
 def test_measured_loss_opens_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     lossy = {1: SegmentCounts(sent=100_000, retransmitted=100)}
-    monkeypatch.setattr("transport.grpc_client.segment_counts", lambda ports: lossy)
+    monkeypatch.setattr("transport.grpc_client.segment_counts", lambda places: lossy)
     peers: set[str] = set()
 
     async def run() -> None:
@@ -155,6 +168,29 @@ def test_measured_loss_opens_connections(monkeypatch: pytest.MonkeyPatch) -> Non
 
     asyncio.run(run())
     assert len(peers) == 8
+
+
+@pytest.mark.skipif(not can_count(), reason="this system does not count segments")
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:2", "http://user:password@127.0.0.1:2/"])
+def test_connections_to_a_proxy_are_looked_at_too(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_for: list[set[tuple[str, int]]] = []
+
+    def look(places: set[tuple[str, int]]) -> dict[int, SegmentCounts]:
+        looked_for.append(places)
+        return {}
+
+    monkeypatch.setattr("transport.grpc_client.segment_counts", look)
+
+    async def run() -> None:
+        transport = GrpcTransport("127.0.0.1:1", channels=0, proxy=proxy)
+        with pytest.raises(ConnectError):
+            await transport.call("note", b"", b"x", deadline_s=DEADLINE_S)
+        await transport.close()
+
+    asyncio.run(run())
+    assert looked_for == [{("127.0.0.1", 1), ("127.0.0.1", 2)}]
 
 
 def test_an_impossible_number_is_refused() -> None:

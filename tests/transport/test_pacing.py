@@ -84,6 +84,24 @@ def test_bulk_lets_rounds_go_first_and_is_not_kept_out_for_ever(rate_bps: float)
     assert bulk[-1] < ended[0] + 200 * CHUNK_S + 1
 
 
+def test_many_bulk_payloads_take_no_more_from_rounds_than_one() -> None:
+    async def run() -> tuple[list[float], list[float]]:
+        pacer = Pacer(RATE_BPS)
+        bulk: list[float] = []
+        rounds: list[float] = []
+        sending = [asyncio.create_task(send(pacer, rounds, 10_000)) for _ in range(4)]
+        sending += [asyncio.create_task(send(pacer, bulk, 1000, is_bulk=True)) for _ in range(64)]
+        await asyncio.sleep(10.0)
+        for task in sending:
+            task.cancel()
+        return bulk, rounds
+
+    bulk, rounds = run_virtual(run())
+
+    assert len(bulk) == pytest.approx(10.0 / BULK_PATIENCE_S, abs=1)
+    assert len(bulk) + len(rounds) == pytest.approx(10.0 / CHUNK_S, rel=0.01)
+
+
 def test_a_round_that_is_stuck_holds_no_bulk_up() -> None:
     async def run() -> list[float]:
         pacer, times = Pacer(), []

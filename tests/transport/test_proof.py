@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import ssl
+import struct
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import grpc.aio
 import pytest
 
@@ -25,6 +28,7 @@ from transport.grpc_wire import (
     SERVICE,
 )
 from transport.identity import Identity
+from transport.limits import Limits
 from transport.proof import make_challenge, read_proof
 from transport.tls import MAX_HANDED_BYTES, Tls
 
@@ -57,8 +61,8 @@ def rotate_and_revoke(pki: Pki, identity: Identity) -> None:
 class Server(GrpcServer):
     """Keeps what it is told, and which methods it was asked for."""
 
-    def __init__(self, tls: Tls) -> None:
-        super().__init__("127.0.0.1:0", {"tell": self._tell}, tls=tls)
+    def __init__(self, tls: Tls, bind: str = "127.0.0.1:0") -> None:
+        super().__init__(bind, {"tell": self._tell}, tls=tls)
         self.told: list[bytes] = []
         self.asked: list[tuple[str, bool]] = []
 
@@ -130,6 +134,34 @@ def test_a_revoked_server_is_told_nothing(pki: Pki) -> None:
     assert thief.asked == [(PROVE_METHOD, False)] * 2
 
 
+def test_a_revoked_server_that_takes_a_broken_connection_over_is_told_nothing(pki: Pki) -> None:
+    stolen = copied(pki, "thief", COORDINATOR)
+    rotate_and_revoke(pki, COORDINATOR)
+
+    async def run() -> list[tuple[str, bool]]:
+        server = Server(Tls(pki.directory, COORDINATOR))
+        await server.start()
+        transport = GrpcTransport(server.address, tls=pki.tls(EAST), token="t" * 43)
+        assert await tell(transport) == b"heard"
+        await server.stop(0.0)
+        with pytest.raises(ConnectError):
+            await tell(transport)
+        thief = Server(Tls(stolen, COORDINATOR), server.address)
+        await thief.start()
+        (channel,) = transport._channels.values()
+        async with asyncio.timeout(DEADLINE_S):  # gRPC connects again by itself
+            while (state := channel.get_state()) is not grpc.ChannelConnectivity.READY:
+                await channel.wait_for_state_change(state)
+        for _ in range(2):
+            with refused("coordinator was revoked"):
+                await tell(transport)
+        await transport.close()
+        await thief.stop(0.0)
+        return thief.asked
+
+    assert asyncio.run(run()) == [(PROVE_METHOD, False)] * 2
+
+
 def test_a_server_is_refused_as_soon_as_it_is_revoked_on_an_open_connection(pki: Pki) -> None:
     server = Server(Tls(copied(pki, "server", COORDINATOR), COORDINATOR))
 
@@ -142,6 +174,83 @@ def test_a_server_is_refused_as_soon_as_it_is_revoked_on_an_open_connection(pki:
         await transport.close()
 
     serving(server, claim)
+
+
+def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+    """Return a frame of HTTP/2 (RFC 9113, 4.1)."""
+    return (
+        struct.pack(">I", len(body))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + body
+    )
+
+
+async def ask_without_reading(address: str, context: ssl.SSLContext | None, num_calls: int) -> None:
+    """Ask for proofs over one connection that gives the server no room for a byte of them."""
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    fields = {
+        ":method": "POST",
+        ":scheme": "https" if context else "http",
+        ":path": f"/{SERVICE}/{PROVE_METHOD}",
+        ":authority": "x",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    headers = b"".join(
+        b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in field)
+        for field in fields.items()
+    )
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    writer.write(frame(4, 0, 0, struct.pack(">HI", 4, 0)))  # SETTINGS_INITIAL_WINDOW_SIZE = 0
+    for n in range(num_calls):
+        writer.write(frame(1, 4, 2 * n + 1, headers))
+    try:
+        await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("is_tls", [True, False], ids=["TLS", "plaintext"])
+def test_proofs_that_nobody_reads_are_bounded_in_number_and_time(pki: Pki, is_tls: bool) -> None:
+    most = finished = under_way = 0
+
+    class Counting(GrpcServer):
+        async def _serve(self, method: str, context: _Context) -> None:
+            nonlocal most, finished, under_way
+            under_way += 1
+            try:
+                await super()._serve(method, context)
+            finally:
+                under_way -= 1
+                finished += 1
+
+        def _proof(self, context: _Context) -> tuple[tuple[str, bytes], ...]:
+            nonlocal most
+            most += 1
+            return super()._proof(context)
+
+    async def run() -> None:
+        limits = Limits(silence_s=1.0, call_s=1.0, calls_per_caller=4)
+        tls = Tls(pki.directory, COORDINATOR) if is_tls else None
+        server = Counting("127.0.0.1:0", {}, tls=tls, limits=limits)
+        await server.start()
+        context = None
+        if is_tls:
+            context = ssl.create_default_context(cafile=pki.directory / "ca.pem")
+            context.check_hostname = False
+            context.load_cert_chain(pki.directory / "island-east.pem")
+            context.set_alpn_protocols(["h2"])
+        asking = asyncio.create_task(ask_without_reading(server.address, context, 20))
+        async with asyncio.timeout(DEADLINE_S):
+            while finished < 20:
+                await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await server.stop(0.0)
+
+    asyncio.run(run())
+    assert under_way == 0
+    if is_tls:
+        assert most == 4
 
 
 def test_a_relayed_proof_is_not_believed(pki: Pki) -> None:
