@@ -8,6 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
+from hypothesis import settings
+
 _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
@@ -15,3 +17,7 @@ if _ROOT not in sys.path:
 # Started by nohup, or in the background of a script, tests would pass on that these are ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# An example takes the time that a loaded machine gives it.
+settings.register_profile("diloco", deadline=None)
+settings.load_profile("diloco")
