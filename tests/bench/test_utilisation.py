@@ -71,6 +71,7 @@ def test_the_bench_runs_islands_as_processes_and_judges_them() -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_an_island_that_fails_ends_the_bench_with_its_log() -> None:
     with pytest.raises(IslandFailed, match=r"exit code 1; its log says:\n(.*\n)*.*num_fragments"):
         run_utilisation(

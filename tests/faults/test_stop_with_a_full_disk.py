@@ -15,6 +15,7 @@ from tests.run_files import all_logs, write_run
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow
 def test_a_stop_ends_with_an_island_whose_disk_was_full(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=100_000)
     config = load_config(run_file, ["islands.west.restart_wait=100ms"])

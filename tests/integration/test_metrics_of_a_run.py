@@ -112,6 +112,7 @@ def train(run_file: Path, root: Path, *overrides: str) -> tuple[Scraper, Scraper
     return scrapers
 
 
+@pytest.mark.slow
 def test_every_sink_of_a_run_tells_the_same(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, dict.fromkeys(ISLANDS, ""), inner_steps=40)
 

@@ -124,6 +124,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(runs: Runs, tmp_path: Path) ->
     assert published(resumed) == published(runs.whole)
 
 
+@pytest.mark.slow
 def test_a_torn_newest_checkpoint_is_skipped_and_another_shape_resumes_the_one_before(
     runs: Runs, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def test_islands_of_two_shapes_train_on_their_shares(tmp_path: Path) -> None:
     assert all(0 < loss < 6 for losses in evaluated.values() for loss in losses)  # ln 256 = 5.5
 
 
+@pytest.mark.slow
 def test_a_run_that_has_no_more_text_ends_with_the_remedy(tmp_path: Path) -> None:
     # 26 documents of 341 tokens: 277 sequences of 32, 4 a step.
     run_file = write_stream_run(tmp_path, {"east": ""}, ["a piece of text, " * 20] * 30)

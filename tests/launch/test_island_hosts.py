@@ -66,6 +66,7 @@ def test_a_rank_killed_on_one_host_restarts_the_ranks_of_both(site: Site, rdzv: 
     assert not any(map(is_alive, before + after))
 
 
+@pytest.mark.slow
 def test_either_host_may_die_and_come_back_and_a_signal_at_one_ends_both(
     site: Site, rdzv: str
 ) -> None:

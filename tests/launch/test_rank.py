@@ -98,6 +98,7 @@ def test_only_an_end_that_failed_is_logged_as_an_error(
     )
 
 
+@pytest.mark.slow
 def test_a_configured_link_takes_its_time(tmp_path: Path) -> None:
     run_file = write_run(
         tmp_path,

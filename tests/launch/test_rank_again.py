@@ -77,6 +77,7 @@ def wait_until(check: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_changed_text_is_named_and_a_warm_start_that_is_gone_is_not_missed(
     run_file: Path, state: StateDir, tmp_path: Path
 ) -> None:
