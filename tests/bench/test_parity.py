@@ -107,6 +107,7 @@ def test_one_island_with_a_plain_outer_step_is_data_parallel(tmp_path: Path) -> 
     assert alone.loss == pytest.approx(whole.loss, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_bench_trains_its_rows_in_processes_and_pairs_seeds(tmp_path: Path) -> None:
     rows = (
         Row(DATA_PARALLEL, 1, None, is_warm=True),

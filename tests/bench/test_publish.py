@@ -12,6 +12,7 @@ from diloco.errors import DilocoError
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_rounds_are_timed_with_their_parts_and_the_first_row_is_judged() -> None:
     heard: list[tuple[int, int]] = []
 

@@ -55,6 +55,7 @@ def free_address(host: str) -> str:
         return f"{host}:{probe.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_an_island_of_two_hosts_trains_and_outlives_the_death_of_a_rank(tmp_path: Path) -> None:
     run_file = str(
         write_run(tmp_path, {"east": "", "west": "dp_shard = 2"}, inner_steps=INNER_STEPS)

@@ -87,6 +87,7 @@ def held_out(told: str) -> tuple[int, float]:
     return int(found[0]), float(found[1])
 
 
+@pytest.mark.slow
 def test_the_example_trains_stops_and_goes_on(tmp_path: Path) -> None:
     run_file = write_run(tmp_path)
 

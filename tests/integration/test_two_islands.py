@@ -59,6 +59,7 @@ def events(directory: Path, island: str, island_rank: int) -> list[dict[str, Any
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_sites_train_one_model_and_a_third_that_differs_is_refused(tmp_path: Path) -> None:
     run_file = str(write_run(tmp_path, {"east": "", "west": "dp_shard = 2"}))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")

@@ -69,6 +69,7 @@ def test_a_stop_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     assert not served.leaves[0].is_stopped
 
 
+@pytest.mark.slow
 def test_a_returning_island_takes_its_inner_optimizer_from_its_newest_checkpoint(
     tmp_path: Path,
 ) -> None:
