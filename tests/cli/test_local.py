@@ -305,6 +305,7 @@ def test_a_signal_before_the_islands_have_joined_ends_every_process(tmp_path: Pa
     wait_for_no_process(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_every_process_at_once(tmp_path: Path) -> None:
     run_file = write_run(
         tmp_path, {"east": "", "west": ""}, inner_steps=100_000, inner_steps_per_round=50_000

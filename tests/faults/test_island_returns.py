@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 INNER_STEPS = 120
 
 
+@pytest.mark.slow
 def test_killed_island_returns_and_the_run_ends_with_equal_digests(tmp_path: Path) -> None:
     shapes = {"east": "", "west": "dp_shard = 2"}
     run_file = write_run(tmp_path, shapes, inner_steps=INNER_STEPS)

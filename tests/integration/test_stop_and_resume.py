@@ -150,6 +150,7 @@ def test_a_torn_newest_checkpoint_is_skipped_and_another_shape_resumes_the_one_b
     assert len(resumed.ending_digests()) == 1
 
 
+@pytest.mark.slow
 def test_a_new_run_warm_starts_from_a_checkpoint_where_it_stood(runs: Runs, tmp_path: Path) -> None:
     checkpoints = runs.stopped / "state" / "checkpoints"
 

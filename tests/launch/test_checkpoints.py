@@ -285,6 +285,7 @@ def test_a_writer_killed_at_any_change_of_the_disk_leaves_the_old_checkpoint_or_
     assert seen == sorted(seen) and seen.index(True) > 8
 
 
+@pytest.mark.slow
 def test_killed_writers_leave_whole_checkpoints_or_none(tmp_path: Path) -> None:
     draws = random.Random(SEED)
     for number, awaited in enumerate(["*/rank-*", "*/rank-*", MANIFEST, MANIFEST]):

@@ -131,6 +131,7 @@ def test_metrics_beyond_loopback_have_a_token_and_the_runs_certificate(site: Pat
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_a_run_under_certificates_and_tokens_keeps_its_secrets(site: Path) -> None:
     finished = run_to_end(site, [certs_of(site), tokens_of(site)])
 

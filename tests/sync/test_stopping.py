@@ -406,6 +406,7 @@ def hold_in_turns(island_rank: int) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_ranks_hold_longer_than_a_collective_may_take_and_fail_together() -> None:
     leader, other = run_ranks(hold_in_turns, 2)
 
