@@ -192,41 +192,6 @@ def publish_mean_(
     )
 
 
-def follow_mean(
-    state: LaneState,
-    delta: Tensor,
-    payload: Buffer,
-    rules: PublicationRules,
-    *,
-    fragment: Fragment,
-    lane_id: int,
-    key: RoundKey,
-    is_flush: bool,
-) -> LanePublication:
-    """Come to what `publish_mean` made of `delta` elsewhere, by the payload that it encoded.
-
-    Raises:
-        CodecError: If the payload is malformed.
-    """
-    theta, momentum = _outer_step(state, delta, rules, key=key, is_flush=is_flush)
-    codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
-    published = apply_payload(codec, from_bytes(payload), state.published)
-    return LanePublication(LaneState(theta, published, momentum), payload, lane_digest(published))
-
-
-def _outer_step(
-    state: LaneState, delta: Tensor, rules: PublicationRules, *, key: RoundKey, is_flush: bool
-) -> tuple[Tensor, Tensor]:
-    """Return theta and momentum after the step; those of `state` are left untouched."""
-    theta, momentum = state.theta.clone(), state.momentum
-    if is_flush:
-        flush_step_(theta, delta)
-    else:
-        momentum = momentum.clone()
-        rules.optimizer.step_(theta, momentum, delta, version=key.version)
-    return theta, momentum
-
-
 def follow_mean_(
     state: LaneState,
     delta: Tensor,
