@@ -8,7 +8,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,14 @@ from transport.limits import Limits
 from transport.tokens import TokenTable
 
 NOBODY = "12D3KooWN5P2Q2iiazQx4nT1YLy7dtk141rSerXCWfCod4awDsn9"
+
+
+@pytest.fixture(autouse=True)
+def _own_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Other tests' daemons come and go in the common place while these look."""
+    with tempfile.TemporaryDirectory(dir=hivemind_directory.PLACE) as place:
+        monkeypatch.setattr(hivemind_directory, "PLACE", Path(place))
+        yield
 
 
 def directories() -> set[Path]:
