@@ -21,7 +21,7 @@ from transport.transfer import Transfer
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 #: Version of the wire protocol; every header carries it.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
     first message  checksum (8) | magic (4) | version (2) | failure (2) | header bytes (4)
                    | chunk bytes (4) | payload bytes (8) | flags (1) | transfer (16) | reply (16)
-                   | offset (8) | header
+                   | offset (8) | header | payload, if flag 4
     every other    checksum (8) | data: `chunk_bytes` of the payload, the last one less
     position       checksum (8) | magic (4) | offset (8)
 
@@ -12,7 +12,8 @@ A call with a name (`transfer`, not 0) goes on where an earlier attempt broke. T
 attempt (flag 1) says how many bytes (`offset`) of which `reply` it has, and sends no chunk before
 the peer has said, in a message of its own ahead of the reply, at which position the payload goes
 on. In a reply, `reply` is its name and `offset` the byte at which its chunks begin; 0 when the
-caller's part of it is worth nothing. Flag 2: payloads of other calls go first.
+caller's part of it is worth nothing. Flag 2: payloads of other calls go first. Flag 4: the payload
+is in this message, there is no other. Flag 8: the caller takes no payload in reply.
 
 Integers are little-endian; a checksum is the xxh3_64 (canonical, big-endian) of everything after
 it in its message. Both directions of a call use the same form. Pure; content is never parsed.
@@ -45,6 +46,8 @@ MAX_HEADER_BYTES = 1 << 20
 DEFAULT_CHUNK_BYTES = 1 << 20
 #: Largest chunk that a receiver accepts, so that a message has a bound before it is read.
 MAX_CHUNK_BYTES = 8 << 20
+#: A payload of up to so many bytes travels in the first message; a broken one is sent again.
+WHOLE_BYTES = 256 << 10
 #: Most chunks of one payload: 64 GiB at the usual size. Without it a peer could declare a payload
 #: without end, or one of single bytes that costs a message each.
 MAX_CHUNKS = 1 << 16
@@ -55,7 +58,7 @@ _CHECKSUM_BYTES = 8
 _RELEASE = struct.Struct("<4sH")  # what an opening of any version begins with
 _OPENING = struct.Struct("<4sHHIIQB16s16sQ")
 _POSITION = struct.Struct("<4sQ")
-_IS_RESUMING, _IS_BULK = 1, 2
+_IS_RESUMING, _IS_BULK, _IS_WHOLE, _TAKES_NONE = 1, 2, 4, 8
 #: Failures by their number on the wire; numbers are never used again.
 _FAILURES: dict[int, type[TransportError]] = {
     1: HandlerFailed,
@@ -68,7 +71,9 @@ _FAILURES: dict[int, type[TransportError]] = {
 }
 _MAX_FAILURE_BYTES = 1 << 16
 #: Largest message of this protocol.
-MAX_MESSAGE_BYTES = _CHECKSUM_BYTES + _OPENING.size + max(MAX_HEADER_BYTES, MAX_CHUNK_BYTES)
+MAX_MESSAGE_BYTES = (
+    _CHECKSUM_BYTES + _OPENING.size + max(MAX_HEADER_BYTES + WHOLE_BYTES, MAX_CHUNK_BYTES)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ class Resumption:
         transfer: Name of the call; `NO_NAME`: it cannot go on.
         is_resuming: Whether an earlier attempt may have left something at the peer.
         is_bulk: Whether its payloads let those of other calls go first.
+        takes_none: Whether its caller takes no payload in reply.
         reply: Name of a reply.
         offset: Bytes of that reply.
     """
@@ -86,6 +92,7 @@ class Resumption:
     transfer: bytes = NO_NAME
     is_resuming: bool = False
     is_bulk: bool = False
+    takes_none: bool = False
     reply: bytes = NO_NAME
     offset: int = 0
 
@@ -158,6 +165,17 @@ def frame_opening(
     return _frame_first(0, header, payload_bytes, chunk_bytes, resumption)
 
 
+def frame_whole(header: bytes, payload: Buffer, resumption: Resumption = Resumption()) -> bytes:
+    """Return the only message of a call whose payload has at most `WHOLE_BYTES`.
+
+    Raises:
+        MessageTooLarge: If the header is too large.
+    """
+    check_header(len(header))
+    size = memoryview(payload).nbytes
+    return _frame_first(0, header, size, max(size, 1), resumption, payload)
+
+
 def frame_chunks(payload: Buffer, chunk_bytes: int, offset: int = 0) -> Iterator[bytes]:
     """Return the chunks of a payload from byte `offset` on, each made when asked for."""
     view = memoryview(payload).cast("B")
@@ -199,12 +217,22 @@ def read_position(message: bytes, payload_bytes: int) -> int | None:
 
 
 def _frame_first(
-    failure: int, header: bytes, payload_bytes: int, chunk_bytes: int, resumption: Resumption
+    failure: int,
+    header: bytes,
+    payload_bytes: int,
+    chunk_bytes: int,
+    resumption: Resumption,
+    whole: Buffer | None = None,
 ) -> bytes:
-    flags = _IS_RESUMING * resumption.is_resuming | _IS_BULK * resumption.is_bulk
+    flags = (
+        _IS_RESUMING * resumption.is_resuming
+        | _IS_BULK * resumption.is_bulk
+        | _IS_WHOLE * (whole is not None)
+        | _TAKES_NONE * resumption.takes_none
+    )
     opening = (_MAGIC, PROTOCOL_VERSION, failure, len(header), chunk_bytes, payload_bytes)
     named = (flags, resumption.transfer, resumption.reply, resumption.offset)
-    return _seal(_OPENING.pack(*opening, *named) + header)
+    return _seal(_OPENING.pack(*opening, *named), header, whole or b"")
 
 
 def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
@@ -213,7 +241,7 @@ def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class FrameReader:
-    """Rebuilds one direction of a call, message by message.
+    """Rebuilds one direction of a call, message by message; `is_whole`: the first has it all.
 
     The first message makes the reader and tells header and declared size; nothing is allocated
     for the payload until `accept` has agreed to that size. Then `feed` takes the chunks in order.
@@ -246,10 +274,13 @@ class FrameReader:
         _, _, failure, header_bytes, chunk_bytes, payload_bytes, *named = _OPENING.unpack_from(body)
         check_header(header_bytes)
         _verify(first_message, "the first message")
-        if len(body) != _OPENING.size + header_bytes:
+        flags, transfer, reply, offset = named
+        self.is_whole = bool(flags & _IS_WHOLE)
+        declared = header_bytes + payload_bytes * self.is_whole
+        if len(body) != _OPENING.size + declared:
             raise FrameError(
-                f"first message declares a header of {header_bytes} bytes "
-                f"and holds {len(body) - _OPENING.size}"
+                f"first message declares {declared} bytes of header "
+                f"{'and payload ' * self.is_whole}and holds {len(body) - _OPENING.size}"
             )
         if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise FrameError(f"the peer declares chunks of {chunk_bytes} bytes")
@@ -258,16 +289,21 @@ class FrameReader:
                 f"the peer declares {payload_bytes} bytes in chunks of {chunk_bytes}; "
                 f"{MAX_CHUNKS} chunks are allowed"
             )
-        self.header = bytes(body[_OPENING.size :])
+        self.header = bytes(body[_OPENING.size : _OPENING.size + header_bytes])
         if failure:
             raise _FAILURES.get(failure, HandlerFailed)(self.header.decode(errors="replace"))
-        flags, transfer, reply, offset = named
         self.resumption = Resumption(
-            transfer, bool(flags & _IS_RESUMING), bool(flags & _IS_BULK), reply, offset
+            transfer=transfer,
+            is_resuming=bool(flags & _IS_RESUMING),
+            is_bulk=bool(flags & _IS_BULK),
+            takes_none=bool(flags & _TAKES_NONE),
+            reply=reply,
+            offset=offset,
         )
         self.payload_bytes: int = payload_bytes
         self.partial: Partial | None = None
         self._chunk_bytes: int = chunk_bytes
+        self._whole = body[_OPENING.size + header_bytes :]
 
     @property
     def is_complete(self) -> bool:
@@ -298,7 +334,9 @@ class FrameReader:
                 f"the peer declares a payload of {self.payload_bytes} bytes; "
                 f"{max_payload_bytes} are allowed"
             )
-        if partial is None or len(partial.payload) != self.payload_bytes:
+        if self.is_whole:
+            partial = Partial(bytearray(self._whole), self.payload_bytes)
+        elif partial is None or len(partial.payload) != self.payload_bytes:
             partial = Partial(bytearray(self.payload_bytes))
         self.partial = partial
         return partial
@@ -329,8 +367,11 @@ class FrameReader:
         return FrameError(f"the peer sent {filled} bytes of {self.payload_bytes} and stopped")
 
 
-def _seal(data: Buffer) -> bytes:
-    return b"".join((xxhash.xxh3_64_digest(data), data))
+def _seal(*parts: Buffer) -> bytes:
+    checksum = xxhash.xxh3_64()
+    for part in parts:
+        checksum.update(part)
+    return b"".join((checksum.digest(), *parts))
 
 
 def _verify(message: bytes, what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator
 from typing import TypeAlias
@@ -45,7 +46,10 @@ from transport.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 
-_Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
+_Call: TypeAlias = (
+    "grpc.aio.StreamStreamCall[bytes, bytes] | grpc.aio.UnaryStreamCall[bytes, bytes]"
+    " | grpc.aio.UnaryUnaryCall[bytes, bytes]"
+)
 
 #: Seconds for which calls in progress may go on over the connection of replaced certificates.
 _RETIRE_S = 300.0
@@ -150,6 +154,7 @@ class GrpcTransport:
                         header,
                         payload,
                         transfer,
+                        max_reply_bytes=max_reply_bytes,
                         chunk_bytes=self._chunk_bytes,
                         pacer=self._pacer,
                     )
@@ -157,7 +162,7 @@ class GrpcTransport:
                     assert until is not None
                     channel = self._channel(self._candidates[index], dealt)
                     try:
-                        reply = await self._call(channel, method, request, until, max_reply_bytes)
+                        reply = await self._call(channel, method, request, until)
                     except ConnectError:
                         if n == num_candidates - 1:
                             raise
@@ -188,7 +193,6 @@ class GrpcTransport:
         method: str,
         request: Request,
         until: float,
-        max_reply_bytes: int,
     ) -> Reply:
         """Call the peer at one of its addresses."""
         end = self._ends.get(channel)
@@ -196,18 +200,14 @@ class GrpcTransport:
             end.is_proved = False  # whoever answers next has to prove itself, however late
         if end and not end.is_proved:
             await self._prove(channel, end, method)
-        stream = channel.stream_stream(f"/{SERVICE}/{method}", None, None)
-        # This end keeps the deadline; the one that travels only lets the server give up too.
-        left_s = until - asyncio.get_running_loop().time()
         challenge = end.challenge() if end else b""
         asked = ((CHALLENGE_METADATA, challenge),) if end else ()
-        metadata = (*self._metadata, *asked)
-        call = stream(request.messages(), timeout=max(left_s, 0.0) + 1.0, metadata=metadata)
         try:
+            call = await _begin(channel, method, request, until, (*self._metadata, *asked))
             async with self._translated(call, method):
                 if end:
                     await self._insist_on_proof(call, end, challenge)
-                return await self._read_reply(call, request, max_reply_bytes)
+                return await self._read_reply(call, request)
         finally:
             request.close()
 
@@ -245,7 +245,7 @@ class GrpcTransport:
         """
         metadata = dict(await call.initial_metadata())
         if ACCEPTED_METADATA[0] not in metadata:
-            await call.read()  # raises what went wrong
+            await _read(call)  # raises what went wrong
         proof, revocations = metadata.get(PROOF_METADATA), metadata.get(REVOKED_METADATA)
         try:
             end.insist_on_proof(
@@ -308,17 +308,13 @@ class GrpcTransport:
         self._ends[channel] = end
         return channel
 
-    async def _read_reply(self, call: _Call, request: Request, max_reply_bytes: int) -> Reply:
-        async def read() -> bytes | None:
-            message = await call.read()
-            return message if isinstance(message, bytes) else None  # the end is another type
-
-        reply = await request.read_reply(read, max_reply_bytes)
+    async def _read_reply(self, call: _Call, request: Request) -> Reply:
+        reply = await request.read_reply(functools.partial(_read, call))
         # The reply is whole. A refused request need not be sent to its end; any other call ends
         # in good order, without a reset, whatever its status.
         if request.is_sent:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                await call.read()
+                await _read(call)
         return reply
 
     async def _translate(
@@ -340,6 +336,32 @@ class GrpcTransport:
 
     def _error(self, kind: type[TransportError], message: str, method: str) -> TransportError:
         return kind(message, peer=self._address, method=method)
+
+
+async def _begin(
+    channel: grpc.aio.Channel,
+    method: str,
+    request: Request,
+    until: float,
+    metadata: tuple[tuple[str, str | bytes], ...],
+) -> _Call:
+    """Start a call as the cheapest kind that can carry it; to the server, all are byte streams."""
+    path = f"/{SERVICE}/{method}"
+    message = await request.whole() if request.is_whole else b""
+    # This end keeps the deadline; the one that travels only lets the server give up too.
+    timeout = max(until - asyncio.get_running_loop().time(), 0.0) + 1.0
+    if not request.is_whole:
+        messages = request.messages()
+        return channel.stream_stream(path, None, None)(messages, timeout=timeout, metadata=metadata)
+    if request.takes_none:
+        return channel.unary_unary(path, None, None)(message, timeout=timeout, metadata=metadata)
+    return channel.unary_stream(path, None, None)(message, timeout=timeout, metadata=metadata)
+
+
+async def _read(call: _Call) -> bytes | None:
+    """Return a call's next message; None at the end, which gRPC says by another type."""
+    message = await (call if isinstance(call, grpc.aio.UnaryUnaryCall) else call.read())
+    return message if isinstance(message, bytes) else None
 
 
 async def _retire(channel: grpc.aio.Channel) -> None:

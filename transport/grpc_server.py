@@ -184,7 +184,10 @@ class GrpcServer:
             attempt = Attempt(self._transfers, caller.uri if caller else "", frames, stream)
             try:
                 call = _GrpcCall(method, attempt, stream, caller)
-                await self._send(await attempt.answer(self._handlers, call), stream)
+                answer = await attempt.answer(self._handlers, call)
+                await answer.send(stream.write, self._chunk_bytes, self._pacer)
+                if not frames.is_whole:
+                    await stream.hear_out()
                 attempt.is_sent = True
             finally:
                 attempt.close()
@@ -201,16 +204,10 @@ class GrpcServer:
         if not self._refusals.enter():
             await stream.abort("too many calls are being refused")
         try:
-            await self._send(Answer.failure(error), stream)
+            await Answer.failure(error).send(stream.write, self._chunk_bytes, self._pacer)
+            await stream.hear_out()
         finally:
             self._refusals.leave()
-
-    async def _send(self, answer: Answer, stream: _Stream) -> None:
-        """Write a reply to the end and hear the caller out."""
-        await answer.send(stream.write, self._chunk_bytes, self._pacer)
-        # Ending the call while the caller is still sending could cost it the reply. It stops as
-        # soon as it has the reply, so what is thrown away here is what was on its way.
-        await stream.hear_out()
 
     def _proof(self, context: _Context) -> tuple[tuple[str, bytes], ...]:
         """Answer the caller's challenge; nothing without one: it believes no reply then."""
@@ -300,6 +297,11 @@ class _Stream:
         raise AssertionError("gRPC's abort never returns")
 
     async def hear_out(self) -> None:
+        """Read what else the caller sends.
+
+        Ending the call while it is still sending could cost it the reply. It stops as soon as it
+        has the reply, so what is thrown away here is what was on its way.
+        """
         async with asyncio.timeout(self._silence_s):
             while isinstance(await self._context.read(), bytes):
                 pass

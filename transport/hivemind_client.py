@@ -83,10 +83,15 @@ class HivemindTransport:
         try:
             async with self._deadlines.within(method, deadline_s):
                 request = Request(
-                    header, payload, transfer, chunk_bytes=self._chunk_bytes, pacer=self._pacer
+                    header,
+                    payload,
+                    transfer,
+                    max_reply_bytes=max_reply_bytes,
+                    chunk_bytes=self._chunk_bytes,
+                    pacer=self._pacer,
                 )
                 opening = Opening(method, self._token, deadline_s)
-                return await self._exchange(opening, request, max_reply_bytes)
+                return await self._exchange(opening, request)
         except TransportError as error:
             if error.peer:
                 raise
@@ -101,13 +106,13 @@ class HivemindTransport:
         while self._ending:
             await asyncio.wait(self._ending)
 
-    async def _exchange(self, opening: Opening, request: Request, max_reply_bytes: int) -> Reply:
+    async def _exchange(self, opening: Opening, request: Request) -> Reply:
         reader, writer = await self._open()
         try:
             writer.write(opening.to_bytes())
             sending = asyncio.get_running_loop().create_task(_send(writer, request))
             try:
-                return await _read_reply(reader, request, max_reply_bytes)
+                return await _read_reply(reader, request)
             finally:
                 await _end(sending)
         finally:
@@ -177,14 +182,12 @@ async def _send(writer: asyncio.StreamWriter, request: Request) -> None:
         await write_message(writer, message)
 
 
-async def _read_reply(
-    reader: asyncio.StreamReader, request: Request, max_reply_bytes: int
-) -> Reply:
+async def _read_reply(reader: asyncio.StreamReader, request: Request) -> Reply:
     kind: type[TransportError] = ConnectError
     try:
         await reader.readexactly(len(ACCEPTED))
         kind = PeerReset
-        return await request.read_reply(lambda: read_message(reader), max_reply_bytes)
+        return await request.read_reply(lambda: read_message(reader))
     except (EOFError, OSError) as error:
         raise kind(f"the stream broke: {error}") from error
 

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from transport.contracts import Buffer, Reply
 from transport.errors import FrameError
 from transport.framing import (
+    WHOLE_BYTES,
     FrameReader,
     Resumption,
     chunk_size,
     frame_chunks,
     frame_opening,
+    frame_whole,
     read_position,
 )
 from transport.pacing import Pacer
@@ -23,7 +25,10 @@ from transport.transfer import NO_NAME, Transfer
 class Request:
     """One attempt's messages, and what comes back.
 
-    `is_sent` tells whether all of them have been taken.
+    Attributes:
+        is_sent: Whether all messages have been taken.
+        is_whole: Whether there is but one, `whole`; sent again, not gone on with, if it breaks.
+        takes_none: Whether the reply must be without a payload, which makes it one message.
     """
 
     def __init__(
@@ -32,11 +37,14 @@ class Request:
         payload: Buffer,
         transfer: Transfer | None,
         *,
+        max_reply_bytes: int,
         chunk_bytes: int,
         pacer: Pacer,
     ) -> None:
-        """Keep what is to be said; `close` must follow."""
+        """Keep what is to be said, and how large a reply may be held; `close` must follow."""
         self.is_sent = False
+        self.takes_none = max_reply_bytes == 0
+        self._max_reply_bytes = max_reply_bytes
         self._header = header
         self._payload = memoryview(payload).cast("B")
         self._transfer = transfer or Transfer(name=NO_NAME)
@@ -44,7 +52,8 @@ class Request:
         self._chunk_bytes = pacer.chunk_bytes(
             chunk_bytes, len(self._payload), is_bulk=self._transfer.is_bulk
         )
-        self._is_resuming = self._transfer.is_begun and len(self._payload) > 0
+        self.is_whole = len(self._payload) <= min(WHOLE_BYTES, self._chunk_bytes)
+        self._is_resuming = self._transfer.is_begun and not self.is_whole
         self._position = asyncio.get_running_loop().create_future()
         self._moving = contextlib.ExitStack()
 
@@ -54,28 +63,38 @@ class Request:
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Give the messages, each when it may leave."""
+        if self.is_whole:
+            yield await self.whole()
+            return
         transfer, is_bulk = self._transfer, self._transfer.is_bulk
-        yield self._opening()
-        if self._payload:
-            offset = await self._position if self._is_resuming else 0
-            self._moving.enter_context(self._pacer.moving(is_bulk=is_bulk))
-            for chunk in frame_chunks(self._payload, self._chunk_bytes, offset):
-                num_bytes = chunk_size(chunk)
-                await self._pacer.admit(num_bytes, is_bulk=is_bulk)
-                transfer.is_begun = True
-                transfer.sent_bytes += num_bytes
-                yield chunk
-            self._moving.close()
+        size = len(self._payload)
+        yield frame_opening(self._header, size, self._chunk_bytes, self._resumption())
+        offset = await self._position if self._is_resuming else 0
+        self._moving.enter_context(self._pacer.moving(is_bulk=is_bulk))
+        for chunk in frame_chunks(self._payload, self._chunk_bytes, offset):
+            num_bytes = chunk_size(chunk)
+            await self._pacer.admit(num_bytes, is_bulk=is_bulk)
+            transfer.is_begun = True
+            transfer.sent_bytes += num_bytes
+            yield chunk
+        self._moving.close()
         self.is_sent = True
 
-    async def read_reply(
-        self, read: Callable[[], Awaitable[bytes | None]], max_reply_bytes: int
-    ) -> Reply:
+    async def whole(self) -> bytes:
+        """Give the only message, when it may leave."""
+        if num_bytes := len(self._payload):
+            is_bulk = self._transfer.is_bulk
+            with self._pacer.moving(is_bulk=is_bulk):
+                await self._pacer.admit(num_bytes, is_bulk=is_bulk)
+            self._transfer.sent_bytes += num_bytes
+        self.is_sent = True
+        return frame_whole(self._header, self._payload, self._resumption())
+
+    async def read_reply(self, read: Callable[[], Awaitable[bytes | None]]) -> Reply:
         """Receive the reply, or what is missing of it.
 
         Args:
             read: Gives the next message; None at the end.
-            max_reply_bytes: What may be held.
 
         Raises:
             TransportError: The failure that the peer sent instead, or what is wrong with it.
@@ -92,10 +111,13 @@ class Request:
         named = frames.resumption
         is_known = transfer.reply is not None and named.reply == transfer.reply_name
         partial = frames.accept(
-            max_reply_bytes, transfer.reply if is_known and named.offset else None
+            self._max_reply_bytes, transfer.reply if is_known and named.offset else None
         )
-        if partial.filled != named.offset:
-            raise FrameError(f"the reply goes on at byte {named.offset}, {partial.filled} are here")
+        here = 0 if frames.is_whole else partial.filled
+        if here != named.offset:
+            raise FrameError(f"the reply goes on at byte {named.offset}, {here} are here")
+        if frames.is_whole:
+            transfer.received_bytes += partial.filled
         transfer.reply, transfer.reply_name = partial, named.reply
         while not frames.is_complete:
             message = await read()
@@ -106,16 +128,16 @@ class Request:
         transfer.acknowledged_bytes = len(self._payload)
         return Reply(frames.header, frames.payload)
 
-    def _opening(self) -> bytes:
+    def _resumption(self) -> Resumption:
         transfer = self._transfer
-        resumption = Resumption(
-            transfer.name,
-            self._is_resuming,
-            transfer.is_bulk,
-            transfer.reply_name,
-            transfer.reply.filled if transfer.reply else 0,
+        return Resumption(
+            transfer=transfer.name,
+            is_resuming=self._is_resuming,
+            is_bulk=transfer.is_bulk,
+            takes_none=self.takes_none,
+            reply=transfer.reply_name,
+            offset=transfer.reply.filled if transfer.reply else 0,
         )
-        return frame_opening(self._header, len(self._payload), self._chunk_bytes, resumption)
 
     async def _first(self, read: Callable[[], Awaitable[bytes | None]]) -> bytes:
         message = await read()

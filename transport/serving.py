@@ -12,8 +12,15 @@ from typing import Protocol
 
 from transport.contracts import Buffer, Handlers, IncomingCall, Reply
 from transport.dispatch import as_peer_error, dispatch
-from transport.errors import FrameError, HandlerFailed, PeerReset, TransportError
+from transport.errors import (
+    FrameError,
+    HandlerFailed,
+    MessageTooLarge,
+    PeerReset,
+    TransportError,
+)
 from transport.framing import (
+    WHOLE_BYTES,
     FrameReader,
     Resumption,
     chunk_size,
@@ -21,6 +28,7 @@ from transport.framing import (
     frame_failure,
     frame_opening,
     frame_position,
+    frame_whole,
 )
 from transport.pacing import Pacer
 from transport.transfer import NO_NAME, Kept, TransferTable
@@ -90,7 +98,7 @@ class Attempt:
             if message is None:
                 raise frames.truncated()
             frames.feed(message)
-        if has_end and await self._read() is not None:
+        if has_end and not frames.is_whole and await self._read() is not None:
             raise FrameError(
                 f"the caller sent more than the {self.frames.payload_bytes} bytes declared"
             )
@@ -128,6 +136,9 @@ class Attempt:
             if kept is not None and kept.reply is not None:
                 return self._going_on(kept.reply, kept)
             reply = await dispatch(handlers, call)
+            size = memoryview(reply.payload).nbytes
+            if size and self.frames.resumption.takes_none:
+                raise MessageTooLarge(f"the reply has a payload of {size} bytes; 0 are allowed")
             if kept is not None and kept.stream is self.stream:
                 kept.answered(reply)
                 return self._going_on(reply, kept)
@@ -167,13 +178,17 @@ class Answer:
         payload, is_bulk = self.reply.payload, self.resumption.is_bulk
         payload_bytes = memoryview(payload).nbytes
         chunk_bytes = pacer.chunk_bytes(chunk_bytes, payload_bytes, is_bulk=is_bulk)
-        await write(
-            self.failed
-            or frame_opening(self.reply.header, payload_bytes, chunk_bytes, self.resumption)
-        )
+        header, named = self.reply.header, self.resumption
         if not payload_bytes:
+            await write(self.failed or frame_whole(header, payload, named))
             return
+        if payload_bytes <= min(WHOLE_BYTES, chunk_bytes) and not named.offset:
+            with pacer.moving(is_bulk=is_bulk):
+                await pacer.admit(payload_bytes, is_bulk=is_bulk)
+                await write(frame_whole(header, payload, named))
+            return
+        await write(frame_opening(header, payload_bytes, chunk_bytes, named))
         with pacer.moving(is_bulk=is_bulk):
-            for chunk in frame_chunks(payload, chunk_bytes, self.resumption.offset):
+            for chunk in frame_chunks(payload, chunk_bytes, named.offset):
                 await pacer.admit(chunk_size(chunk), is_bulk=is_bulk)
                 await write(chunk)

@@ -163,6 +163,10 @@ def figures(measured: Measured) -> list[tuple[str, str, Interval]]:
     def phase(name: str) -> Interval:
         return over(lambda cycle: per * cycle.flying.phases_s[name])
 
+    def slowed_s(cycle: Cycle) -> float:
+        plain_s = (cycle.plain.trained_cpu_s + cycle.plain_again.trained_cpu_s) / 2
+        return cycle.flying.trained_cpu_s - plain_s
+
     def rest_of(total: Callable[[Cycle], float], names: Sequence[str]) -> Interval:
         return over(lambda c: per * (total(c) - sum(c.flying.phases_s[name] for name in names)))
 
@@ -177,11 +181,12 @@ def figures(measured: Measured) -> list[tuple[str, str, Interval]]:
         *((f"  {name}", _PER_ROUND, phase(name)) for name in CRITICAL_PHASES),
         ("  rest", _PER_ROUND, rest_of(lambda c: c.flying.outer_cpu_s, [*CRITICAL_PHASES])),
         (_ALL_CPU, _PER_ROUND, over(lambda cycle: per * _added_cpu_s(cycle))),
+        ("  inner steps, slowed", _PER_ROUND, over(lambda cycle: per * slowed_s(cycle))),
         *((f"  {name}", _PER_ROUND, phase(name)) for name in IO_PHASES),
         (
-            "  rest of the IO thread",
+            "  rest of the other threads",
             _PER_ROUND,
-            rest_of(lambda c: _added_cpu_s(c) - c.flying.outer_cpu_s, [*IO_PHASES]),
+            rest_of(lambda c: _added_cpu_s(c) - slowed_s(c) - c.flying.outer_cpu_s, [*IO_PHASES]),
         ),
     ]
 

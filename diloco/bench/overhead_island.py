@@ -30,6 +30,7 @@ class Block:
     Attributes:
         steps_s: Duration of each, `DiLoCo.step` included where there is one.
         cpu_s: CPU seconds of the whole process.
+        trained_cpu_s: CPU seconds of the training thread in the inner steps themselves.
         outer_s: Seconds inside `DiLoCo.step`, waiting for outcomes not counted.
         outer_cpu_s: CPU seconds of the training thread there.
         phases_s: CPU seconds of each phase of the outer loop.
@@ -37,6 +38,7 @@ class Block:
 
     steps_s: tuple[float, ...]
     cpu_s: float
+    trained_cpu_s: float
     outer_s: float
     outer_cpu_s: float
     phases_s: dict[str, float]
@@ -124,13 +126,16 @@ class _Loop:
     def block(self, *, has_outer: bool) -> Block:
         """Make and time the inner steps of one block."""
         outer, steps_s, outer_s, outer_cpu_s = self._outer, [], 0.0, 0.0
+        trained_cpu_s = 0.0
         blocked_before, phases_before = outer.blocked_s, self._clock.read()
         cpu_before = time.process_time()
         for _ in range(self._block_steps):
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.thread_time()
             metrics = self._trainer.inner_step(self._inner_step)
+            trained_cpu = time.thread_time()
+            trained_cpu_s += trained_cpu - began_cpu
             if has_outer:
-                trained, trained_cpu = time.perf_counter(), time.thread_time()
+                trained = time.perf_counter()
                 outer.step(num_tokens=metrics.num_tokens)
                 outer_s += time.perf_counter() - trained
                 outer_cpu_s += time.thread_time() - trained_cpu
@@ -139,6 +144,7 @@ class _Loop:
         return Block(
             steps_s=tuple(steps_s),
             cpu_s=time.process_time() - cpu_before,
+            trained_cpu_s=trained_cpu_s,
             outer_s=outer_s - (outer.blocked_s - blocked_before),
             outer_cpu_s=outer_cpu_s,
             phases_s={

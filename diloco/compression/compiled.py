@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 #: From this many values on, vectors are coded by the compiled formula. On one CPU it is faster from
 #: 128 Ki on, and from here on at least twice as fast for every codec, both ways, which pays for
 #: the seconds of compiling (`diloco bench codec`).
-COMPILE_NUMEL = 512 << 10
+COMPILE_NUMEL = 128 << 10
 
 _Formula = TypeVar("_Formula", bound=Callable[..., Any])
 

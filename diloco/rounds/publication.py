@@ -239,4 +239,4 @@ def apply_payload(codec: Codec, payload: Tensor, published: Tensor) -> Tensor:
         fresh float32 of the shape of `published`.
     """
     values = codec.decode(payload, published.numel())
-    return values if codec.publishes_values else published + values
+    return values if codec.publishes_values else torch.add(published, values, out=values)

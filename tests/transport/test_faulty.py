@@ -266,15 +266,19 @@ def test_nobody_overtakes_the_only_call(play: Callable[..., Faults]) -> None:
     assert play(Fault.REORDER, claim).fired == {}
 
 
-def test_a_bit_that_the_wire_flips_is_a_checksum_mismatch() -> None:
+@pytest.mark.parametrize(
+    ("size", "where"),
+    [(4 << 10, "the first message"), (300 << 10, "the chunk at byte 0 of 307200")],
+)
+def test_a_bit_that_the_wire_flips_is_a_checksum_mismatch(size: int, where: str) -> None:
     """CORRUPT is above the checksums of frames; this is below them."""
 
     async def claim(address: str, damaged: asyncio.Event) -> None:
         transport = GrpcTransport(address)
         await transport.call("echo", b"", b"sound", deadline_s=DEADLINE_S, max_reply_bytes=5)
         damaged.set()
-        with pytest.raises(ChecksumMismatch, match="the chunk at byte 0 of 4096"):
-            await transport.call("echo", b"", b"A" * 4096, deadline_s=DEADLINE_S)
+        with pytest.raises(ChecksumMismatch, match=where):
+            await transport.call("echo", b"", b"A" * size, deadline_s=DEADLINE_S)
         await transport.close()
 
     async def run() -> None:

@@ -18,6 +18,7 @@ from transport.framing import (
     FrameReader,
     check_call,
     frame_messages,
+    frame_whole,
 )
 
 
@@ -41,9 +42,30 @@ def test_framing_covers_every_byte_for_any_chunk_size(
     assert all(type(message) is bytes for message in messages)
 
 
+@given(header=st.binary(max_size=64), payload=st.binary(max_size=600))
+def test_a_whole_message_holds_header_and_payload(header: bytes, payload: bytes) -> None:
+    message = frame_whole(header, payload)
+
+    assert read([message], len(payload)) == (header, payload)
+    if payload:
+        with pytest.raises(MessageTooLarge):
+            FrameReader(message).accept(len(payload) - 1)
+
+
+@pytest.mark.parametrize("cut", [1, -1], ids=["longer", "shorter"])
+def test_a_whole_message_of_another_size_than_declared_is_refused(cut: int) -> None:
+    body = frame_whole(b"header", b"payload")[8:]
+    body = body + b"!" if cut < 0 else body[:-cut]
+
+    with pytest.raises(FrameError, match="declares 13 bytes of header and payload and holds"):
+        FrameReader(xxhash.xxh3_64_digest(body) + body)
+
+
 @given(payload=st.binary(min_size=1, max_size=100), chunk=st.integers(1, 40), data=st.data())
 def test_a_flipped_bit_anywhere_is_found(payload: bytes, chunk: int, data: st.DataObject) -> None:
-    messages = list(frame_messages(b"header", payload, chunk))
+    messages = [frame_whole(b"header", payload)]
+    if data.draw(st.booleans()):
+        messages = list(frame_messages(b"header", payload, chunk))
     index = data.draw(st.integers(0, len(messages) - 1))
     position = data.draw(st.integers(0, len(messages[index]) * 8 - 1))
     damaged = bytearray(messages[index])

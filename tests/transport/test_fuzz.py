@@ -32,7 +32,7 @@ from tests.raw_island import founded
 from tests.virtual_run import RUN, Setting
 from transport.contracts import PROTOCOL_VERSION, Handlers, Reply
 from transport.errors import TransportError
-from transport.framing import FrameReader, frame_messages
+from transport.framing import FrameReader, frame_messages, frame_whole
 from transport.identity import Identity, Role
 from transport.loopback import VirtualClockLoop
 
@@ -66,7 +66,9 @@ def read_frames(messages: list[bytes]) -> None:
 def damaged_frames(draw: st.DrawFn) -> list[bytes]:
     """Messages of a frame: changed, dropped, doubled, cut."""
     header, payload = draw(st.binary(max_size=40)), draw(st.binary(max_size=200))
-    messages = list(frame_messages(header, payload, draw(st.integers(1, 64))))
+    messages = [frame_whole(header, payload)]
+    if draw(st.booleans()):
+        messages = list(frame_messages(header, payload, draw(st.integers(1, 64))))
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(messages) - 1))
         message = bytearray(messages[at])
