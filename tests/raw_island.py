@@ -96,7 +96,9 @@ class RawIsland:
         """First value of every lane, fetched dense."""
         first = []
         for lane_id in range(len(self.lanes)):
-            header = wire.FetchHeader(version=version, lane_id=lane_id, kind=wire.FETCH_KIND_DENSE)
+            header = wire.FetchHeader(
+                version=version, lane_ids=[lane_id], kind=wire.FETCH_KIND_DENSE
+            )
             reply = await self.call("fragment.fetch", header)
             assert wire.FetchReply.FromString(reply.header).status == wire.FETCH_STATUS_OK
             first.append(torch.frombuffer(reply.payload, dtype=torch.float32)[0].item())

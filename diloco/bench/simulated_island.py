@@ -86,7 +86,7 @@ class SimulatedIsland:
 
     async def fetch(self, version: int, lane_id: int) -> bytes:
         """Return one lane's published payload."""
-        header = wire.FetchHeader(version=version, lane_id=lane_id, kind=wire.FETCH_KIND_PAYLOAD)
+        header = wire.FetchHeader(version=version, lane_ids=[lane_id], kind=wire.FETCH_KIND_PAYLOAD)
         reply = await self._call("fragment.fetch", header)
         answer = wire.FetchReply.FromString(reply.header)
         if answer.status != wire.FETCH_STATUS_OK:

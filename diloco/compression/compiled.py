@@ -21,9 +21,8 @@ from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
 
-#: From this many values on, vectors are coded by the compiled formula. On one CPU it is faster from
-#: 128 Ki on, and from here on at least twice as fast for every codec, both ways, which pays for
-#: the seconds of compiling (`diloco bench codec`).
+#: From this many values on, vectors are coded by the compiled formula: on one CPU it is faster for
+#: every codec, both ways (`diloco bench codec`).
 COMPILE_NUMEL = 128 << 10
 
 _Formula = TypeVar("_Formula", bound=Callable[..., Any])

@@ -25,6 +25,10 @@ from diloco.outer.optimizer import OuterOptimizer, flush_step_
 from diloco.rounds.state import RoundKey
 from transport.contracts import Buffer
 
+#: Values of the lanes that one call may fetch together: a call a lane costs a small model more than
+#: its codecs do.
+MOST_TOGETHER = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class LaneState:

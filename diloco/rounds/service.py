@@ -10,6 +10,7 @@ Source: protocol.md sections 1, 4 and 5.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from diloco.compression.lanes import lane_codec
 from diloco.errors import AggregationError, CodecError
 from diloco.outer.fragments import Fragment
 from diloco.rounds.merge import Merger, Spooled, drop
-from diloco.rounds.publication import PublicationRules
+from diloco.rounds.publication import MOST_TOGETHER, PublicationRules
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.spool import Spool, SpooledLane
 from diloco.rounds.state import (
@@ -259,8 +260,8 @@ class FragmentService:
         return state
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
-        """Return one lane of a published version, and the reply that goes before it."""
-        reply, payload = await fetch_lane(header, self.record, self._store, self._hooks.worker)
+        """Return lanes of a published version, and the reply that goes before them."""
+        reply, payload = await fetch_lanes(header, self.record, self._store, self._hooks.worker)
         self._hooks.meter.sent(header.fragment_id, header.grant.island, len(payload))
         return reply, payload
 
@@ -324,10 +325,10 @@ class FragmentService:
         self._hooks.on_record(record.header())
 
 
-async def fetch_lane(
+async def fetch_lanes(
     header: wire.FetchHeader, record: VersionRecord | None, store: FragmentStore, worker: Worker
 ) -> tuple[wire.FetchReply, Buffer]:
-    """Return one lane of a published version, and the reply that goes before it.
+    """Return lanes of a published version, and the reply that goes before them.
 
     Args:
         header: Says which.
@@ -335,28 +336,37 @@ async def fetch_lane(
         store: Has those before it.
         worker: Reads them.
     """
-    lane_id = header.lane_id
-    if record is None or header.version > record.version or lane_id >= len(record.lanes):
+    lane_ids = tuple(header.lane_ids)
+    if record is None or header.version > record.version or not lane_ids:
         return _no_lane(wire.FETCH_STATUS_UNKNOWN, "not published here"), b""
+    if list(lane_ids) != sorted(set(lane_ids)) or lane_ids[-1] >= len(record.lanes):
+        return _no_lane(wire.FETCH_STATUS_UNKNOWN, f"there are no such lanes: {lane_ids[:8]}"), b""
+    numel = sum(record.lanes[lane_id].published.numel() for lane_id in lane_ids)
+    if len(lane_ids) > 1 and numel > MOST_TOGETHER:
+        message = f"{numel} values are too many for one call of several lanes: {MOST_TOGETHER}"
+        return _no_lane(wire.FETCH_STATUS_UNKNOWN, message), b""
     is_dense = header.kind == wire.FETCH_KIND_DENSE
-    codec, payload = record.payload_codec, b""  # type: tuple[str, Buffer]
+    codec, payloads = record.payload_codec, []  # type: tuple[str, list[Buffer]]
     if header.version != record.version:
         section = "published" if is_dense else "payload"
         try:
-            codec, payload = await worker.run(
-                lambda: store.load_lane(header.version, lane_id, section)
-            )
+            for lane_id in lane_ids:
+                codec, payload = await worker.run(
+                    functools.partial(store.load_lane, header.version, lane_id, section)
+                )
+                payloads.append(payload)
         except RecordInvalid as error:
             return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
     elif is_dense:
-        payload = to_bytes(record.lanes[lane_id].published.view(torch.uint8))
+        payloads = [to_bytes(record.lanes[n].published.view(torch.uint8)) for n in lane_ids]
     elif record.payloads:
-        payload = record.payloads[lane_id]
+        payloads = [record.payloads[lane_id] for lane_id in lane_ids]
     else:
         return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
+    together = payloads[0] if len(payloads) == 1 else b"".join(payloads)
     codec = "float32" if is_dense else codec
-    digest = blake3.blake3(payload).digest()
-    return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), payload
+    digest = blake3.blake3(together).digest()
+    return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), together
 
 
 def verify_payload(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:

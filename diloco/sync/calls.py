@@ -190,18 +190,18 @@ class SyncerCalls:
         self,
         fragment_id: int,
         version: int,
-        lane_id: int,
+        lane_ids: Sequence[int],
         kind: wire.FetchKind,
         *,
         max_reply_bytes: int,
     ) -> tuple[wire.FetchReply, Buffer]:
-        """Take one lane of a published version."""
+        """Take lanes of a published version: one, or several that are small together."""
         header = wire.FetchHeader(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
             fragment_id=fragment_id,
             version=version,
-            lane_id=lane_id,
+            lane_ids=lane_ids,
             kind=kind,
         )
         reply = await self._call(

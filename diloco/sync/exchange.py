@@ -9,7 +9,6 @@ Source: protocol.md sections 1, 4, 5 and 6.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import random
@@ -39,7 +38,7 @@ from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.carried import NOT_DURABLE, CarriedFragment, FragmentView, SentLane
 from diloco.sync.entry import Entry, check_restored
 from diloco.sync.ledger import Outstanding, Verdict
-from diloco.sync.staging import stage_lane
+from diloco.sync.staging import stage_lanes
 from diloco.sync.tasks import Tasks, wait_for
 from diloco.telemetry.events import Event, FragmentSent, SyncerRestarted
 from protos import fragment_pb2 as wire
@@ -503,21 +502,14 @@ class Exchange:
     async def _stage(
         self, carried: CarriedFragment, version: int, digests: tuple[bytes, ...]
     ) -> None:
-        lanes = await asyncio.gather(
-            *(
-                stage_lane(
-                    self._calls,
-                    carried.anchor[lane_id],
-                    fragment=self._plan.fragments[carried.fragment_id],
-                    version=version,
-                    lane_id=lane_id,
-                    digest=digests[lane_id] if digests else b"",
-                    on_event=self._on_event,
-                )
-                for lane_id in carried.lanes
-            )
+        carried.staged = await stage_lanes(
+            self._calls,
+            carried.anchor,
+            fragment=self._plan.fragments[carried.fragment_id],
+            version=version,
+            digests=digests,
+            on_event=self._on_event,
         )
-        carried.staged = dict(zip(carried.lanes, lanes, strict=True))
         carried.staged_version = version
         self._tasks.notify()
 

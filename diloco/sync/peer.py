@@ -31,7 +31,7 @@ from diloco.rounds.messages import key_message, key_of, outcome_message, outcome
 from diloco.rounds.pins import forget_pins
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.record import RecordInvalid
-from diloco.rounds.service import Worker, fetch_lane, verify_payload
+from diloco.rounds.service import Worker, fetch_lanes, verify_payload
 from diloco.rounds.store import PinRefused
 from diloco.rounds.syncer import is_news
 from diloco.sync.fragment_peer import FragmentPeer, Own
@@ -315,7 +315,7 @@ class Peer:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
             replica = fragment.replica
-            reply, payload = await fetch_lane(header, replica.record, replica.store, self._worker)
+            reply, payload = await fetch_lanes(header, replica.record, replica.store, self._worker)
         reply.syncer_epoch = self._grant.incarnation
         return Reply(reply.SerializeToString(), payload)
 

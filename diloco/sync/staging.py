@@ -7,7 +7,8 @@ Source: protocol.md sections 1 and 6.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -16,53 +17,92 @@ from diloco.compression.lanes import lane_codec
 from diloco.compression.registry import get_codec
 from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError
 from diloco.outer.fragments import Fragment
-from diloco.rounds.publication import apply_payload, lane_digest
+from diloco.rounds.publication import MOST_TOGETHER, apply_payload, lane_digest
 from diloco.sync.calls import SyncerCalls
 from diloco.telemetry.events import DigestMismatch, Event
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
 
 
-async def stage_lane(
+async def stage_lanes(
     calls: SyncerCalls,
-    anchor: Tensor,
+    anchor: Mapping[int, Tensor],
     *,
     fragment: Fragment,
     version: int,
-    lane_id: int,
-    digest: bytes,
+    digests: Sequence[bytes],
     on_event: Callable[[Event], None],
-) -> Tensor:
-    """Take one lane's step from its anchor to the next version.
+) -> dict[int, Tensor]:
+    """Take lanes' step from their anchor to the next version, small ones together.
 
     A lane that does not come out as published (the anchor, a codec or the payload is not what the
     syncer's was) is reported and taken as a whole instead.
 
     Args:
         calls: Way to the syncer.
-        anchor: The lane at `version` - 1, float32; unchanged.
-        fragment: The lane's fragment, as planned.
+        anchor: Lane id -> the lane at `version` - 1, float32; unchanged.
+        fragment: The lanes' fragment, as planned.
         version: Version to reach.
-        lane_id: The lane.
-        digest: Of the published lane; empty when it is not known, which takes the lane as a whole.
+        digests: Of the published fragment, by lane; empty when they are not known, which takes
+            every lane as a whole.
         on_event: Hears of a mismatch.
 
     Raises:
-        CodecError: If even the whole lane does not match.
+        CodecError: If even a whole lane does not match.
         DilocoError: If the syncer does not have it, or cannot be reached.
     """
-    fragment_id = fragment.fragment_id
-    if digest:
-        reply, payload = await _fetch(
-            calls, fragment_id, version, lane_id, wire.FETCH_KIND_PAYLOAD, anchor.numel()
-        )
-        values = _step(reply.codec, payload, anchor, fragment, lane_id)
-        if values is not None and lane_digest(values) == digest:
-            return values
-        on_event(DigestMismatch(fragment_id, version, lane_id))
-    return await fetch_lane(
-        calls, fragment_id, version, lane_id, numel=anchor.numel(), digest=digest
+    staging = (
+        _stage_together(calls, anchor, fragment, version, lane_ids, digests, on_event)
+        for lane_ids in grouped(fragment, sorted(anchor))
     )
+    return {n: values for group in await asyncio.gather(*staging) for n, values in group.items()}
+
+
+def grouped(fragment: Fragment, lane_ids: Iterable[int]) -> list[list[int]]:
+    """Put lanes together, in order, that have at most `MOST_TOGETHER` values; larger ones alone."""
+    groups: list[list[int]] = []
+    numel = MOST_TOGETHER
+    for lane_id in lane_ids:
+        size = fragment.lanes[lane_id].numel
+        if numel + size > MOST_TOGETHER:
+            groups.append([])
+            numel = 0
+        groups[-1].append(lane_id)
+        numel += size
+    return groups
+
+
+async def _stage_together(
+    calls: SyncerCalls,
+    anchor: Mapping[int, Tensor],
+    fragment: Fragment,
+    version: int,
+    lane_ids: Sequence[int],
+    digests: Sequence[bytes],
+    on_event: Callable[[Event], None],
+) -> dict[int, Tensor]:
+    staged = {}
+    if digests:
+        numel = sum(fragment.lanes[lane_id].numel for lane_id in lane_ids)
+        reply, payload = await _fetch(
+            calls, fragment.fragment_id, version, lane_ids, wire.FETCH_KIND_PAYLOAD, numel
+        )
+        for lane_id, values in _steps(reply.codec, payload, anchor, fragment, lane_ids):
+            if values is not None and lane_digest(values) == digests[lane_id]:
+                staged[lane_id] = values
+            else:
+                on_event(DigestMismatch(fragment.fragment_id, version, lane_id))
+    for lane_id in lane_ids:
+        if lane_id not in staged:
+            staged[lane_id] = await fetch_lane(
+                calls,
+                fragment.fragment_id,
+                version,
+                lane_id,
+                numel=fragment.lanes[lane_id].numel,
+                digest=digests[lane_id] if digests else b"",
+            )
+    return staged
 
 
 async def fetch_lane(
@@ -89,7 +129,7 @@ async def fetch_lane(
         DilocoError: If the syncer does not have it, or cannot be reached.
     """
     reply, payload = await _fetch(
-        calls, fragment_id, version, lane_id, wire.FETCH_KIND_DENSE, numel
+        calls, fragment_id, version, [lane_id], wire.FETCH_KIND_DENSE, numel
     )
     values = get_codec("float32").decode(from_bytes(payload), numel)
     # Of a whole lane, the digest of the payload is the digest of the lane.
@@ -105,28 +145,37 @@ async def _fetch(
     calls: SyncerCalls,
     fragment_id: int,
     version: int,
-    lane_id: int,
+    lane_ids: Sequence[int],
     kind: wire.FetchKind,
     numel: int,
 ) -> tuple[wire.FetchReply, Buffer]:
     reply, payload = await calls.fetch(
-        fragment_id, version, lane_id, kind, max_reply_bytes=4 * numel
+        fragment_id, version, lane_ids, kind, max_reply_bytes=4 * numel
     )
     if reply.status == wire.FETCH_STATUS_FENCED:
         raise calls.fenced(reply.message)
     if reply.status != wire.FETCH_STATUS_OK:
         raise CoordinatorUnavailable(
-            f"version {version} of fragment {fragment_id}, lane {lane_id}, cannot be had from "
-            f"the syncer: {reply.message}"
+            f"version {version} of fragment {fragment_id}, lanes {list(lane_ids)}, cannot be had "
+            f"from the syncer: {reply.message}"
         )
     return reply, payload
 
 
-def _step(
-    codec: str, payload: Buffer, anchor: Tensor, fragment: Fragment, lane_id: int
-) -> Tensor | None:
-    """Apply a payload; None if it cannot be one."""
-    try:
-        return apply_payload(lane_codec(codec, fragment, lane_id), from_bytes(payload), anchor)
-    except DilocoError:
-        return None
+def _steps(
+    codec: str,
+    payload: Buffer,
+    anchor: Mapping[int, Tensor],
+    fragment: Fragment,
+    lane_ids: Sequence[int],
+) -> Iterator[tuple[int, Tensor | None]]:
+    """Apply the lanes' payloads, which follow each other; None where one cannot be one."""
+    rest = from_bytes(payload)
+    for lane_id in lane_ids:
+        try:
+            its_codec = lane_codec(codec, fragment, lane_id)
+            size = its_codec.wire_bytes(anchor[lane_id].numel())
+            part, rest = rest[:size], rest[size:]
+            yield lane_id, apply_payload(its_codec, part, anchor[lane_id])
+        except DilocoError:
+            yield lane_id, None

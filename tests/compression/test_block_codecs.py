@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diloco.compression import compiled as compiling
 from diloco.compression.blocks import BLOCK_NUMEL, BlockCodec
-from diloco.compression.compiled import can_compile, compiled
+from diloco.compression.compiled import COMPILE_NUMEL, can_compile, compiled
 from diloco.compression.levels import E2M1, E3M0, INT2, INT4, INT8, Levels
 from diloco.compression.packing import unpack
 from diloco.compression.random_bits import key_tensor
@@ -374,9 +374,9 @@ def test_compiled_formulas_give_the_same_bytes(
 @pytest.mark.parametrize(
     ("numel", "is_warm", "is_compiled"),
     [
-        pytest.param(512 << 10, True, True, id="large"),
-        pytest.param((512 << 10) - 128, True, False, id="small"),
-        pytest.param(512 << 10, False, False, id="not warmed up"),
+        pytest.param(COMPILE_NUMEL, True, True, id="large"),
+        pytest.param(COMPILE_NUMEL - 128, True, False, id="small"),
+        pytest.param(COMPILE_NUMEL, False, False, id="not warmed up"),
     ],
 )
 def test_large_vectors_are_compiled_once_warmed_up(
@@ -407,7 +407,7 @@ def test_a_compiler_that_fails_leaves_codecs_eager_with_a_warning(
 
     monkeypatch.setattr(compiling, "_prepared", {})
     monkeypatch.setattr(compiling, "compiled", lambda formula: broken)
-    values = torch.linspace(-1, 1, 512 << 10)
+    values = torch.linspace(-1, 1, COMPILE_NUMEL)
     expected = CODEC.encode(values)
 
     assert not CODEC.warm_up()

@@ -683,7 +683,7 @@ def test_retained_versions_are_served_and_older_ones_are_gone(setting: Setting) 
             await asyncio.sleep(1.0)
 
         async def status(version: int, kind: int, lane_id: int = 0) -> int:
-            header = wire.FetchHeader(version=version, lane_id=lane_id, kind=kind)
+            header = wire.FetchHeader(version=version, lane_ids=[lane_id], kind=kind)
             reply = await a.call("fragment.fetch", header)
             return wire.FetchReply.FromString(reply.header).status
 
@@ -701,11 +701,39 @@ def test_retained_versions_are_served_and_older_ones_are_gone(setting: Setting) 
     run_virtual(scenario())
 
 
+def test_several_lanes_are_served_together_if_they_are_few_and_in_order(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        _, (a, _) = await founded(setting)
+
+        async def fetch(*lane_ids: int) -> tuple[int, bytes]:
+            header = wire.FetchHeader(lane_ids=lane_ids, kind=wire.FETCH_KIND_DENSE)
+            reply = await a.call("fragment.fetch", header)
+            answer = wire.FetchReply.FromString(reply.header)
+            if answer.status == wire.FETCH_STATUS_OK:
+                assert answer.digest == blake3.blake3(reply.payload).digest()
+            return answer.status, bytes(reply.payload)
+
+        (_, first), (_, second) = await fetch(0), await fetch(1)
+        assert await fetch(0, 1) == (wire.FETCH_STATUS_OK, first + second)
+        for lane_ids in ((), (1, 0), (0, 0), (0, 1, 2)):
+            assert await fetch(*lane_ids) == (wire.FETCH_STATUS_UNKNOWN, b"")
+        together = sum(lane.numel for lane in a.lanes)
+        monkeypatch.setattr("diloco.rounds.service.MOST_TOGETHER", together - 1)
+        assert await fetch(0, 1) == (wire.FETCH_STATUS_UNKNOWN, b"")
+        assert await fetch(0) == (wire.FETCH_STATUS_OK, first)
+
+    run_virtual(scenario())
+
+
 def test_version_0_has_no_payload_but_is_served_dense(setting: Setting) -> None:
     async def scenario() -> None:
         _, (a, _) = await founded(setting)
 
-        reply = await a.call("fragment.fetch", wire.FetchHeader(kind=wire.FETCH_KIND_PAYLOAD))
+        reply = await a.call(
+            "fragment.fetch", wire.FetchHeader(lane_ids=[0], kind=wire.FETCH_KIND_PAYLOAD)
+        )
 
         assert wire.FetchReply.FromString(reply.header).status == wire.FETCH_STATUS_GONE
         assert await a.published(0) == [0.0, 0.0]

@@ -24,12 +24,14 @@ from diloco.errors import (
     IslandFailed,
     QuorumLost,
 )
+from diloco.outer.fragments import Lane
 from diloco.rounds.state import RoundKey
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
+from diloco.sync.staging import grouped
 from protos import fragment_pb2 as wire
 from tests.raw_island import KEY, NUMEL, RawIsland, SlowWorker, founded, restart
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun, grant
@@ -514,6 +516,44 @@ def test_a_lane_that_is_not_as_published_is_fetched_whole_and_reported(
         assert a.values() == b.values()
 
     run_virtual(scenario())
+
+
+def test_a_damaged_lane_costs_those_fetched_with_it_nothing(setting: Setting) -> None:
+    async def scenario() -> None:
+        _, a, b = await started(replace(setting, initial={"w": [16.0] * NUMEL}))
+
+        def spoil(method: str, header: bytes, reply: Reply) -> Reply:
+            if method != "fragment.fetch":
+                return reply
+            asked = wire.FetchHeader.FromString(header)
+            fetched.append((asked.kind, tuple(asked.lane_ids)))
+            if asked.kind != wire.FETCH_KIND_PAYLOAD:
+                return reply
+            payload = bytes(reply.payload)
+            return Reply(reply.header, payload[:-1] + bytes([payload[-1] ^ 1]))
+
+        fetched: list[tuple[int, tuple[int, ...]]] = []
+        a.data.on_reply = spoil
+        await asyncio.gather(a.train(5), b.train(5))
+
+        assert fetched == [(wire.FETCH_KIND_PAYLOAD, (0, 1)), (wire.FETCH_KIND_DENSE, (1,))]
+        assert [event["lane_id"] for event in a.kinds("digest_mismatch")] == [1]
+        assert a.values() == b.values()
+
+    run_virtual(scenario())
+
+
+def test_lanes_are_fetched_together_up_to_a_number_of_values(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = tuple(Lane(n, 128 * n, 128 * (n + 1)) for n in range(7))
+    fragment = replace(setting.plan().fragments[0], lanes=lanes)
+    monkeypatch.setattr("diloco.sync.staging.MOST_TOGETHER", 256)
+
+    assert grouped(fragment, [0, 2, 3, 5, 6]) == [[0, 2], [3, 5], [6]]
+    assert grouped(fragment, []) == []
+    monkeypatch.setattr("diloco.sync.staging.MOST_TOGETHER", 100)
+    assert grouped(fragment, [1, 2]) == [[1], [2]]
 
 
 def test_a_lane_that_differs_even_whole_ends_the_island(setting: Setting) -> None:
