@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
 #: Loss at which one connection is enough.
-BORNE_LOSS = 2e-5
+BORNE_LOSS = 5e-6
 #: Connections at most, when they are chosen.
-MOST_CHANNELS = 8
+MOST_CHANNELS = 16
 #: Segments without which a share says nothing.
 _ENOUGH_SEGMENTS = 1000
 #: Segments after which half of what was counted is forgotten.

@@ -5,8 +5,6 @@ of contributions and versions fill the rest, at a configured rate or with whatev
 has no bar. The queue before the link is as long as one round trip; an unpaced sender fills it, and
 what then overflows may be a heartbeat, too. A machine with other work to do lets beats wait for a
 processor: see what they take on the idle link.
-
-Source: issue 4, item 3.
 """
 
 from __future__ import annotations
@@ -156,7 +154,7 @@ topology = "star"
 [tcp]
 congestion_control = "{row.congestion_control}"
 [links.thin]
-source = "issue 4: 10 Mbit/s, saturated"
+source = "10 Mbit/s, saturated by the bench"
 up = {{ {way} }}
 down = {{ {way} }}
 [islands.island]

@@ -106,7 +106,8 @@ async def _send_lanes(order: Order) -> tuple[list[float], float]:
     """
     lane, seconds = bytes(order["part_bytes"]), []
     receiver_cpu_s = 0.0
-    transport = _security(order, Role.ISLAND).transport(order["address"], Role.SYNCER)
+    security = _security(order, Role.ISLAND)
+    transport = security.transport(order["address"], Role.SYNCER, channels=0)
 
     async def submit() -> None:
         nonlocal receiver_cpu_s

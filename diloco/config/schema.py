@@ -479,7 +479,7 @@ class TransportConfig(Section):
     )
     channels: Local[int | Literal["auto"]] = Field(
         default="auto",
-        description="Connections that carry payloads to a peer; auto: 1 to 8, by the loss that the "
+        description="Connections that carry payloads to a peer; auto: 1 to 16, by the loss that the "
         "kernel counts on them",
     )
     rpc_timeout: Local[Deadline] = Field(

@@ -27,7 +27,7 @@ DEADLINE_S = 30.0
 
 @pytest.mark.parametrize(
     ("loss", "wanted"),
-    [(None, 1), (0.0, 1), (1e-5, 1), (1e-4, 3), (1e-3, 8), (0.01, MOST_CHANNELS)],
+    [(None, 1), (0.0, 1), (5e-6, 1), (1e-4, 5), (1e-3, 15), (0.01, MOST_CHANNELS)],
 )
 def test_connections_grow_with_the_loss(loss: float | None, wanted: int) -> None:
     assert wanted_channels(loss) == wanted
