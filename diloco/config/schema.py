@@ -479,8 +479,8 @@ class TransportConfig(Section):
     )
     channels: Local[int | Literal["auto"]] = Field(
         default="auto",
-        description="Connections that carry payloads to a peer; auto: 1 to 16, by the loss that the "
-        "kernel counts on them",
+        description="Connections that carry payloads to a peer; auto: 1 to 16, by the loss that "
+        "the kernel counts on them",
     )
     rpc_timeout: Local[Deadline] = Field(
         default="60s",
