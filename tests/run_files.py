@@ -95,6 +95,13 @@ def write_run(
     return path
 
 
+def with_text(run_file: Path, text: Path) -> Path:
+    """Let a run file's islands train on a JSON lines file, of which 4 documents are held out."""
+    data = f'held_out_documents = 4\nsources.code.files = "{text}"\n'
+    run_file.write_text(run_file.read_text().replace("[data]\n", f"[data]\n{data}"))
+    return run_file
+
+
 class FinishedRun:
     """What a run left behind: records and events."""
 
