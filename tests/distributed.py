@@ -39,6 +39,7 @@ _IMPORTED = [
     "pytest",
     "hypothesis",
     "torch._dynamo",  # by the first optimizer
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "diloco.launch.rank",
@@ -149,6 +150,7 @@ def _run_rank(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    faulthandler.enable()
     faulthandler.dump_traceback_later(0.9 * timeout_s)
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
