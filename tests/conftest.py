@@ -4,6 +4,7 @@ Spawned processes inherit ``sys.path``; with it ``from tests.distributed import 
 from every test file, whichever way pytest was started.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ if _ROOT not in sys.path:
 # Started by nohup, or in the background of a script, tests would pass on that these are ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests run beside each other: more threads would wait for each other in turns, spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # An example takes the time that a loaded machine gives it.
 settings.register_profile("diloco", deadline=None)

@@ -1,4 +1,4 @@
-"""Run a function on several real ranks: spawned processes joined by gloo, one default group.
+"""Run a function on several real ranks: processes of their own joined by gloo, one default group.
 
     def add_ranks(island_rank: int, offset: int) -> float:
         total = torch.tensor(float(island_rank + offset))
@@ -9,12 +9,17 @@
         assert run_ranks(add_ranks, 2, 10, timeout_s=50) == [21.0, 21.0]
 
 The function is sent by name, so it must stand at the top level of an importable module (a test file
-is one). Starting a rank costs about two seconds of importing torch: run many cases per call.
+is one). Ranks are forked from a server that has imported torch and done nothing else, no thread
+and no grpc started, so that a rank costs a tenth of a second and not several of importing. What
+forking cannot show (each process with hash values of its own) whole runs do: theirs are spawned.
 """
 
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import time
 import traceback
@@ -29,6 +34,17 @@ import torch.distributed as dist
 # How long a failure of another rank may trail the first one and still be shown below it.
 _DRAIN_S = 0.3
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+#: Imported once, by the server; what is missing here a rank imports for itself.
+_IMPORTED = [
+    "pytest",
+    "hypothesis",
+    "torch._dynamo",  # by the first optimizer
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "diloco.launch.rank",
+    "diloco.rounds.syncer",
+]
 
 
 class RankFailed(AssertionError):
@@ -40,7 +56,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``fn(island_rank, *args)`` on ``world_size`` fresh ranks and wait for all of them.
 
-    Every rank is a spawned process with one thread and a default gloo process group over a store
+    Every rank is a new process with one thread and a default gloo process group over a store
     and port of this call alone. No process outlives the call, whatever happens.
 
     Args:
@@ -60,21 +76,20 @@ def run_ranks(
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     processes, pipes = [], []
     try:
-        with mock.patch.dict(os.environ, _ENVIRONMENT):
-            for rank in range(world_size):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_run_rank,
-                    args=(sender, store.port, rank, world_size, timeout_s, fn, args),
-                    daemon=True,
-                )
-                process.start()
-                sender.close()  # so that the death of the rank ends the pipe
-                processes.append(process)
-                pipes.append(receiver)
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank,
+                args=(sender, store.port, rank, world_size, timeout_s, fn, args),
+                daemon=True,
+            )
+            process.start()
+            sender.close()  # so that the death of the rank ends the pipe
+            processes.append(process)
+            pipes.append(receiver)
         return _gather(processes, pipes, deadline, timeout_s)
     finally:
         for process in processes:
@@ -83,6 +98,16 @@ def run_ranks(
             process.join()
         for pipe in pipes:
             pipe.close()
+
+
+@functools.cache
+def _context() -> multiprocessing.context.ForkServerContext:
+    """Start the server from which ranks are forked; it ends with this process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    with mock.patch.dict(os.environ, _ENVIRONMENT):
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 def _gather(processes: list[Any], pipes: list[Any], deadline: float, timeout_s: float) -> list[Any]:
@@ -125,6 +150,7 @@ def _run_rank(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    faulthandler.enable()
     faulthandler.dump_traceback_later(0.9 * timeout_s)
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)

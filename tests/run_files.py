@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from diloco.launch.state_dir import StateDir
 from diloco.launch.summary import read_events
 from diloco.outer.fragments import Plan
 from diloco.rounds.store import FragmentStore, VersionRecord
+
+#: Makes 4 or 5 lanes of every fragment.
+FFN_DIM_OF_LANES = 768
 
 _TEMPLATE = """
 [run]
@@ -95,6 +98,13 @@ def write_run(
     return path
 
 
+def with_text(run_file: Path, text: Path) -> Path:
+    """Let a run file's islands train on a JSON lines file, of which 4 documents are held out."""
+    data = f'held_out_documents = 4\nsources.code.files = "{text}"\n'
+    run_file.write_text(run_file.read_text().replace("[data]\n", f"[data]\n{data}"))
+    return run_file
+
+
 class FinishedRun:
     """What a run left behind: records and events."""
 
@@ -137,6 +147,15 @@ def run_to_end(run_file: Path, overrides: Sequence[str] = ()) -> FinishedRun:
         run.wait_for_coordinator()
     assert code == 0, f"exit code {code}\n{all_logs(run.state.root)}"
     return FinishedRun(run)
+
+
+def assert_both_ranks_carry_lanes(run: FinishedRun, islands: Iterable[str]) -> None:
+    """Insist that each of these islands of two ranks sent lanes of every fragment from both."""
+    assert all(len(fragment.lanes) >= 3 for fragment in run.plan.fragments)
+    for island in islands:
+        sent = run.of_kind(island, "fragment_sent")
+        carried = {(e["fragment_id"], e["island_rank"]) for e in sent if e["lanes_norm"] > 0}
+        assert carried == {(f.fragment_id, r) for f in run.plan.fragments for r in (0, 1)}
 
 
 def all_logs(directory: Path) -> str:

@@ -35,7 +35,7 @@ def test_every_rank_runs_in_one_group_and_results_come_back_by_rank() -> None:
     [
         ("raises", 50, "rank 1 of 2: .*_fail_in_a_mode.*ValueError: the cause"),
         ("dies", 50, "rank 1 of 2: died without a word, exit code 7"),
-        ("hangs", 5, r"ranks \[0, 1\] of 2 did not finish in 5 s"),
+        ("hangs", 1, r"ranks \[0, 1\] of 2 did not finish in 1 s"),
     ],
     ids=lambda value: value if value in ("raises", "dies", "hangs") else "",
 )

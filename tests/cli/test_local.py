@@ -1,5 +1,7 @@
 """`diloco local` as a user types it: a whole run, its summary, and what is refused."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -8,15 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
 from diloco.cli import local as local_command
-from diloco.cli.main import app
+from diloco.cli.main import app, main
 from diloco.config.load import load_config, resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -43,38 +47,113 @@ def local(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
 
 
-def test_local_runs_to_a_summary_that_can_be_checked(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=12)
+def refused_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Type what is refused before any process starts, in this one: importing takes seconds."""
+    command = ["diloco", "local", *arguments]
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", command),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as end,
+    ):
+        main()
+    assert isinstance(end.value.code, int)
+    return subprocess.CompletedProcess(command, end.value.code, out.getvalue(), err.getvalue())
+
+
+@dataclass
+class Story:
+    """One run file's runs, in the order of their commands: what each said, and what they left."""
+
+    run_file: Path
+    stopped: subprocess.CompletedProcess[str]
+    at_elsewhere: subprocess.CompletedProcess[str]
+    resumed: subprocess.CompletedProcess[str]
+    resumed_again: subprocess.CompletedProcess[str]
+    summary: dict[str, Any]
+    started_again: subprocess.CompletedProcess[str]
+    fresh: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    directory = tmp_path_factory.mktemp("story")
+    run_file = write_run(directory, {"east": "", "west": ""}, inner_steps=200)
     config = load_config(run_file)
-    state = StateDir(Path(config.coordinator.state_dir))
 
-    first = local(str(run_file), "--json")
-    again = local(str(run_file))
-    fresh = local(str(run_file), "--fresh", "--islands", "1", "--set", "run.inner_steps=4")
+    process = started(run_file)
+    try:
+        wait_until(lambda: "fragment_merged" in read(config.telemetry_dir / "events-west-0.jsonl"))
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=90)[1]
+    finally:
+        process.kill()
+    stopped = subprocess.CompletedProcess(process.args, process.returncode, "", said)
+    wait_for_no_process(directory)
+    at_elsewhere = refused_here(str(run_file), "--resume", "--at", "199")
+    resumed = local(str(run_file), "--resume")
+    assert resumed.returncode == 0, said + resumed.stdout + resumed.stderr
+    resumed_again = refused_here(str(run_file), "--resume")
+    summary = json.loads((directory / "state" / "summary.json").read_text())
+    started_again = refused_here(str(run_file))
+    one = ("--fresh", "--islands", "1", "--set", "run.inner_steps=4", "--json")
+    fresh = local(str(run_file), *one)
+    return Story(
+        run_file, stopped, at_elsewhere, resumed, resumed_again, summary, started_again, fresh
+    )
 
-    assert first.returncode == 0, first.stdout + first.stderr
-    summary = json.loads(first.stdout)
-    assert summary["are_digests_equal"]
-    assert summary["are_versions_recomputed"]
+
+def test_a_stopped_run_says_how_to_go_on_and_does(story: Story) -> None:
+    said = story.stopped.stderr
+    assert story.stopped.returncode == 128 + signal.SIGINT, said
+    found = re.search(r"stopped after inner step (\d+) of 200, every island with a check", said)
+    assert found is not None, said
+    step = int(found[1])
+    assert f"Go on: diloco local {story.run_file} --resume" in said
+    assert story.at_elsewhere.returncode == 2
+    assert "--at 199" in story.at_elsewhere.stderr
+    go_on = f"diloco local {story.run_file} --resume --at {step}"
+    assert go_on in story.at_elsewhere.stderr
+    assert f"complete checkpoints of inner steps {step}" in story.resumed.stdout
+    assert f"Resumed after inner step {step};" in story.resumed.stdout
+    assert "diloco coordinator" not in story.resumed.stdout
+    assert story.summary["are_digests_equal"] and story.summary["are_versions_recomputed"]
+    assert [i["tokens"] for i in story.summary["islands"]] == [200 * 128] * 2
+    assert story.resumed_again.returncode == 2
+    assert "has finished, there is nothing to resume" in story.resumed_again.stderr
+
+
+def test_a_fresh_run_moves_the_earlier_one_aside_and_ends_with_a_summary(story: Story) -> None:
+    assert story.started_again.returncode == 2
+    refusal = story.started_again.stderr
+    assert "--resume" in refusal and "--fresh" in refusal
+    assert story.fresh.returncode == 0, story.fresh.stdout + story.fresh.stderr
+    summary = json.loads(story.fresh.stdout)
+    assert summary["are_digests_equal"] and summary["are_versions_recomputed"]
+    assert [(i["island"], i["tokens"]) for i in summary["islands"]] == [("east", 4 * 128)]
+    assert [f["version"] for f in summary["fragments"]] == [2, 1]
+    state = story.run_file.parent / "state"
+    assert json.loads((state / "summary.json").read_text()) == summary
+    moved = state.with_name("state.1")
+    assert json.loads((moved / "summary.json").read_text()) == story.summary
+
+
+def test_the_summary_of_a_run_can_be_checked(story: Story) -> None:
+    summary, config = story.summary, load_config(story.run_file)
+    moved = StateDir(story.run_file.parent / "state.1")
     assert [i["island"] for i in summary["islands"]] == ["east", "west"]
-    assert [f["version"] for f in summary["fragments"]] == [4, 3]
-    assert all(i["tokens"] == 12 * 128 for i in summary["islands"])
-    assert again.returncode == 2
-    assert "--resume" in again.stderr and "--fresh" in again.stderr
-    assert fresh.returncode == 0, fresh.stdout + fresh.stderr
-    moved = StateDir(state.root.with_name("state.1"))
-    assert json.loads((moved.root / "summary.json").read_text()) == summary
+    assert [f["version"] for f in summary["fragments"]] == [51, 50]
     plan = Plan.from_json(moved.plan.read_text())
-    traffic = data_parallel_traffic(plan, 12)
+    traffic = data_parallel_traffic(plan, 200)
     named = {a["name"]: a["bytes_up"] for a in summary["alternatives"]}
     assert named["data parallel at every inner step"] == traffic.bytes_up
-    assert traffic.bytes_up == 12 * 4 * sum(f.numel for f in plan.fragments)
-    assert Path(state.root / "summary.json").exists()
+    assert traffic.bytes_up == 200 * 4 * sum(f.numel for f in plan.fragments)
     # The check is a check: with another outer learning rate the bytes are not the same.
     store = FragmentStore(moved.store, plan.fragments[0], 4)
     rules = build_publication_rules(config)
     other = replace(rules, optimizer=replace(rules.optimizer, lr=0.6))
-    before, record = store.load(2), store.load(3)
+    before, record = store.load(49), store.load(50)
     assert recompute(before, record, rules, store.fragment) == record.lane_digests
     assert recompute(before, record, other, store.fragment) != record.lane_digests
 
@@ -163,48 +242,12 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(
 ) -> None:
     run_file = write_run(tmp_path, {"east": "", "west": ""})
 
-    refused = local(str(run_file), "--json", "--set", override)
+    refused = refused_here(str(run_file), "--json", "--set", override)
 
     assert refused.returncode == 2, refused.stderr
     assert words in refused.stderr
-    assert "Traceback" not in refused.stderr
     assert refused.stdout == ""
     assert not (tmp_path / "state").exists()
-
-
-def test_a_stopped_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=200)
-    config = load_config(run_file)
-
-    stopped = started(run_file)
-    try:
-        wait_until(lambda: "fragment_merged" in read(config.telemetry_dir / "events-west-0.jsonl"))
-        stopped.send_signal(signal.SIGINT)
-        said = stopped.communicate(timeout=90)[1]
-    finally:
-        stopped.kill()
-    elsewhere = local(str(run_file), "--resume", "--at", "199")
-    resumed = local(str(run_file), "--resume")
-    finished = local(str(run_file), "--resume")
-
-    assert stopped.returncode == 128 + signal.SIGINT, said
-    found = re.search(r"stopped after inner step (\d+) of 200, every island with a check", said)
-    assert found is not None, said
-    step = int(found[1])
-    assert f"Go on: diloco local {run_file} --resume" in said
-    wait_for_no_process(tmp_path)
-    assert elsewhere.returncode == 2
-    assert "--at 199" in elsewhere.stderr
-    assert f"diloco local {run_file} --resume --at {step}" in elsewhere.stderr
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert f"complete checkpoints of inner steps {step}" in resumed.stdout
-    assert f"Resumed after inner step {step};" in resumed.stdout
-    assert "diloco coordinator" not in resumed.stdout
-    summary = json.loads((tmp_path / "state" / "summary.json").read_text())
-    assert summary["are_digests_equal"] and summary["are_versions_recomputed"]
-    assert [i["tokens"] for i in summary["islands"]] == [200 * 128] * 2
-    assert finished.returncode == 2
-    assert "has finished, there is nothing to resume" in finished.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A run that was trained, taken away by the command, and started from."""
+"""A run of islands of every shape with int4: trained, taken away by the command, started from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,24 @@ import torch
 from diloco.config.load import load_config
 from diloco.launch.export import export_run
 from diloco.launch.warm_start import WarmStart, find_warm_start
-from tests.run_files import FinishedRun, run_to_end, write_run
+from tests.run_files import (
+    FFN_DIM_OF_LANES,
+    FinishedRun,
+    assert_both_ranks_carry_lanes,
+    run_to_end,
+    write_run,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
-ISLANDS = {"east": "", "west": "tp = 2"}
+ISLANDS = {"east": "", "north": "dp_shard = 2", "west": "tp = 2"}
+MODEL: dict[str, Any] = {"tied": True, "ffn_dim": FFN_DIM_OF_LANES}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FinishedRun]:
-    run_file = write_run(tmp_path_factory.mktemp("trained"), ISLANDS, tied=True)
+    directory = tmp_path_factory.mktemp("trained")
+    run_file = write_run(directory, ISLANDS, **MODEL)
     return run_file, run_to_end(run_file, ["checkpoint.every_inner_steps=4"])
 
 
@@ -47,6 +56,13 @@ def assert_founded_from(run: FinishedRun, found: WarmStart) -> None:
             assert torch.equal(values, found.read("model", entry.name).view(-1)), entry.name
 
 
+def test_islands_of_every_shape_hold_the_same_bytes(trained: tuple[Path, FinishedRun]) -> None:
+    run = trained[1]
+
+    assert_both_ranks_carry_lanes(run, ("north", "west"))
+    assert run.ending_digests() == {tuple(r.digest.hex() for r in run.last_records())}
+
+
 def test_a_trained_run_is_exported_at_its_flush(
     trained: tuple[Path, FinishedRun], exported: Path
 ) -> None:
@@ -63,7 +79,7 @@ def test_a_trained_run_is_exported_at_its_flush(
 def test_what_was_exported_is_version_0_of_a_run_that_starts_from_it(
     trained: tuple[Path, FinishedRun], exported: Path, tmp_path: Path
 ) -> None:
-    run_file = write_run(tmp_path, {"alone": ""}, tied=True, num_fragments=3)
+    run_file = write_run(tmp_path, {"alone": ""}, num_fragments=3, **MODEL)
     found = find_warm_start(load_config(run_file, [f"run.warm_start={exported}"]))
     assert found is not None
 
@@ -78,7 +94,7 @@ def test_a_run_goes_on_where_a_checkpoint_of_other_islands_was_made(
     trained: tuple[Path, FinishedRun], tmp_path: Path
 ) -> None:
     source = f"run.warm_start={trained[1].state.root / 'checkpoints'}/east/step-000000000004"
-    run_file = write_run(tmp_path, {"alone": ""}, tied=True, num_fragments=3)
+    run_file = write_run(tmp_path, {"alone": ""}, num_fragments=3, **MODEL)
     found = find_warm_start(load_config(run_file, [source]))
     assert found is not None
 
@@ -97,17 +113,17 @@ def test_a_checkpoint_is_exported_as_the_islands_had_merged_it(
     export_run(trained[1].state, tmp_path / "out", at_step=4)
 
     checkpoints = trained[1].state.root / "checkpoints"
-    run_file = write_run(tmp_path / "new", ISLANDS, tied=True)
-    of_export, of_east, of_west = (
+    run_file = write_run(tmp_path / "new", ISLANDS, **MODEL)
+    of_export, *of_islands = (
         find_warm_start(load_config(run_file, [f"run.warm_start={source}"]))
         for source in (
             tmp_path / "out",
-            checkpoints / "east" / "step-000000000004",
-            checkpoints / "west" / "step-000000000004",
+            *(checkpoints / island / "step-000000000004" for island in ISLANDS),
         )
     )
-    assert of_export is not None and of_east is not None and of_west is not None
+    assert of_export is not None
     for spec in trained[1].plan.tensors:
         exported = of_export.read("model", spec.name)
-        assert torch.equal(of_east.read("model", spec.name), exported), spec.name
-        assert torch.equal(of_west.read("model", spec.name), exported), spec.name
+        for of_island in of_islands:
+            assert of_island is not None
+            assert torch.equal(of_island.read("model", spec.name), exported), spec.name

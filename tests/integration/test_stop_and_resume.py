@@ -1,12 +1,14 @@
 """A real run stopped in the middle of its rounds and resumed, against the same run undisturbed.
 
-Two islands, one of two FSDP2 ranks and one of one rank, over a link on which a fragment is in
-flight for a while. Everything is float32 and on the CPU, so nothing may differ in a single bit.
+Two islands, one of two FSDP2 ranks and one of one rank, train on a JSON lines file of real text,
+over a link on which a fragment is in flight for a while. Everything is float32 and on the CPU, so
+nothing may differ in a single bit.
 """
 
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,8 @@ from diloco.launch.checkpoints import Checkpoint, rank_file, step_directory, val
 from diloco.launch.local import LocalRun
 from diloco.launch.local_resume import find_resume_step
 from diloco.launch.summary import read_events
-from tests.run_files import FinishedRun, all_logs, run_to_end, write_run
+from tests.data.text_files import write_jsonl
+from tests.run_files import FinishedRun, all_logs, run_to_end, with_text, write_run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,10 +36,9 @@ OVERRIDES = ["transport.link=ocean-100M-150ms", "checkpoint.every_inner_steps=4"
 IN_FLIGHT = 7
 
 
-def write(directory: Path, **settings: Any) -> Path:
-    return write_run(
-        directory, ISLANDS, inner_steps=INNER_STEPS, overlap_steps=2, ffn_dim=256, **settings
-    )
+def write(directory: Path, text: Path) -> Path:
+    run_file = write_run(directory, ISLANDS, inner_steps=INNER_STEPS, overlap_steps=2, ffn_dim=256)
+    return with_text(run_file, text)
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Runs:
     whole: FinishedRun
     stopped: Path
     stop_step: int
+    text: Path
 
 
 def copy_of(stopped: Path, directory: Path, overrides: Sequence[str] = ()) -> Config:
@@ -85,10 +88,13 @@ def stop_in_the_middle(run_file: Path) -> int:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
+    text = tmp_path_factory.mktemp("text") / "text.jsonl"
+    write_jsonl(text, [path.read_text() for path in sources])
     stopped = tmp_path_factory.mktemp("stopped")
-    stop_step = stop_in_the_middle(write(stopped))
-    whole = run_to_end(write(tmp_path_factory.mktemp("whole")), OVERRIDES)
-    return Runs(whole, stopped, stop_step)
+    stop_step = stop_in_the_middle(write(stopped, text))
+    whole = run_to_end(write(tmp_path_factory.mktemp("whole"), text), OVERRIDES)
+    return Runs(whole, stopped, stop_step, text)
 
 
 def losses(run: FinishedRun, island: str) -> dict[int, float]:
@@ -106,6 +112,16 @@ def published(run: FinishedRun) -> list[bytes]:
     return [
         lane.published.numpy().tobytes() for record in run.last_records() for lane in record.lanes
     ]
+
+
+def test_islands_of_two_shapes_train_on_their_shares_of_a_file(runs: Runs) -> None:
+    fsdp, one = runs.whole.losses("fsdp"), runs.whole.losses("one")
+
+    assert len(runs.whole.ending_digests()) == 1
+    assert len(fsdp) == len(one) == INNER_STEPS
+    assert fsdp != one
+    evaluated = [e["nats_per_byte"] for i in ISLANDS for e in runs.whole.of_kind(i, "evaluated")]
+    assert all(0 < loss < 6 for loss in evaluated)  # ln 256 = 5.5
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit(runs: Runs, tmp_path: Path) -> None:
@@ -154,7 +170,7 @@ def test_a_torn_newest_checkpoint_is_skipped_and_another_shape_resumes_the_one_b
 def test_a_new_run_warm_starts_from_a_checkpoint_where_it_stood(runs: Runs, tmp_path: Path) -> None:
     checkpoints = runs.stopped / "state" / "checkpoints"
 
-    warm = run_to_end(write(tmp_path), [f"run.warm_start={checkpoints}"])
+    warm = run_to_end(write(tmp_path, runs.text), [f"run.warm_start={checkpoints}"])
 
     for island in ISLANDS:
         ours, theirs = losses(warm, island), losses(runs.whole, island)
