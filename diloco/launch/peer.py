@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,13 @@ from typing import TypeVar
 
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
-from diloco.durable import make_directory_durably, read_json, write_durably, write_json
+from diloco.durable import (
+    make_directory_durably,
+    read_json,
+    sync_directory,
+    write_durably,
+    write_json,
+)
 from diloco.errors import IslandFailed
 from diloco.launch.address import listen, local_address, peer_address
 from diloco.launch.build import build_publication_rules
@@ -35,6 +42,7 @@ from diloco.launch.tensor_thread import TensorThread
 from diloco.outer.fragments import Plan
 from diloco.sync.peer import Peer, PeerRules
 from diloco.sync.peer_calls import PeerCalls
+from diloco.sync.replica import STAGED
 from protos.control_pb2 import JoinReply
 from transport.contracts import Server, Transport
 from transport.hivemind_address import is_peer_address
@@ -174,6 +182,9 @@ def _take_to_timeline(state: StateDir, plan: Plan, reply: JoinReply) -> None:
     stored, number = read_timeline(state.store_timeline), reply.grant.timeline
     if stored.number == number:
         return
+    if (staged := state.store / STAGED).exists():
+        shutil.rmtree(staged)  # in doubt in the earlier timeline, and abandoned with it
+        sync_directory(state.store)
     records = list(state.store.glob("fragment-*"))
     if records and reply.is_resumed:
         take_to_timeline(state, plan, Timeline(number, reply.resume_step))

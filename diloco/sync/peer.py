@@ -140,7 +140,7 @@ class Peer:
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
         for fragment in self._fragments.values():
-            await fragment.replica.start(self._worker)
+            await fragment.replica.start(self._worker, self._grant.timeline)
 
     def serve(self, address: str) -> None:
         """Begin to take part; others reach the handlers at `address`."""

@@ -7,7 +7,7 @@ record before the next one. Nothing here decides a round and nothing calls anybo
 
     peers of one island, below its directory:
     fragment-0003/v000000000012.record          committed
-    staged/fragment-0003/v000000000013.record   durable, in doubt
+    staged/fragment-0003/v000000000013.record   durable, in doubt: of the present timeline
 
 Source: protocol.md section 11.
 """
@@ -43,6 +43,8 @@ from transport.contracts import Buffer
 
 #: What a healing peer asks for of a lane, in this order; version 0 has no payload.
 SECTIONS = (*STATE_SECTIONS, "payload")
+#: Below a peer's directory: what is in doubt.
+STAGED = "staged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Replica:
         self.reduced: dict[int, Reduced] = {}
         self.reduced_id = b""
         self._rules = rules
-        self._staging = FragmentStore(directory / "staged", fragment, 0)
+        self._staging = FragmentStore(directory / STAGED, fragment, 0)
         self._staged_record: VersionRecord | None = None
         self._stepped: set[int] = set()  # lanes whose theta and momentum have left `record`
         self._is_staged_whole = True
@@ -91,17 +93,29 @@ class Replica:
         """Digests of the published lanes of the staged version."""
         return () if self._staged_record is None else self._staged_record.lane_digests
 
-    async def start(self, worker: Worker) -> None:
-        """Take up what is durable."""
+    async def start(self, worker: Worker, timeline: int) -> None:
+        """Take up what is durable, on the timeline of the run."""
         recovered = await worker.run(self.store.recover)
-        staged = await worker.run(self._staging.recover)
         if recovered is not None:
             await self._hold(recovered.record, worker)
-        if staged is not None and staged.record.version > self.version:
-            record = staged.record
+        record = await worker.run(lambda: self._recover_staged(timeline))
+        if record is not None:
             self._staged_record = record
             digest = await worker.run(lambda: state_digest(record.lanes))
             self.staged = Staged(record.version, digest, b"")
+
+    def _recover_staged(self, timeline: int) -> VersionRecord | None:
+        """Find what is in doubt: the version after the newest, of this timeline; forget others.
+
+        One that a heal has passed, or a resume has abandoned, would hide it if its number is
+        higher.
+        """
+        self._staging.forget_all_but(self.version + 1)
+        recovered = self._staging.recover()
+        if recovered is None or recovered.record.timeline == timeline:
+            return None if recovered is None else recovered.record
+        self._staging.forget_all_but(-1)
+        return None
 
     # -- version 0, and states from elsewhere ----------------------------------------------------
 
