@@ -4,8 +4,6 @@ Thin handlers over one `AllReduceRounds` a fragment. A version exists if and onl
 the journal; that, and every expiry, is written before anybody hears of it. Carries no tensor: of a
 contribution it knows the digests, of a result the digest that all members report.
 
-    round/3    {timeline, attempt, expired_in_a_row, missing, record, state_digest} of fragment 3
-
 Source: protocol.md section 11.
 """
 
@@ -17,9 +15,8 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import blake3
 from google.protobuf.message import Message
@@ -27,6 +24,7 @@ from google.protobuf.message import Message
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.round_journal import JournalUnwritable, RoundJournal, SavedRound
 from diloco.errors import AggregationError, QuorumLost
 from diloco.outer.fragments import Plan
 from diloco.rounds.allreduce import (
@@ -39,11 +37,11 @@ from diloco.rounds.allreduce import (
 )
 from diloco.rounds.allreduce_messages import arrivals_of, assignment_message
 from diloco.rounds.messages import SUBMIT_STATUS, key_of, outcome_message
-from diloco.rounds.state import Admission, Lost, PastRound, RecordExpiry, RoundRules
+from diloco.rounds.state import Admission, Lost, RecordExpiry, RoundRules
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
 from protos.control_pb2 import ROLE_ISLAND, FragmentStatus, Grant
-from transport.contracts import Handlers, IncomingCall, Reply
+from transport.contracts import Handler, Handlers, IncomingCall, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +67,10 @@ class DeciderRules:
 
 @dataclass(slots=True)
 class _Standing:
-    """A fragment's newest commit record, and what is durable beside it."""
+    """A fragment's machine, and what is durable of it; None before it is founded."""
 
     rounds: AllReduceRounds
-    record: Mapping[str, Any] | None = None  # JSON values
-    state_digest: bytes = b""
-    expired_in_a_row: int = 0
+    saved: SavedRound | None = None
     published_at: float = 0.0
 
 
@@ -106,7 +102,7 @@ class Decider:
             on_lost: Hears, once, why the run cannot go on, and the exit code.
         """
         self._membership = membership
-        self._journal = journal
+        self._journal = RoundJournal(journal, membership.timeline)
         self._secret = hmac.new(secret, b"peers", hashlib.sha256).digest()
         self._rules = rules
         self._id = decider_id
@@ -119,11 +115,13 @@ class Decider:
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._fatal: fragment_pb2.Fatal | None = None
+        self._failure: JournalUnwritable | None = None
+        self._failed = asyncio.Event()
 
     @property
     def handlers(self) -> Handlers:
         """Method name -> handler."""
-        return {
+        handlers = {
             "allreduce.poll": self._poll,
             "allreduce.declare": self._declare,
             "allreduce.decline": self._decline,
@@ -131,6 +129,29 @@ class Decider:
             "allreduce.found": self._found,
             "allreduce.record": self._record,
         }
+        return {method: self._unless_failed(handler) for method, handler in handlers.items()}
+
+    async def watch(self) -> None:
+        """Never return.
+
+        Raises:
+            JournalUnwritable: Once the journal could not be written. The machines are ahead of it
+                then: the process must end, and its next start go on from what is durable.
+        """
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def _unless_failed(self, handler: Handler) -> Handler:
+        async def handle(call: IncomingCall) -> Reply:
+            with contextlib.suppress(JournalUnwritable):
+                if self._failure is None:
+                    return await handler(call)
+            # The caller is answered by the next start: an error would end its island.
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        return handle
 
     def stop(self) -> None:
         """Let no more time pass."""
@@ -143,8 +164,6 @@ class Decider:
         """Take the fragments from the plan, and what is durable of them from the journal."""
         if self._standings or not self._membership.plan_json:
             return
-        entries = self._journal.entries()
-        past = self._past()
         membership, now = self._membership, _now()
         for fragment in Plan.from_json(membership.plan_json).fragments:
             p = fragment.fragment_id
@@ -161,39 +180,20 @@ class Decider:
             for island, member in membership.members.items():
                 if member.incarnation and member.timeline == membership.timeline:
                     rounds.granted(island, member.incarnation, now)
-            saved = json.loads(entries.get(_entry_key(p), "null"))
-            if saved is None or saved["timeline"] != membership.timeline:
+            saved = standing.saved = self._journal.saved(p)
+            if saved is None:
                 continue
-            standing.record = saved["record"]
-            standing.state_digest = bytes.fromhex(saved["state_digest"])
-            standing.expired_in_a_row = saved["expired_in_a_row"]
             instructions: list[DeciderInstruction] = list(
                 rounds.rounds.founded(
-                    saved["record"]["version"],
-                    saved["attempt"],
-                    past.get(p, {}),
+                    saved.record["version"],
+                    saved.attempt,
+                    self._journal.past(p, self._rules.retained_versions + 1),
                     now,
-                    expired_in_a_row=saved["expired_in_a_row"],
-                    missing=tuple(saved["missing"]),
+                    expired_in_a_row=saved.expired_in_a_row,
+                    missing=saved.missing,
                 )
             )
             self._perform(standing, instructions)
-
-    def _past(self) -> dict[int, dict[int, PastRound]]:
-        """Read the outcomes of the last rounds from the tape, by fragment and base version."""
-        past: dict[int, dict[int, PastRound]] = {}
-        for text in self._journal.tape():
-            header = json.loads(text)
-            if header["timeline"] != self._membership.timeline or header["version"] == 0:
-                continue
-            rounds = past.setdefault(header["fragment_id"], {})
-            rounds[header["version"] - 1] = PastRound(
-                header["attempt"],
-                frozenset((c["island"], c["incarnation"]) for c in header["contributors"]),
-                header["refused"],
-            )
-            rounds.pop(header["version"] - 2 - self._rules.retained_versions, None)
-        return past
 
     # -- handlers --------------------------------------------------------------------------------
 
@@ -255,12 +255,12 @@ class Decider:
         assignment = standing.rounds.assignment
         return wire.Announcement(
             fragment_id=rounds.fragment_id,
-            is_founded=standing.record is not None,
+            is_founded=standing.saved is not None,
             version=rounds.version,
             attempt=rounds.attempt,
             is_open=rounds.is_open,
-            wants_initial=standing.record is None and self._is_founder(island),
-            state_digest=standing.state_digest,
+            wants_initial=standing.saved is None and self._is_founder(island),
+            state_digest=standing.saved.state_digest if standing.saved else b"",
             assignment=None if assignment is None else assignment_message(assignment),
         )
 
@@ -321,7 +321,7 @@ class Decider:
         standing = self._standings.get(record["fragment_id"])
         if standing is None:
             return _ack("the run has no such fragment")
-        if standing.record is None:
+        if standing.saved is None:
             if not self._is_founder(request.grant.island):
                 return _ack("not everybody has joined, or another island founds the run")
             if record["version"] > 0 and self._membership.timeline == 0:
@@ -329,7 +329,7 @@ class Decider:
                     f"the journal knows nothing of version {record['version']}: it is not the one "
                     f"that this run was decided by"
                 )
-            self._write(standing, record, request.state_digest)
+            self._write(standing, SavedRound(record, request.state_digest))
             found = standing.rounds.rounds.founded(record["version"], 0, {}, _now())
             self._perform(standing, list(found))
         return _ack("")
@@ -339,11 +339,12 @@ class Decider:
         standing = self._standings.get(request.fragment_id)
         if not self._accepts(request.grant):
             return _reply(wire.RecordReply(message=_NOT_CURRENT))
-        if standing is None or standing.record is None:
+        if standing is None or standing.saved is None:
             return _reply(wire.RecordReply(message="no version is committed"))
         return _reply(
             wire.RecordReply(
-                record_json=json.dumps(standing.record), state_digest=standing.state_digest
+                record_json=json.dumps(standing.saved.record),
+                state_digest=standing.saved.state_digest,
             )
         )
 
@@ -358,19 +359,22 @@ class Decider:
                     logger.debug("assigned, key=%s", assignment.key)
                 case Commit(assignment, prepared):
                     codec = "float32" if assignment.is_flush else self._rules.downlink_codec
-                    standing.expired_in_a_row = 0
                     record = commit_record(assignment, prepared, codec)
-                    self._write(standing, record, prepared.state_digest)
+                    self._write(standing, SavedRound(record, prepared.state_digest))
                     follow = rounds.committed(assignment.key, _now())
                     oldest = rounds.rounds.version - self._rules.retained_versions
                     rounds.rounds.forget_before(oldest)
                     self._perform(standing, follow)
                 case RecordExpiry(key, reason, missing):
                     logger.warning("round expired, key=%s: %s", key, reason)
-                    standing.expired_in_a_row += 1
-                    assert standing.record is not None
-                    attempt = key.attempt + 1
-                    self._write(standing, standing.record, standing.state_digest, attempt, missing)
+                    assert standing.saved is not None
+                    expired = replace(
+                        standing.saved,
+                        attempt=key.attempt + 1,
+                        expired_in_a_row=standing.saved.expired_in_a_row + 1,
+                        missing=missing,
+                    )
+                    self._write(standing, expired)
                     self._perform(standing, rounds.expiry_recorded(key, _now()))
                 case Lost():
                     self._lose(instruction)
@@ -378,32 +382,18 @@ class Decider:
         self._notify()
         self._set_alarm()
 
-    def _write(
-        self,
-        standing: _Standing,
-        record: Mapping[str, Any],
-        state_digest: bytes,
-        attempt: int = 0,
-        missing: Sequence[str] = (),
-    ) -> None:
+    def _write(self, standing: _Standing, saved: SavedRound) -> None:
         """Make the newest version, and the next attempt at the one after it, durable."""
-        p, timeline = record["fragment_id"], self._membership.timeline
-        value = {
-            "timeline": timeline,
-            "attempt": attempt,
-            "expired_in_a_row": standing.expired_in_a_row,
-            "missing": list(missing),
-            "record": record,
-            "state_digest": state_digest.hex(),
-        }
-        # What a resume begins from is a version of the earlier timeline: it is indexed there.
-        is_own = record["timeline"] == timeline
-        header = json.dumps(record, sort_keys=True)
-        rounds = [(timeline, p, record["version"], header)] if is_own else []
-        self._journal.write([(_entry_key(p), json.dumps(value))], rounds)
-        if record is not standing.record:
+        try:
+            self._journal.write(saved)
+        except JournalUnwritable as error:
+            self._failure = error
+            self._failed.set()
+            self.stop()
+            raise
+        if standing.saved is None or saved.record is not standing.saved.record:
             standing.published_at = _now()
-        standing.record, standing.state_digest = record, state_digest
+        standing.saved = saved
 
     def _lose(self, lost: Lost) -> None:
         reason = f"fragment {lost.key.fragment_id}: {lost.reason}"
@@ -420,7 +410,7 @@ class Decider:
             self._on_lost(reason, code)
 
     def _status(self, standing: _Standing) -> FragmentStatus:
-        rounds, record = standing.rounds.rounds, standing.record
+        rounds, record = standing.rounds.rounds, standing.saved and standing.saved.record
         return FragmentStatus(
             fragment_id=rounds.fragment_id,
             version=rounds.version,
@@ -438,10 +428,11 @@ class Decider:
             self._timer = asyncio.get_running_loop().call_at(wake, self._tick)
 
     def _tick(self) -> None:
-        for standing in self._standings.values():
-            if standing.rounds.next_wake <= _now():
-                self._perform(standing, standing.rounds.tick(_now()))
-        self._set_alarm()
+        with contextlib.suppress(JournalUnwritable):  # the watch tells
+            for standing in self._standings.values():
+                if standing.rounds.next_wake <= _now():
+                    self._perform(standing, standing.rounds.tick(_now()))
+            self._set_alarm()
 
     # -- grants ----------------------------------------------------------------------------------
 
@@ -475,10 +466,6 @@ class Decider:
         self._sequence += 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def _entry_key(fragment_id: int) -> str:
-    return f"round/{fragment_id}"
 
 
 def _ack(problem: str, *, is_fenced: bool = False) -> Reply:

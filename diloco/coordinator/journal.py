@@ -80,6 +80,15 @@ class Journal:
         )
         return rows.fetchone() is not None
 
+    def newest_rounds(self, timeline: int, fragment_id: int, limit: int) -> list[str]:
+        """Return the headers of the newest indexed versions of a fragment, newest first."""
+        rows = self._require().execute(
+            "SELECT header FROM rounds WHERE timeline = ? AND fragment_id = ? "
+            "ORDER BY version DESC LIMIT ?",
+            (timeline, fragment_id, limit),
+        )
+        return [header for (header,) in rows]
+
     def tape(self) -> list[str]:
         """Return the headers of all indexed records, in the order of their reports."""
         rows = self._require().execute("SELECT header FROM rounds ORDER BY sequence")

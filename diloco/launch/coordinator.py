@@ -201,7 +201,7 @@ async def _coordinate(
             coordinator.ended.wait(),
             coordinator.watch(),
             _asked_to_stop(coordinator, signals, tell),
-            asyncio.Event().wait() if decider else supervisor.run(),
+            decider.watch() if decider else supervisor.run(),
         )
         if membership.fatal_reason:
             await _linger(membership, linger_s)

@@ -1,0 +1,113 @@
+"""How the fragments of an all-reduce stand, in the coordinator's journal.
+
+A version exists if and only if its entry is here, and so does an expiry; either is written before
+anybody hears of it.
+
+    round/3    {timeline, attempt, expired_in_a_row, missing, record, state_digest} of fragment 3
+
+Source: protocol.md section 11.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.coordinator.journal import Journal
+from diloco.errors import DilocoError
+from diloco.rounds.state import PastRound
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRound:
+    """What is durable of a fragment: its newest commit record, and the attempts after it.
+
+    Args:
+        record: Header of the newest version, JSON values.
+        state_digest: Of that version: theta, published and momentum.
+        attempt: To open next.
+        expired_in_a_row: Attempts that expired since that version.
+        missing: Islands that the last of them waited for in vain.
+    """
+
+    record: Mapping[str, Any]
+    state_digest: bytes
+    attempt: int = 0
+    expired_in_a_row: int = 0
+    missing: tuple[str, ...] = ()
+
+
+class RoundJournal:
+    """The rounds of one timeline in an open journal."""
+
+    def __init__(self, journal: Journal, timeline: int) -> None:
+        """Assign only."""
+        self._journal = journal
+        self._timeline = timeline
+
+    def saved(self, fragment_id: int) -> SavedRound | None:
+        """Return how a fragment stands; None before this timeline has founded it."""
+        value = json.loads(self._journal.entries().get(_entry_key(fragment_id), "null"))
+        if value is None or value["timeline"] != self._timeline:
+            return None
+        return SavedRound(
+            value["record"],
+            bytes.fromhex(value["state_digest"]),
+            value["attempt"],
+            value["expired_in_a_row"],
+            tuple(value["missing"]),
+        )
+
+    def past(self, fragment_id: int, num_rounds: int) -> dict[int, PastRound]:
+        """Return the outcomes of a fragment's newest rounds, by base version."""
+        past = {}
+        for text in self._journal.newest_rounds(self._timeline, fragment_id, num_rounds):
+            header = json.loads(text)
+            if header["version"] > 0:
+                past[header["version"] - 1] = PastRound(
+                    header["attempt"],
+                    frozenset((c["island"], c["incarnation"]) for c in header["contributors"]),
+                    header["refused"],
+                )
+        return past
+
+    def write(self, saved: SavedRound) -> None:
+        """Make it durable how a fragment stands.
+
+        Raises:
+            JournalUnwritable: If it cannot be: what is durable now is not known here.
+        """
+        record = saved.record
+        p = record["fragment_id"]
+        value = {
+            "timeline": self._timeline,
+            "attempt": saved.attempt,
+            "expired_in_a_row": saved.expired_in_a_row,
+            "missing": list(saved.missing),
+            "record": record,
+            "state_digest": saved.state_digest.hex(),
+        }
+        # What a resume begins from is a version of the earlier timeline: it is indexed there.
+        is_own = record["timeline"] == self._timeline
+        header = json.dumps(record, sort_keys=True)
+        rounds = [(self._timeline, p, record["version"], header)] if is_own else []
+        try:
+            self._journal.write([(_entry_key(p), json.dumps(value))], rounds)
+        except (sqlite3.Error, OSError) as error:
+            raise JournalUnwritable(
+                f"cannot write version {record['version']}, attempt {saved.attempt} of fragment "
+                f"{p} into the journal: {error}. Free the disk, then start the coordinator again: "
+                f"diloco coordinator RUN.toml; nothing published is lost, and the islands ask for "
+                f"it for transport.unreachable"
+            ) from error
+
+
+class JournalUnwritable(DilocoError):
+    """The coordinator's journal cannot be written: only a restart finds out what is durable."""
+
+
+def _entry_key(fragment_id: int) -> str:
+    return f"round/{fragment_id}"
