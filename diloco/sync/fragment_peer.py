@@ -56,6 +56,14 @@ class Own:
     told: str = ""
     outcome: Outcome | None = None
 
+    def end_of(self, key: RoundKey) -> Outcome | None:
+        """Say how a contribution ended, this one or an earlier one; None while it has not."""
+        if key == self.key:
+            return self.outcome
+        is_same_version = key.version == self.key.version
+        kind = OutcomeKind.EXPIRED if is_same_version else OutcomeKind.NOT_INCLUDED
+        return Outcome(key, kind, f"the island has gone on to {self.key}")
+
 
 class FragmentPeer:
     """One fragment at the peer of an island."""
@@ -300,14 +308,14 @@ class FragmentPeer:
         if self._reported == (self._decider_id, assignment.id):
             return False  # as one that cannot be used
         work = asyncio.create_task(self._reduce(assignment))
+        news = asyncio.create_task(self._tasks.news.wait())
         try:
             while not work.done() and self._is_wanted(assignment):
-                news = asyncio.create_task(self._tasks.news.wait())
                 await asyncio.wait({work, news}, return_when=asyncio.FIRST_COMPLETED)
-                news.cancel()
-            if not work.done():
-                return True
-            await work
+                if news.done():
+                    news = asyncio.create_task(self._tasks.news.wait())
+            if work.done():
+                await work
         except (AggregationError, CodecError) as error:
             logger.error("result not usable, key=%s: %s", assignment.key, error)
             await self._calls.tell(
@@ -321,7 +329,8 @@ class FragmentPeer:
             self._reported = self._decider_id, assignment.id
         finally:
             work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            news.cancel()
+            await asyncio.gather(work, news, return_exceptions=True)
         return True
 
     def _is_wanted(self, assignment: Assignment) -> bool:
@@ -381,8 +390,10 @@ class FragmentPeer:
                 num_bytes=self.replica.contribution_bytes(lane_id),
                 digest=digest,
             )
-        payload, own_digest = self.own.lanes[lane_id] if self.own is not None else (b"", b"")
-        assert own_digest == digest, f"{assignment.key} counts what this start never declared"
+        held = {} if self.own is None else self.own.lanes
+        payload, own_digest = held.get(lane_id, (b"", b""))
+        if own_digest != digest:
+            raise AggregationError(f"{assignment.key} counts what is not held here any more")
         return payload
 
     async def result(self, header: wire.ResultHeader) -> Buffer | None:

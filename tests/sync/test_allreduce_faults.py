@@ -7,15 +7,26 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco.coordinator.round_journal import JournalUnwritable
 from diloco.outer.optimizer import OuterOptimizer
-from tests.sync.test_allreduce_deaths import Living, descend, insist_on_one_truth, living
+from protos import allreduce_pb2 as wire
+from protos import fragment_pb2
+from tests.sync.test_allreduce_deaths import (
+    Living,
+    descend,
+    insist_on_one_truth,
+    living,
+    num_expired,
+    run_tape,
+)
 from tests.virtual_allreduce import AllReduceRun
 from tests.virtual_run import Setting
+from transport.contracts import Buffer, Handlers, IncomingCall, Reply
 from transport.loopback import run_virtual
 
 
@@ -81,3 +92,150 @@ def test_a_coordinator_that_cannot_write_ends_and_its_next_start_goes_on(
     islands = run_virtual(scenario())
 
     insist_on_one_truth(run, islands)
+
+
+# -- words of an earlier round ---------------------------------------------------------------------
+
+
+class Again:
+    """A call whose payload was read, to be served a second time."""
+
+    peer = "loopback"
+    caller = None
+
+    def __init__(self, call: IncomingCall, payload: Buffer) -> None:
+        self.method, self.header, self.payload_bytes = call.method, call.header, len(payload)
+        self._payload = payload
+
+    async def read_payload(self) -> Buffer:
+        return self._payload
+
+
+def decline_of(submit: bytes) -> bytes:
+    header = fragment_pb2.SubmitHeader.FromString(submit)
+    decline = fragment_pb2.DeclineRequest(
+        protocol_version=1, grant=header.grant, key=header.key, reason="not finite"
+    )
+    return decline.SerializeToString()
+
+
+@pytest.mark.parametrize("method", ["fragment.submit", "fragment.decline"])
+def test_a_word_of_an_earlier_round_does_not_replace_a_contribution(
+    setting: Setting, method: str
+) -> None:
+    late: list[Again] = []
+    told: list[asyncio.Future[Reply]] = []
+    own: Handlers = {}
+
+    def intercept(name: str, handlers: Handlers) -> Handlers:
+        nonlocal own
+        if name == "b":
+            own = handlers
+
+            async def submit(call: IncomingCall) -> Reply:
+                again = Again(call, await call.read_payload())
+                late.append(again)  # its copy is still on its way
+                return await handlers["fragment.submit"](again)
+
+            return {**handlers, "fragment.submit": submit}
+        if name == "decider":
+
+            async def declare(call: IncomingCall) -> Reply:
+                reply = await handlers["allreduce.declare"](call)
+                request = wire.DeclareRequest.FromString(call.header)
+                if request.grant.island == "b" and request.key.version == 1 and late:
+                    first, *_ = late
+                    if method == "fragment.decline":
+                        first.header = decline_of(first.header)
+                    told.append(asyncio.ensure_future(own[method](first)))
+                    late.clear()
+                return reply
+
+            return {**handlers, "allreduce.declare": declare}
+        return handlers
+
+    run = AllReduceRun(setting, intercept=intercept)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    insist_on_one_truth(run, islands)
+    assert num_expired(islands.starts) == 0
+    assert told[0].done()
+
+
+def two_lanes(setting: Setting) -> Setting:
+    return replace(setting, initial={"w": [1.0] * 33_000}, num_fragments=1, inner_steps=8)
+
+
+def test_a_lane_that_stalls_beyond_its_round_is_given_up(setting: Setting) -> None:
+    setting = two_lanes(setting)
+    num_cancelled = 0
+
+    def intercept(name: str, handlers: Handlers) -> Handlers:
+        async def submit(call: IncomingCall) -> Reply:
+            nonlocal num_cancelled
+            header = fragment_pb2.SubmitHeader.FromString(call.header)
+            if (header.key.version, header.key.attempt, header.lane_id) == (0, 0, 1):
+                try:
+                    await asyncio.sleep(50.0)
+                except asyncio.CancelledError:
+                    num_cancelled += 1
+                    raise
+            return await handlers["fragment.submit"](call)
+
+        return {**handlers, "fragment.submit": submit} if name == "b" else handlers
+
+    run = AllReduceRun(setting, intercept=intercept)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    insist_on_one_truth(run, islands)
+    assert num_cancelled == 1
+
+
+def test_a_rank_that_declines_after_another_has_sent_its_lanes_is_heard(setting: Setting) -> None:
+    setting = two_lanes(setting)
+
+    def intercept(name: str, handlers: Handlers) -> Handlers:
+        async def submit(call: IncomingCall) -> Reply:
+            header = fragment_pb2.SubmitHeader.FromString(call.header)
+            if (header.key.version, header.lane_id) != (1, 1):
+                return await handlers["fragment.submit"](call)
+            decline = Again(call, b"")
+            decline.header = decline_of(call.header)
+            await asyncio.sleep(0.1)  # the other lane is there
+            await handlers["fragment.decline"](decline)
+            reply = fragment_pb2.SubmitReply(
+                status=fragment_pb2.SUBMIT_STATUS_RECEIVED,
+                syncer_epoch=header.grant.incarnation,
+            )
+            return Reply(reply.SerializeToString())
+
+        return {**handlers, "fragment.submit": submit} if name == "b" else handlers
+
+    run = AllReduceRun(setting, intercept=intercept)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    insist_on_one_truth(run, islands)
+    assert num_expired(islands.starts) == 0
+    run.journal.open()
+    (second,) = [h for h in run_tape(run) if h["version"] == 2]
+    run.journal.close()
+    assert [c["island"] for c in second["contributors"]] == ["a", "c"]
+    assert second["refused"] == {"b": "declined: not finite"}
