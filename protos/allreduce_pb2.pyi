@@ -170,16 +170,18 @@ class PreparedRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., fragment_id: _Optional[int] = ..., assignment_id: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., state_digest: _Optional[bytes] = ..., broken: _Optional[str] = ...) -> None: ...
 
 class FoundRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "record_json", "state_digest")
+    __slots__ = ("protocol_version", "grant", "record_json", "state_digest", "fragment_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     RECORD_JSON_FIELD_NUMBER: _ClassVar[int]
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: _control_pb2.Grant
     record_json: str
     state_digest: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., record_json: _Optional[str] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
+    fragment_id: int
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., record_json: _Optional[str] = ..., state_digest: _Optional[bytes] = ..., fragment_id: _Optional[int] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "fragment_id")

@@ -15,8 +15,9 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import blake3
 from google.protobuf.message import Message
@@ -67,10 +68,14 @@ class DeciderRules:
 
 @dataclass(slots=True)
 class _Standing:
-    """A fragment's machine, and what is durable of it; None before it is founded."""
+    """A fragment's machine, and what is durable of it; None before it is founded.
+
+    `empty_handed` are the starts of islands that a resumed run cannot go on from.
+    """
 
     rounds: AllReduceRounds
     saved: SavedRound | None = None
+    empty_handed: dict[str, int] = field(default_factory=dict)
     published_at: float = 0.0
 
 
@@ -317,22 +322,47 @@ class Decider:
         request = wire.FoundRequest.FromString(call.header)
         if not self._accepts(request.grant):
             return _ack(_NOT_CURRENT, is_fenced=True)
-        record = json.loads(request.record_json)
-        standing = self._standings.get(record["fragment_id"])
+        standing = self._standings.get(request.fragment_id)
         if standing is None:
             return _ack("the run has no such fragment")
+        if not request.record_json:
+            self._found_nothing(standing, request.grant)
+            return _ack("")
+        record = json.loads(request.record_json)
         if standing.saved is None:
-            if not self._is_founder(request.grant.island):
-                return _ack("not everybody has joined, or another island founds the run")
-            if record["version"] > 0 and self._membership.timeline == 0:
-                return _ack(
-                    f"the journal knows nothing of version {record['version']}: it is not the one "
-                    f"that this run was decided by"
-                )
+            if refusal := self._found_refusal(record, request.grant.island):
+                return _ack(refusal)
             self._write(standing, SavedRound(record, request.state_digest))
             found = standing.rounds.rounds.founded(record["version"], 0, {}, _now())
             self._perform(standing, list(found))
         return _ack("")
+
+    def _found_refusal(self, record: Mapping[str, Any], island: str) -> str:
+        """Say why an island cannot found a fragment with its record; empty if it can."""
+        if self._membership.timeline > 0:
+            if not self._journal.has_committed(record):
+                return f"version {record['version']} is not as this run has committed it"
+        elif not self._is_founder(island):
+            return "not everybody has joined, or another island founds the run"
+        elif record["version"] > 0:
+            return f"the journal knows nothing of version {record['version']}"
+        return ""
+
+    def _found_nothing(self, standing: _Standing, grant: Grant) -> None:
+        """Note that an island has nothing to go on from; when none has, the run is lost."""
+        standing.empty_handed[grant.island] = grant.incarnation
+        starts = standing.rounds.rounds.incarnations
+        have_all_come = len(starts) == len(self._membership.islands)
+        if standing.saved is None and have_all_come and standing.empty_handed == starts:
+            p, step = standing.rounds.rounds.fragment_id, self._membership.resume_step
+            reason = (
+                f"fragment {p}: no island holds its version of the checkpoint of inner step "
+                f"{step}. Bring the directory of an island's peer back (peers/ISLAND in its "
+                f"coordinator.state_dir) and resume again, or resume another checkpoint: diloco "
+                f"coordinator RUN.toml --resume --at STEP"
+            )
+            self._end(reason, QuorumLost.exit_code)
+            self._notify()
 
     async def _record(self, call: IncomingCall) -> Reply:
         request = wire.RecordRequest.FromString(call.header)
@@ -404,8 +434,11 @@ class Decider:
                 f"(diloco coordinator RUN.toml --resume), or start it again in an empty "
                 f"coordinator.state_dir, with every island, among them: {commands}"
             )
+        code = AggregationError.exit_code if lost.is_numeric else QuorumLost.exit_code
+        self._end(reason, code)
+
+    def _end(self, reason: str, code: int) -> None:
         if self._fatal is None:  # the first reason stays, so that all islands hear the same
-            code = AggregationError.exit_code if lost.is_numeric else QuorumLost.exit_code
             self._fatal = fragment_pb2.Fatal(exit_code=code, reason=reason)
             self._on_lost(reason, code)
 
@@ -448,7 +481,10 @@ class Decider:
         return True
 
     def _is_founder(self, island: str) -> bool:
-        return island == self._membership.islands[0] and self._membership.have_all_joined
+        """Whether an island's initial parameters are what the run begins from."""
+        membership = self._membership
+        is_first = membership.timeline == 0 and island == membership.islands[0]
+        return is_first and membership.have_all_joined
 
     def _peer_grant(self, grant: Grant) -> Grant:
         """Sign what an island shows to other peers: they could not use it here."""

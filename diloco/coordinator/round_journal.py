@@ -74,6 +74,11 @@ class RoundJournal:
                 )
         return past
 
+    def has_committed(self, record: Mapping[str, Any]) -> bool:
+        """Whether this very record is that of a version, of whichever timeline."""
+        key = record["timeline"], record["fragment_id"], record["version"]
+        return self._journal.round_header(*key) == _text(record)
+
     def write(self, saved: SavedRound) -> None:
         """Make it durable how a fragment stands.
 
@@ -92,8 +97,7 @@ class RoundJournal:
         }
         # What a resume begins from is a version of the earlier timeline: it is indexed there.
         is_own = record["timeline"] == self._timeline
-        header = json.dumps(record, sort_keys=True)
-        rounds = [(self._timeline, p, record["version"], header)] if is_own else []
+        rounds = [(self._timeline, p, record["version"], _text(record))] if is_own else []
         try:
             self._journal.write([(_entry_key(p), json.dumps(value))], rounds)
         except (sqlite3.Error, OSError) as error:
@@ -107,6 +111,10 @@ class RoundJournal:
 
 class JournalUnwritable(DilocoError):
     """The coordinator's journal cannot be written: only a restart finds out what is durable."""
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, sort_keys=True)
 
 
 def _entry_key(fragment_id: int) -> str:

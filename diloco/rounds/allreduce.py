@@ -351,12 +351,13 @@ class Duty(StrEnum):
 def duty(version: int, state_digest: bytes, staged: Staged | None, announced: Announced) -> Duty:
     """Say what a peer does that holds `version` (-1: none) and hears `announced`.
 
-    FOUND tells the decider what there is to go on from; REDUCE takes part in the assignment; REPORT
-    says PREPARED; PROMOTE makes the staged version the newest; HEAL takes the committed state from
-    another member; STOP: the decider has forgotten a version that was committed.
+    FOUND tells the decider what there is to go on from, if anything; REDUCE takes part in the
+    assignment; REPORT says PREPARED; PROMOTE makes the staged version the newest; HEAL takes the
+    committed state from another member; STOP: the decider has forgotten a version that was
+    committed.
     """
     if announced.version < 0:
-        return Duty.WAIT if version < 0 else Duty.FOUND
+        return Duty.FOUND
     if version > announced.version:
         return Duty.STOP
     if version < announced.version:

@@ -91,6 +91,7 @@ class FragmentPeer:
         self._unreachable_s = unreachable_s
         self._decider_id = ""
         self._reported: tuple[str, bytes] = "", b""
+        self._empty_handed = ""
         self._own_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
         self._other_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
 
@@ -137,7 +138,9 @@ class FragmentPeer:
 
     @property
     def _wants_initial(self) -> bool:
-        is_wanted = self.announcement.wants_initial or self.announced.version == 0
+        # A resumed run goes on from records: no island has initial parameters to give.
+        is_first = self._grant.timeline == 0 and self.announced.version == 0
+        is_wanted = self.announcement.wants_initial or is_first
         return is_wanted and self.replica.record is None and not self._has_initial
 
     @property
@@ -267,20 +270,35 @@ class FragmentPeer:
         return True
 
     async def _tell_founded(self) -> bool:
-        if not self.announcement.wants_initial:
+        """Tell what the run goes on from: as its founder, or after a resume like everybody."""
+        if not self._decider_id:
             return False
-        record = self.replica.record
-        assert record is not None
+        record, is_resumed = self.replica.record, self._grant.timeline > 0
+        if record is None:
+            return await self._tell_empty_handed() if is_resumed else False
+        if not (self.announcement.wants_initial or is_resumed):
+            return False
         ack = await self._calls.tell(
             "allreduce.found",
             wire.FoundRequest(
-                record_json=json.dumps(record.header()), state_digest=self.replica.state_digest
+                fragment_id=self.fragment.fragment_id,
+                record_json=json.dumps(record.header()),
+                state_digest=self.replica.state_digest,
             ),
         )
         if not ack.is_accepted:
             logger.info("the run is not founded yet: %s", ack.message)
             await asyncio.sleep(_ASK_AGAIN_S)
         return not ack.is_accepted
+
+    async def _tell_empty_handed(self) -> bool:
+        """Say once to each start of the decider that nothing is held: another island founds."""
+        if self._empty_handed != self._decider_id:
+            self._empty_handed = self._decider_id
+            await self._calls.tell(
+                "allreduce.found", wire.FoundRequest(fragment_id=self.fragment.fragment_id)
+            )
+        return False
 
     async def _report(self) -> bool:
         """Say PREPARED, once to each start of the decider."""
