@@ -432,7 +432,8 @@ class Decider:
             reason += (
                 f". The run stops (on_member_lost = stop). Resume it from its newest checkpoint "
                 f"(diloco coordinator RUN.toml --resume), or start it again in an empty "
-                f"coordinator.state_dir, with every island, among them: {commands}"
+                f"coordinator.state_dir, peers/ISLAND of every island's removed too, with every "
+                f"island, among them: {commands}"
             )
         code = AggregationError.exit_code if lost.is_numeric else QuorumLost.exit_code
         self._end(reason, code)

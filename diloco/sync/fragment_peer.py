@@ -248,12 +248,7 @@ class FragmentPeer:
             case Duty.REPORT:
                 return await self._report()
             case Duty.STOP:
-                raise QuorumLost(
-                    f"fragment {self.fragment.fragment_id}: this island holds version "
-                    f"{replica.version}, the coordinator's journal ends at {announced.version}: "
-                    f"it is a copy from another day. Bring the newest back, or resume a "
-                    f"checkpoint: diloco coordinator RUN.toml --resume"
-                )
+                raise self._forgotten(f"the coordinator's journal ends at {announced.version}")
             case _:
                 return False
 
@@ -276,6 +271,8 @@ class FragmentPeer:
         record, is_resumed = self.replica.record, self._grant.timeline > 0
         if record is None:
             return await self._tell_empty_handed() if is_resumed else False
+        if record.version > 0 and not is_resumed:
+            raise self._forgotten("the coordinator's journal has none")
         if not (self.announcement.wants_initial or is_resumed):
             return False
         ack = await self._calls.tell(
@@ -318,6 +315,17 @@ class FragmentPeer:
         )
         self._reported = reporting
         return True
+
+    def _forgotten(self, journal: str) -> QuorumLost:
+        """Return the error of an island that is ahead of the journal."""
+        directory = self.replica.store.store_dir
+        return QuorumLost(
+            f"fragment {self.fragment.fragment_id}: this island holds version "
+            f"{self.replica.version}, {journal}: it is a copy from another day, or the run was "
+            f"begun anew. Bring the newest journal back, or resume a checkpoint: diloco "
+            f"coordinator RUN.toml --resume; if it was begun anew, remove {directory} and start "
+            f"this island again: diloco island RUN.toml --island {self._grant.island}"
+        )
 
     # -- reducing --------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from diloco.coordinator.round_journal import JournalUnwritable
+from diloco.errors import QuorumLost
 from diloco.outer.optimizer import OuterOptimizer
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
@@ -92,6 +93,28 @@ def test_a_coordinator_that_cannot_write_ends_and_its_next_start_goes_on(
     islands = run_virtual(scenario())
 
     insist_on_one_truth(run, islands)
+
+
+def test_an_island_ahead_of_an_empty_journal_says_what_to_remove(setting: Setting) -> None:
+    """The coordinator's directory was emptied, as its last word had advised; the peers are left."""
+    setting = replace(setting, inner_steps=6)
+    run_virtual(AllReduceRun(setting).run())
+    for file in setting.directory.glob("journal.sqlite*"):
+        file.unlink()
+    run = AllReduceRun(setting)
+
+    async def scenario() -> list[BaseException | None]:
+        islands = await living(run)
+        ends = await asyncio.gather(*islands.tasks.values(), return_exceptions=True)
+        await run.end(list(islands.starts.values()))
+        return list(ends)
+
+    ends = run_virtual(scenario())
+
+    for name, end in zip("abc", ends, strict=True):
+        assert isinstance(end, QuorumLost)
+        assert f"begun anew, remove {setting.directory}/peers/{name}" in str(end)
+    assert run.lost == []
 
 
 # -- words of an earlier round ---------------------------------------------------------------------
