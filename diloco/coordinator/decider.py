@@ -25,7 +25,14 @@ from google.protobuf.message import Message
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
-from diloco.coordinator.round_journal import JournalUnwritable, RoundJournal, SavedRound
+from diloco.coordinator.round_journal import (
+    DIGEST_BYTES,
+    JournalUnwritable,
+    RoundJournal,
+    SavedRound,
+    insist_on_initial,
+    read_record,
+)
 from diloco.errors import AggregationError, QuorumLost
 from diloco.outer.fragments import Plan
 from diloco.rounds.allreduce import (
@@ -43,6 +50,7 @@ from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
 from protos.control_pb2 import ROLE_ISLAND, FragmentStatus, Grant
 from transport.contracts import Handler, Handlers, IncomingCall, Reply
+from transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
 
@@ -328,17 +336,23 @@ class Decider:
         if not request.record_json:
             self._found_nothing(standing, request.grant)
             return _ack("")
-        record = json.loads(request.record_json)
         if standing.saved is None:
-            if refusal := self._found_refusal(record, request.grant.island):
+            record = read_record(request.record_json, request.fragment_id)
+            if refusal := self._found_refusal(standing, record, request.grant.island):
                 return _ack(refusal)
+            if len(request.state_digest) != DIGEST_BYTES:
+                raise FrameError(f"a state's digest of {len(request.state_digest)} bytes")
             self._write(standing, SavedRound(record, request.state_digest))
             found = standing.rounds.rounds.founded(record["version"], 0, {}, _now())
             self._perform(standing, list(found))
         return _ack("")
 
-    def _found_refusal(self, record: Mapping[str, Any], island: str) -> str:
-        """Say why an island cannot found a fragment with its record; empty if it can."""
+    def _found_refusal(self, standing: _Standing, record: Mapping[str, Any], island: str) -> str:
+        """Say why an island cannot found a fragment with its record; empty if it can.
+
+        Raises:
+            FrameError: If the record is of no version that there can be.
+        """
         if self._membership.timeline > 0:
             if not self._journal.has_committed(record):
                 return f"version {record['version']} is not as this run has committed it"
@@ -346,6 +360,8 @@ class Decider:
             return "not everybody has joined, or another island founds the run"
         elif record["version"] > 0:
             return f"the journal knows nothing of version {record['version']}"
+        else:
+            insist_on_initial(record, standing.rounds.rounds.rules.num_lanes)
         return ""
 
     def _found_nothing(self, standing: _Standing, grant: Grant) -> None:

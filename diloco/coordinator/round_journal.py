@@ -16,9 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import blake3
+
 from diloco.coordinator.journal import Journal
 from diloco.errors import DilocoError
 from diloco.rounds.state import PastRound
+from transport.errors import FrameError
+
+DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,51 @@ class RoundJournal:
 
 class JournalUnwritable(DilocoError):
     """The coordinator's journal cannot be written: only a restart finds out what is durable."""
+
+
+def read_record(text: str, fragment_id: int) -> dict[str, Any]:
+    """Read the header of a record that an island says it holds.
+
+    Raises:
+        FrameError: If it is no header of this fragment's.
+    """
+    try:
+        record = json.loads(text)
+        key = record["timeline"], record["fragment_id"], record["version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FrameError(f"a founding record is no header: {type(error).__name__}") from error
+    if not isinstance(record, dict) or not all(type(n) is int and 0 <= n < 2**63 for n in key):
+        raise FrameError(f"a founding record is of round {key}"[:200])
+    if record["fragment_id"] != fragment_id:
+        raise FrameError(f"a founding record of fragment {fragment_id} is of round {key}")
+    return record
+
+
+def insist_on_initial(record: Mapping[str, Any], num_lanes: int) -> None:
+    """Refuse a version 0 that is not wholly what initial parameters make.
+
+    Raises:
+        FrameError: If it is not.
+    """
+    digests: Any = record.get("lane_digests")  # JSON
+    try:
+        lanes = [bytes.fromhex(digest) for digest in digests]
+    except (TypeError, ValueError) as error:
+        raise FrameError("the lanes' digests of a founding record are no digests") from error
+    initial = {
+        "version": 0,
+        "fragment_id": record["fragment_id"],
+        "timeline": 0,
+        "attempt": 0,
+        "is_flush": False,
+        "payload_codec": "float32",
+        "digest": blake3.blake3(b"".join(lanes)).hexdigest(),
+        "lane_digests": digests,
+        "contributors": [],
+        "refused": {},
+    }
+    if [len(lane) for lane in lanes] != [DIGEST_BYTES] * num_lanes or record != initial:
+        raise FrameError(f"a founding record of {num_lanes} lanes is not of initial parameters")
 
 
 def _text(record: Mapping[str, Any]) -> str:
