@@ -55,6 +55,7 @@ from transport.errors import FrameError
 logger = logging.getLogger(__name__)
 
 _MAX_POLL_S = 60.0
+_MOST_ADDRESS = 1000
 _NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
 
 
@@ -214,6 +215,10 @@ class Decider:
         request = wire.PollRequest.FromString(call.header)
         if not self._accepts(request.grant):
             return _reply(wire.PollReply(is_fenced=True, message=_NOT_CURRENT))
+        if len(request.address) > _MOST_ADDRESS:
+            raise FrameError(
+                f"an address of {len(request.address)} characters; {_MOST_ADDRESS} are allowed"
+            )
         island = request.grant.island
         peer = wire.Peer(
             island=island,

@@ -27,7 +27,7 @@ from tests.sync.test_allreduce_deaths import (
 )
 from tests.virtual_allreduce import AllReduceRun
 from tests.virtual_run import Setting
-from transport.contracts import Buffer, Handlers, IncomingCall, Reply
+from transport.contracts import Buffer, Handlers, IncomingCall, Reply, Transport
 from transport.loopback import run_virtual
 
 
@@ -262,3 +262,55 @@ def test_a_rank_that_declines_after_another_has_sent_its_lanes_is_heard(setting:
     run.journal.close()
     assert [c["island"] for c in second["contributors"]] == ["a", "c"]
     assert second["refused"] == {"b": "declined: not finite"}
+
+
+# -- peers that cannot be understood, or reached ---------------------------------------------------
+
+
+async def ends_after(islands: Living, seconds: float) -> dict[str, bool]:
+    """Let time pass, and end everything; returns whose training had ended by then."""
+    await asyncio.sleep(seconds)
+    has_ended = {name: task.done() for name, task in islands.tasks.items()}
+    for task in islands.tasks.values():
+        task.cancel()
+    await asyncio.gather(*islands.tasks.values(), return_exceptions=True)
+    await islands.run.end(list(islands.starts.values()))
+    return has_ended
+
+
+def test_a_peer_that_answers_rubbish_ends_nobody_else(setting: Setting) -> None:
+    num_answers = 0
+
+    def intercept(name: str, handlers: Handlers) -> Handlers:
+        async def rubbish(call: IncomingCall) -> Reply:
+            nonlocal num_answers
+            num_answers += 1
+            return Reply(b"\xff\xff\xff")
+
+        return {**handlers, "allreduce.contribution": rubbish} if name == "b" else handlers
+
+    run = AllReduceRun(setting, intercept=intercept)
+
+    async def scenario() -> dict[str, bool]:
+        return await ends_after(await living(run), 30.0)
+
+    assert run_virtual(scenario()) == dict.fromkeys("abc", False)
+    assert num_answers > 2
+
+
+def test_a_peer_whose_address_is_none_ends_nobody_else(setting: Setting) -> None:
+    run = AllReduceRun(setting)
+    connect = run.network.connect
+
+    def refuse(address: str) -> Transport:
+        if address.startswith("peer b"):
+            raise ValueError(f"{address!r} must be HOST:PORT")
+        return connect(address)
+
+    async def scenario() -> dict[str, bool]:
+        islands = await living(run)
+        for name in "ac":
+            islands.starts[name].peer._calls._connect = refuse
+        return await ends_after(islands, 30.0)
+
+    assert run_virtual(scenario()) == dict.fromkeys("abc", False)
