@@ -204,7 +204,9 @@ class Decider:
                     self._journal.past(p, self._rules.retained_versions + 1),
                     now,
                     expired_in_a_row=saved.expired_in_a_row,
+                    broken_in_a_row=saved.broken_in_a_row,
                     missing=saved.missing,
+                    reason=saved.reason,
                 )
             )
             self._perform(standing, instructions)
@@ -416,14 +418,16 @@ class Decider:
                     oldest = rounds.rounds.version - self._rules.retained_versions
                     rounds.rounds.forget_before(oldest)
                     self._perform(standing, follow)
-                case RecordExpiry(key, reason, missing):
+                case RecordExpiry(key, reason, missing, broken_in_a_row):
                     logger.warning("round expired, key=%s: %s", key, reason)
                     assert standing.saved is not None
                     expired = replace(
                         standing.saved,
                         attempt=key.attempt + 1,
                         expired_in_a_row=standing.saved.expired_in_a_row + 1,
+                        broken_in_a_row=broken_in_a_row,
                         missing=missing,
+                        reason=reason,
                     )
                     self._write(standing, expired)
                     self._perform(standing, rounds.expiry_recorded(key, _now()))

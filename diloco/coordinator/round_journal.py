@@ -3,7 +3,7 @@
 A version exists if and only if its entry is here, and so does an expiry; either is written before
 anybody hears of it.
 
-    round/3    {timeline, attempt, expired_in_a_row, missing, record, state_digest} of fragment 3
+    round/3    how fragment 3 stands: {timeline, **SavedRound}
 
 Source: protocol.md section 11.
 """
@@ -35,14 +35,18 @@ class SavedRound:
         state_digest: Of that version: theta, published and momentum.
         attempt: To open next.
         expired_in_a_row: Attempts that expired since that version.
+        broken_in_a_row: Those whose results could not be used.
         missing: Islands that the last of them waited for in vain.
+        reason: Why it expired.
     """
 
     record: Mapping[str, Any]
     state_digest: bytes
     attempt: int = 0
     expired_in_a_row: int = 0
+    broken_in_a_row: int = 0
     missing: tuple[str, ...] = ()
+    reason: str = ""
 
 
 class RoundJournal:
@@ -63,7 +67,9 @@ class RoundJournal:
             bytes.fromhex(value["state_digest"]),
             value["attempt"],
             value["expired_in_a_row"],
+            value["broken_in_a_row"],
             tuple(value["missing"]),
+            value["reason"],
         )
 
     def past(self, fragment_id: int, num_rounds: int) -> dict[int, PastRound]:
@@ -96,7 +102,9 @@ class RoundJournal:
             "timeline": self._timeline,
             "attempt": saved.attempt,
             "expired_in_a_row": saved.expired_in_a_row,
+            "broken_in_a_row": saved.broken_in_a_row,
             "missing": list(saved.missing),
+            "reason": saved.reason,
             "record": record,
             "state_digest": saved.state_digest.hex(),
         }

@@ -221,7 +221,10 @@ class AllReduceRounds:
         assert assignment is not None
         for other, theirs in self.prepared_by.items():
             if theirs != prepared:
-                reason = f"islands {other!r} and {island!r} staged different results"
+                reason = (
+                    f"islands {other!r} and {island!r} staged different results: the same diloco, "
+                    f"torch and policy must be in force everywhere"
+                )
                 return self._break(reason, now)
         self.prepared_by[island] = prepared
         if len(self.prepared_by) < len(assignment.members):
