@@ -326,7 +326,9 @@ class Decider:
             voter = request.grant.island, request.grant.incarnation, request.assignment_id
             if request.broken:
                 logger.error("result refused, island=%s: %s", voter[0], request.broken)
-                instructions = standing.rounds.broken(*voter, request.broken, _now())
+                instructions = standing.rounds.broken(
+                    *voter, request.broken, _now(), malformed=request.malformed
+                )
             else:
                 prepared = Prepared(tuple(request.lane_digests), request.state_digest)
                 instructions = standing.rounds.prepared(*voter, prepared, _now())

@@ -5,10 +5,13 @@ Carriers give their contributions to the peer of their own island; who is counte
 `FragmentRounds`, here in the coordinator, from declared digests alone. Then
 
     CLOSING   an assignment names the contributors, their weights, and the owner of each lane
+              a contributor whose payload does not decode is refused, the rest assigned anew
               owners pull contributions, sum them and take the outer step (reduce-scatter);
               the others pull the results (all-gather); each stages the next version durably
               and reports PREPARED(digest)
     commit    when all members are prepared with one digest: one journal entry, then the news
+    refusal   a contributor whose payload does not decode leaves the attempt, the others' are
+              assigned anew
     abort     a deadline, a contributor that started anew, a result that is not usable: EXPIRED
 
 Only the decider decides. A peer in doubt keeps what it has staged and asks again.
@@ -233,12 +236,29 @@ class AllReduceRounds:
         return [Commit(assignment, prepared)]
 
     def broken(
-        self, island: str, incarnation: int, assignment_id: bytes, reason: str, now: float
+        self,
+        island: str,
+        incarnation: int,
+        assignment_id: bytes,
+        reason: str,
+        now: float,
+        *,
+        malformed: str = "",
     ) -> list[DeciderInstruction]:
-        """Expire an attempt whose result a member finds not usable; nothing moved."""
+        """Expire an attempt whose result a member finds not usable; nothing moved.
+
+        If it names a contributor whose payload is `malformed`, that one alone is refused, and the
+        others' contributions are assigned anew.
+        """
         if not self._may_vote(island, incarnation, assignment_id):
             return []
-        return self._break(f"island {island!r}: {reason}", now)
+        assert self.assignment is not None
+        reason = f"island {island!r}: {reason}"
+        if self.assignment.contributor(malformed) is None:
+            return self._break(reason, now)
+        key = self.rounds.key
+        self._leave()
+        return self._performed(self.rounds.malformed(key, malformed, reason, now), now)
 
     def tick(self, now: float) -> list[DeciderInstruction]:
         """Let time pass."""

@@ -433,6 +433,15 @@ class FragmentRounds:
         self._tell(now, f"published version {self.version}")
         return [Published(key), *self._open_if_due(now)]
 
+    def malformed(self, key: RoundKey, island: str, reason: str, now: float) -> list[Instruction]:
+        """Refuse a contributor of a closing attempt, which goes on without it; nothing moved.
+
+        For an exchange where the payloads of a contribution are first read after the close.
+        """
+        self._require(Phase.CLOSING, "malformed", key)
+        self.phase = Phase.OPEN
+        return self.refused(key, island, self.incarnations[island], reason, now)
+
     def result_broken(self, key: RoundKey, reason: str, now: float) -> list[Instruction]:
         """Expire a closing attempt whose result cannot be used; nothing moved."""
         self._require(Phase.CLOSING, "result_broken", key)

@@ -25,7 +25,7 @@ from diloco.rounds.record import STATE_SECTIONS
 from diloco.rounds.service import Worker
 from diloco.rounds.state import Outcome, OutcomeKind, RoundKey
 from diloco.sync.peer_calls import PeerCalls
-from diloco.sync.replica import SECTIONS, Reduced, Replica, state_digest
+from diloco.sync.replica import SECTIONS, ContributionMalformed, Reduced, Replica, state_digest
 from diloco.sync.tasks import Tasks, wait_for
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
@@ -350,6 +350,9 @@ class FragmentPeer:
                     fragment_id=self.fragment.fragment_id,
                     assignment_id=assignment.id,
                     broken=str(error),
+                    malformed=(
+                        error.contributor if isinstance(error, ContributionMalformed) else ""
+                    ),
                 ),
             )
             self._reported = self._decider_id, assignment.id

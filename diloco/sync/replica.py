@@ -25,7 +25,7 @@ from torch import Tensor
 
 from diloco.compression.base import Codec, from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
-from diloco.errors import CodecError
+from diloco.errors import AggregationError, CodecError
 from diloco.outer.fragments import Fragment
 from diloco.rounds.allreduce import Assignment, Prepared, Staged, gathers_mean
 from diloco.rounds.publication import (
@@ -184,7 +184,7 @@ class Replica:
 
         Raises:
             AggregationError: If the result is not finite.
-            CodecError: If a contribution is malformed.
+            ContributionMalformed: If a contribution is.
         """
         mean = self._mean(assignment, lane_id, contributions)
         publication = self._publish(assignment, lane_id, mean)
@@ -347,12 +347,38 @@ class Replica:
     def _mean(
         self, assignment: Assignment, lane_id: int, contributions: Mapping[str, Buffer]
     ) -> Tensor:
-        return mean_contribution(
-            self.codec(lane_id),
-            [contributions[c.island] for c in assignment.contributors],
-            [c.weight_tokens for c in assignment.contributors],
-            self.fragment.lanes[lane_id].numel,
-        )
+        codec, numel = self.codec(lane_id), self.fragment.lanes[lane_id].numel
+        try:
+            return mean_contribution(
+                codec,
+                [contributions[c.island] for c in assignment.contributors],
+                [c.weight_tokens for c in assignment.contributors],
+                numel,
+            )
+        except (AggregationError, CodecError):
+            # Whose it is matters now alone: reading all twice would cost every round.
+            for c in assignment.contributors:
+                payload = contributions[c.island]
+                if blake3.blake3(payload).digest() == c.lane_digests[lane_id]:
+                    _insist_on_decodable(c.island, payload, codec, numel)
+            raise
+
+
+class ContributionMalformed(CodecError):
+    """A contribution that is what its island declared, and of no use; names the island."""
+
+    def __init__(self, message: str, island: str) -> None:
+        """Keep the island whose contribution it is."""
+        super().__init__(message)
+        self.contributor = island
+
+
+def _insist_on_decodable(island: str, payload: Buffer, codec: Codec, numel: int) -> None:
+    try:
+        codec.check(from_bytes(payload), numel)
+    except CodecError as error:
+        message = f"the contribution of island {island!r} is malformed: {error}"
+        raise ContributionMalformed(message, island) from error
 
 
 def state_digest(lanes: Sequence[LaneState]) -> bytes:

@@ -6,15 +6,18 @@ import asyncio
 import json
 import os
 import sqlite3
+import struct
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import blake3
 import pytest
 
 from diloco.coordinator.round_journal import JournalUnwritable
 from diloco.errors import QuorumLost
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.sync.fragment_peer import FragmentPeer, Own
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
 from tests.sync.test_allreduce_deaths import (
@@ -314,3 +317,36 @@ def test_a_peer_whose_address_is_none_ends_nobody_else(setting: Setting) -> None
         return await ends_after(islands, 30.0)
 
     assert run_virtual(scenario()) == dict.fromkeys("abc", False)
+
+
+def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer of another make, or memory that broke after the peer had looked."""
+    setting = replace(setting, uplink_codec="float32", downlink_codec="float32")
+    declare = FragmentPeer._is_declared
+
+    async def spoil(peer: FragmentPeer, own: Own) -> bool:
+        if peer._grant.island == "b" and own.key.version == 1:
+            for lane_id, (payload, _) in own.lanes.items():
+                spoilt = struct.pack("<f", float("nan")) + bytes(payload)[4:]
+                own.lanes[lane_id] = spoilt, blake3.blake3(spoilt).digest()
+        return await declare(peer, own)
+
+    monkeypatch.setattr(FragmentPeer, "_is_declared", spoil)
+    run = AllReduceRun(setting)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    insist_on_one_truth(run, islands)
+    assert num_expired(islands.starts) == 0
+    run.journal.open()
+    refusals = {h["version"]: h["refused"].get("b", "") for h in run_tape(run) if h["version"] < 4}
+    run.journal.close()
+    assert "the contribution of island 'b' is malformed" in refusals.pop(2)
+    assert refusals == {0: "", 1: "", 3: ""}
