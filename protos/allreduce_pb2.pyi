@@ -152,7 +152,7 @@ class DeclareRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., key: _Optional[_Union[_fragment_pb2.RoundKey, _Mapping]] = ..., sent_at_inner_step: _Optional[int] = ..., weight_tokens: _Optional[int] = ..., weight_steps: _Optional[int] = ..., is_flush: _Optional[bool] = ..., lane_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PreparedRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "fragment_id", "assignment_id", "lane_digests", "state_digest", "broken")
+    __slots__ = ("protocol_version", "grant", "fragment_id", "assignment_id", "lane_digests", "state_digest", "broken", "malformed")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,7 @@ class PreparedRequest(_message.Message):
     LANE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
+    MALFORMED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: _control_pb2.Grant
     fragment_id: int
@@ -167,19 +168,22 @@ class PreparedRequest(_message.Message):
     lane_digests: _containers.RepeatedScalarFieldContainer[bytes]
     state_digest: bytes
     broken: str
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., fragment_id: _Optional[int] = ..., assignment_id: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., state_digest: _Optional[bytes] = ..., broken: _Optional[str] = ...) -> None: ...
+    malformed: str
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., fragment_id: _Optional[int] = ..., assignment_id: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., state_digest: _Optional[bytes] = ..., broken: _Optional[str] = ..., malformed: _Optional[str] = ...) -> None: ...
 
 class FoundRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "record_json", "state_digest")
+    __slots__ = ("protocol_version", "grant", "record_json", "state_digest", "fragment_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     RECORD_JSON_FIELD_NUMBER: _ClassVar[int]
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: _control_pb2.Grant
     record_json: str
     state_digest: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., record_json: _Optional[str] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
+    fragment_id: int
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., record_json: _Optional[str] = ..., state_digest: _Optional[bytes] = ..., fragment_id: _Optional[int] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "fragment_id")

@@ -8,7 +8,7 @@ tensors) is checked when the plan is made. Raw tables before validation are `Any
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
@@ -32,6 +32,7 @@ from diloco.config.fields import (
 )
 from diloco.errors import ConfigError
 from transport.addresses import is_loopback, split_address
+from transport.framing import MAX_HEADER_BYTES
 from transport.hivemind_address import is_peer_address, parse_peer_address
 from transport.units import parse_bandwidth, parse_bytes, parse_duration
 
@@ -859,6 +860,14 @@ class Config(Section):
                 f'{len(value)} islands, and outer.exchange = "allreduce" is for {MAX_PEERS} at '
                 f'most: take exchange = "syncer"'
             )
+        if outer is not None and outer.exchange == "allreduce":
+            size = announced_bytes(outer.num_fragments, outer.num_lanes, value)
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(
+                    f"{len(value)} islands with {outer.num_fragments} fragments of "
+                    f"{outer.num_lanes} lanes: in an all-reduce the coordinator announces "
+                    f"{size} bytes at once, {MAX_HEADER_BYTES} are allowed: lower outer.num_lanes"
+                )
         if problems:
             raise several_problems(problems)
         return value
@@ -869,6 +878,20 @@ class Config(Section):
             message = f"is not an island of this file; islands: {', '.join(sorted(self.islands))}"
             raise several_problems([("island_id", self.island_id, message)])
         return self
+
+
+def announced_bytes(num_fragments: int, num_lanes: int, islands: Collection[str]) -> int:
+    """Bound what the decider of an all-reduce says at once, in bytes.
+
+    Either every fragment closes with a contribution of every island (a poll's reply: 34 bytes a
+    lane's digest), or one commit record is asked for (JSON: 68 bytes a digest).
+    """
+    names = sum(map(len, islands))
+    num_digests = num_lanes * len(islands)
+    closing = 160 + 3 * names + 80 * len(islands) + 34 * num_digests
+    known = 500 + 2 * names + 200 * len(islands)
+    record = 500 + names + 200 * len(islands) + 68 * (num_digests + num_lanes)
+    return max(num_fragments * closing + known, record)
 
 
 def _beyond_loopback(section: Section, names: Sequence[str]) -> list[str]:

@@ -4,8 +4,6 @@ Thin handlers over one `AllReduceRounds` a fragment. A version exists if and onl
 the journal; that, and every expiry, is written before anybody hears of it. Carries no tensor: of a
 contribution it knows the digests, of a result the digest that all members report.
 
-    round/3    {timeline, attempt, expired_in_a_row, missing, record, state_digest} of fragment 3
-
 Source: protocol.md section 11.
 """
 
@@ -17,8 +15,8 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import blake3
@@ -27,6 +25,14 @@ from google.protobuf.message import Message
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.round_journal import (
+    DIGEST_BYTES,
+    JournalUnwritable,
+    RoundJournal,
+    SavedRound,
+    insist_on_initial,
+    read_record,
+)
 from diloco.errors import AggregationError, QuorumLost
 from diloco.outer.fragments import Plan
 from diloco.rounds.allreduce import (
@@ -39,15 +45,17 @@ from diloco.rounds.allreduce import (
 )
 from diloco.rounds.allreduce_messages import arrivals_of, assignment_message
 from diloco.rounds.messages import SUBMIT_STATUS, key_of, outcome_message
-from diloco.rounds.state import Admission, Lost, PastRound, RecordExpiry, RoundRules
+from diloco.rounds.state import Admission, Lost, RecordExpiry, RoundRules
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
 from protos.control_pb2 import ROLE_ISLAND, FragmentStatus, Grant
-from transport.contracts import Handlers, IncomingCall, Reply
+from transport.contracts import Handler, Handlers, IncomingCall, Reply
+from transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
 
 _MAX_POLL_S = 60.0
+_MOST_ADDRESS = 1000
 _NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
 
 
@@ -69,12 +77,14 @@ class DeciderRules:
 
 @dataclass(slots=True)
 class _Standing:
-    """A fragment's newest commit record, and what is durable beside it."""
+    """A fragment's machine, and what is durable of it; None before it is founded.
+
+    `empty_handed` are the starts of islands that a resumed run cannot go on from.
+    """
 
     rounds: AllReduceRounds
-    record: Mapping[str, Any] | None = None  # JSON values
-    state_digest: bytes = b""
-    expired_in_a_row: int = 0
+    saved: SavedRound | None = None
+    empty_handed: dict[str, int] = field(default_factory=dict)
     published_at: float = 0.0
 
 
@@ -106,7 +116,7 @@ class Decider:
             on_lost: Hears, once, why the run cannot go on, and the exit code.
         """
         self._membership = membership
-        self._journal = journal
+        self._journal = RoundJournal(journal, membership.timeline)
         self._secret = hmac.new(secret, b"peers", hashlib.sha256).digest()
         self._rules = rules
         self._id = decider_id
@@ -119,11 +129,13 @@ class Decider:
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._fatal: fragment_pb2.Fatal | None = None
+        self._failure: JournalUnwritable | None = None
+        self._failed = asyncio.Event()
 
     @property
     def handlers(self) -> Handlers:
         """Method name -> handler."""
-        return {
+        handlers = {
             "allreduce.poll": self._poll,
             "allreduce.declare": self._declare,
             "allreduce.decline": self._decline,
@@ -131,6 +143,29 @@ class Decider:
             "allreduce.found": self._found,
             "allreduce.record": self._record,
         }
+        return {method: self._unless_failed(handler) for method, handler in handlers.items()}
+
+    async def watch(self) -> None:
+        """Never return.
+
+        Raises:
+            JournalUnwritable: Once the journal could not be written. The machines are ahead of it
+                then: the process must end, and its next start go on from what is durable.
+        """
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def _unless_failed(self, handler: Handler) -> Handler:
+        async def handle(call: IncomingCall) -> Reply:
+            with contextlib.suppress(JournalUnwritable):
+                if self._failure is None:
+                    return await handler(call)
+            # The caller is answered by the next start: an error would end its island.
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        return handle
 
     def stop(self) -> None:
         """Let no more time pass."""
@@ -143,8 +178,6 @@ class Decider:
         """Take the fragments from the plan, and what is durable of them from the journal."""
         if self._standings or not self._membership.plan_json:
             return
-        entries = self._journal.entries()
-        past = self._past()
         membership, now = self._membership, _now()
         for fragment in Plan.from_json(membership.plan_json).fragments:
             p = fragment.fragment_id
@@ -161,39 +194,22 @@ class Decider:
             for island, member in membership.members.items():
                 if member.incarnation and member.timeline == membership.timeline:
                     rounds.granted(island, member.incarnation, now)
-            saved = json.loads(entries.get(_entry_key(p), "null"))
-            if saved is None or saved["timeline"] != membership.timeline:
+            saved = standing.saved = self._journal.saved(p)
+            if saved is None:
                 continue
-            standing.record = saved["record"]
-            standing.state_digest = bytes.fromhex(saved["state_digest"])
-            standing.expired_in_a_row = saved["expired_in_a_row"]
             instructions: list[DeciderInstruction] = list(
                 rounds.rounds.founded(
-                    saved["record"]["version"],
-                    saved["attempt"],
-                    past.get(p, {}),
+                    saved.record["version"],
+                    saved.attempt,
+                    self._journal.past(p, self._rules.retained_versions + 1),
                     now,
-                    expired_in_a_row=saved["expired_in_a_row"],
-                    missing=tuple(saved["missing"]),
+                    expired_in_a_row=saved.expired_in_a_row,
+                    broken_in_a_row=saved.broken_in_a_row,
+                    missing=saved.missing,
+                    reason=saved.reason,
                 )
             )
             self._perform(standing, instructions)
-
-    def _past(self) -> dict[int, dict[int, PastRound]]:
-        """Read the outcomes of the last rounds from the tape, by fragment and base version."""
-        past: dict[int, dict[int, PastRound]] = {}
-        for text in self._journal.tape():
-            header = json.loads(text)
-            if header["timeline"] != self._membership.timeline or header["version"] == 0:
-                continue
-            rounds = past.setdefault(header["fragment_id"], {})
-            rounds[header["version"] - 1] = PastRound(
-                header["attempt"],
-                frozenset((c["island"], c["incarnation"]) for c in header["contributors"]),
-                header["refused"],
-            )
-            rounds.pop(header["version"] - 2 - self._rules.retained_versions, None)
-        return past
 
     # -- handlers --------------------------------------------------------------------------------
 
@@ -201,6 +217,10 @@ class Decider:
         request = wire.PollRequest.FromString(call.header)
         if not self._accepts(request.grant):
             return _reply(wire.PollReply(is_fenced=True, message=_NOT_CURRENT))
+        if len(request.address) > _MOST_ADDRESS:
+            raise FrameError(
+                f"an address of {len(request.address)} characters; {_MOST_ADDRESS} are allowed"
+            )
         island = request.grant.island
         peer = wire.Peer(
             island=island,
@@ -255,12 +275,12 @@ class Decider:
         assignment = standing.rounds.assignment
         return wire.Announcement(
             fragment_id=rounds.fragment_id,
-            is_founded=standing.record is not None,
+            is_founded=standing.saved is not None,
             version=rounds.version,
             attempt=rounds.attempt,
             is_open=rounds.is_open,
-            wants_initial=standing.record is None and self._is_founder(island),
-            state_digest=standing.state_digest,
+            wants_initial=standing.saved is None and self._is_founder(island),
+            state_digest=standing.saved.state_digest if standing.saved else b"",
             assignment=None if assignment is None else assignment_message(assignment),
         )
 
@@ -306,7 +326,9 @@ class Decider:
             voter = request.grant.island, request.grant.incarnation, request.assignment_id
             if request.broken:
                 logger.error("result refused, island=%s: %s", voter[0], request.broken)
-                instructions = standing.rounds.broken(*voter, request.broken, _now())
+                instructions = standing.rounds.broken(
+                    *voter, request.broken, _now(), malformed=request.malformed
+                )
             else:
                 prepared = Prepared(tuple(request.lane_digests), request.state_digest)
                 instructions = standing.rounds.prepared(*voter, prepared, _now())
@@ -317,33 +339,67 @@ class Decider:
         request = wire.FoundRequest.FromString(call.header)
         if not self._accepts(request.grant):
             return _ack(_NOT_CURRENT, is_fenced=True)
-        record = json.loads(request.record_json)
-        standing = self._standings.get(record["fragment_id"])
+        standing = self._standings.get(request.fragment_id)
         if standing is None:
             return _ack("the run has no such fragment")
-        if standing.record is None:
-            if not self._is_founder(request.grant.island):
-                return _ack("not everybody has joined, or another island founds the run")
-            if record["version"] > 0 and self._membership.timeline == 0:
-                return _ack(
-                    f"the journal knows nothing of version {record['version']}: it is not the one "
-                    f"that this run was decided by"
-                )
-            self._write(standing, record, request.state_digest)
+        if not request.record_json:
+            self._found_nothing(standing, request.grant)
+            return _ack("")
+        if standing.saved is None:
+            record = read_record(request.record_json, request.fragment_id)
+            if refusal := self._found_refusal(standing, record, request.grant.island):
+                return _ack(refusal)
+            if len(request.state_digest) != DIGEST_BYTES:
+                raise FrameError(f"a state's digest of {len(request.state_digest)} bytes")
+            self._write(standing, SavedRound(record, request.state_digest))
             found = standing.rounds.rounds.founded(record["version"], 0, {}, _now())
             self._perform(standing, list(found))
         return _ack("")
+
+    def _found_refusal(self, standing: _Standing, record: Mapping[str, Any], island: str) -> str:
+        """Say why an island cannot found a fragment with its record; empty if it can.
+
+        Raises:
+            FrameError: If the record is of no version that there can be.
+        """
+        if self._membership.timeline > 0:
+            if not self._journal.has_committed(record):
+                return f"version {record['version']} is not as this run has committed it"
+        elif not self._is_founder(island):
+            return "not everybody has joined, or another island founds the run"
+        elif record["version"] > 0:
+            return f"the journal knows nothing of version {record['version']}"
+        else:
+            insist_on_initial(record, standing.rounds.rounds.rules.num_lanes)
+        return ""
+
+    def _found_nothing(self, standing: _Standing, grant: Grant) -> None:
+        """Note that an island has nothing to go on from; when none has, the run is lost."""
+        standing.empty_handed[grant.island] = grant.incarnation
+        starts = standing.rounds.rounds.incarnations
+        have_all_come = len(starts) == len(self._membership.islands)
+        if standing.saved is None and have_all_come and standing.empty_handed == starts:
+            p, step = standing.rounds.rounds.fragment_id, self._membership.resume_step
+            reason = (
+                f"fragment {p}: no island holds its version of the checkpoint of inner step "
+                f"{step}. Bring the directory of an island's peer back (peers/ISLAND in its "
+                f"coordinator.state_dir) and resume again, or resume another checkpoint: diloco "
+                f"coordinator RUN.toml --resume --at STEP"
+            )
+            self._end(reason, QuorumLost.exit_code)
+            self._notify()
 
     async def _record(self, call: IncomingCall) -> Reply:
         request = wire.RecordRequest.FromString(call.header)
         standing = self._standings.get(request.fragment_id)
         if not self._accepts(request.grant):
             return _reply(wire.RecordReply(message=_NOT_CURRENT))
-        if standing is None or standing.record is None:
+        if standing is None or standing.saved is None:
             return _reply(wire.RecordReply(message="no version is committed"))
         return _reply(
             wire.RecordReply(
-                record_json=json.dumps(standing.record), state_digest=standing.state_digest
+                record_json=json.dumps(standing.saved.record),
+                state_digest=standing.saved.state_digest,
             )
         )
 
@@ -358,19 +414,24 @@ class Decider:
                     logger.debug("assigned, key=%s", assignment.key)
                 case Commit(assignment, prepared):
                     codec = "float32" if assignment.is_flush else self._rules.downlink_codec
-                    standing.expired_in_a_row = 0
                     record = commit_record(assignment, prepared, codec)
-                    self._write(standing, record, prepared.state_digest)
+                    self._write(standing, SavedRound(record, prepared.state_digest))
                     follow = rounds.committed(assignment.key, _now())
                     oldest = rounds.rounds.version - self._rules.retained_versions
                     rounds.rounds.forget_before(oldest)
                     self._perform(standing, follow)
-                case RecordExpiry(key, reason, missing):
+                case RecordExpiry(key, reason, missing, broken_in_a_row):
                     logger.warning("round expired, key=%s: %s", key, reason)
-                    standing.expired_in_a_row += 1
-                    assert standing.record is not None
-                    attempt = key.attempt + 1
-                    self._write(standing, standing.record, standing.state_digest, attempt, missing)
+                    assert standing.saved is not None
+                    expired = replace(
+                        standing.saved,
+                        attempt=key.attempt + 1,
+                        expired_in_a_row=standing.saved.expired_in_a_row + 1,
+                        broken_in_a_row=broken_in_a_row,
+                        missing=missing,
+                        reason=reason,
+                    )
+                    self._write(standing, expired)
                     self._perform(standing, rounds.expiry_recorded(key, _now()))
                 case Lost():
                     self._lose(instruction)
@@ -378,32 +439,18 @@ class Decider:
         self._notify()
         self._set_alarm()
 
-    def _write(
-        self,
-        standing: _Standing,
-        record: Mapping[str, Any],
-        state_digest: bytes,
-        attempt: int = 0,
-        missing: Sequence[str] = (),
-    ) -> None:
+    def _write(self, standing: _Standing, saved: SavedRound) -> None:
         """Make the newest version, and the next attempt at the one after it, durable."""
-        p, timeline = record["fragment_id"], self._membership.timeline
-        value = {
-            "timeline": timeline,
-            "attempt": attempt,
-            "expired_in_a_row": standing.expired_in_a_row,
-            "missing": list(missing),
-            "record": record,
-            "state_digest": state_digest.hex(),
-        }
-        # What a resume begins from is a version of the earlier timeline: it is indexed there.
-        is_own = record["timeline"] == timeline
-        header = json.dumps(record, sort_keys=True)
-        rounds = [(timeline, p, record["version"], header)] if is_own else []
-        self._journal.write([(_entry_key(p), json.dumps(value))], rounds)
-        if record is not standing.record:
+        try:
+            self._journal.write(saved)
+        except JournalUnwritable as error:
+            self._failure = error
+            self._failed.set()
+            self.stop()
+            raise
+        if standing.saved is None or saved.record is not standing.saved.record:
             standing.published_at = _now()
-        standing.record, standing.state_digest = record, state_digest
+        standing.saved = saved
 
     def _lose(self, lost: Lost) -> None:
         reason = f"fragment {lost.key.fragment_id}: {lost.reason}"
@@ -412,15 +459,19 @@ class Decider:
             reason += (
                 f". The run stops (on_member_lost = stop). Resume it from its newest checkpoint "
                 f"(diloco coordinator RUN.toml --resume), or start it again in an empty "
-                f"coordinator.state_dir, with every island, among them: {commands}"
+                f"coordinator.state_dir, peers/ISLAND of every island's removed too, with every "
+                f"island, among them: {commands}"
             )
+        code = AggregationError.exit_code if lost.is_numeric else QuorumLost.exit_code
+        self._end(reason, code)
+
+    def _end(self, reason: str, code: int) -> None:
         if self._fatal is None:  # the first reason stays, so that all islands hear the same
-            code = AggregationError.exit_code if lost.is_numeric else QuorumLost.exit_code
             self._fatal = fragment_pb2.Fatal(exit_code=code, reason=reason)
             self._on_lost(reason, code)
 
     def _status(self, standing: _Standing) -> FragmentStatus:
-        rounds, record = standing.rounds.rounds, standing.record
+        rounds, record = standing.rounds.rounds, standing.saved and standing.saved.record
         return FragmentStatus(
             fragment_id=rounds.fragment_id,
             version=rounds.version,
@@ -438,10 +489,11 @@ class Decider:
             self._timer = asyncio.get_running_loop().call_at(wake, self._tick)
 
     def _tick(self) -> None:
-        for standing in self._standings.values():
-            if standing.rounds.next_wake <= _now():
-                self._perform(standing, standing.rounds.tick(_now()))
-        self._set_alarm()
+        with contextlib.suppress(JournalUnwritable):  # the watch tells
+            for standing in self._standings.values():
+                if standing.rounds.next_wake <= _now():
+                    self._perform(standing, standing.rounds.tick(_now()))
+            self._set_alarm()
 
     # -- grants ----------------------------------------------------------------------------------
 
@@ -457,7 +509,10 @@ class Decider:
         return True
 
     def _is_founder(self, island: str) -> bool:
-        return island == self._membership.islands[0] and self._membership.have_all_joined
+        """Whether an island's initial parameters are what the run begins from."""
+        membership = self._membership
+        is_first = membership.timeline == 0 and island == membership.islands[0]
+        return is_first and membership.have_all_joined
 
     def _peer_grant(self, grant: Grant) -> Grant:
         """Sign what an island shows to other peers: they could not use it here."""
@@ -475,10 +530,6 @@ class Decider:
         self._sequence += 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def _entry_key(fragment_id: int) -> str:
-    return f"round/{fragment_id}"
 
 
 def _ack(problem: str, *, is_fenced: bool = False) -> Reply:

@@ -80,6 +80,24 @@ class Journal:
         )
         return rows.fetchone() is not None
 
+    def round_header(self, timeline: int, fragment_id: int, version: int) -> str | None:
+        """Return the header of an indexed record, None if there is none."""
+        rows = self._require().execute(
+            "SELECT header FROM rounds WHERE timeline = ? AND fragment_id = ? AND version = ?",
+            (timeline, fragment_id, version),
+        )
+        row = rows.fetchone()
+        return None if row is None else str(row[0])
+
+    def newest_rounds(self, timeline: int, fragment_id: int, limit: int) -> list[str]:
+        """Return the headers of the newest indexed versions of a fragment, newest first."""
+        rows = self._require().execute(
+            "SELECT header FROM rounds WHERE timeline = ? AND fragment_id = ? "
+            "ORDER BY version DESC LIMIT ?",
+            (timeline, fragment_id, limit),
+        )
+        return [header for (header,) in rows]
+
     def tape(self) -> list[str]:
         """Return the headers of all indexed records, in the order of their reports."""
         rows = self._require().execute("SELECT header FROM rounds ORDER BY sequence")

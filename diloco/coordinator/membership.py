@@ -258,6 +258,11 @@ class Membership:
         return all(map(self._has_joined, self.members.values()))
 
     @property
+    def has_been_joined(self) -> bool:
+        """Whether any island has joined this timeline."""
+        return any(map(self._has_joined, self.members.values()))
+
+    @property
     def is_finished(self) -> bool:
         """Whether every island has left without an error, at the end of the run."""
         return self._have_left_well and not any(m.is_stopped for m in self.members.values())

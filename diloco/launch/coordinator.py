@@ -132,15 +132,25 @@ async def run_coordinator(
 
 
 def _claim(config: Config, state: StateDir, membership: Membership) -> None:
-    """Record the configuration; a syncer that lives and stays keeps the policy it has."""
+    """Record the configuration; whoever lives and stays keeps the policy it has."""
     if state.resolved.exists() and read_timeline(state.timeline) == _timeline(membership):
-        _insist_on_same_policy(config, load_config(state.resolved), state)
+        _insist_on_same_policy(config, load_config(state.resolved), state, membership)
     write_durably(state.resolved, [resolved_toml(config).encode()])
     write_durably(state.fingerprint, [fingerprint(config).encode()])
 
 
-def _insist_on_same_policy(config: Config, before: Config, state: StateDir) -> None:
+def _insist_on_same_policy(
+    config: Config, before: Config, state: StateDir, membership: Membership
+) -> None:
     differing = identity_difference(policy_json(config), policy_json(before))
+    if differing and config.outer.exchange == "allreduce" and membership.has_been_joined:
+        # Its islands may be at work with the policy that they were given, which nobody here knows.
+        raise ConfigError(
+            f"the islands of the run {before.run.name!r} have begun under another policy than "
+            f"this file's (here), and come to the same results under one alone:\n  "
+            + "\n  ".join(differing)
+            + f"\nUndo the change, or end all islands and resume a checkpoint with it: {RESUME}"
+        )
     if differing and (pid := holder(state.store_lock)) is not None:
         raise ConfigError(
             f"the run {before.run.name!r} is under way (syncer: process {pid}) under another "
@@ -201,7 +211,7 @@ async def _coordinate(
             coordinator.ended.wait(),
             coordinator.watch(),
             _asked_to_stop(coordinator, signals, tell),
-            asyncio.Event().wait() if decider else supervisor.run(),
+            decider.watch() if decider else supervisor.run(),
         )
         if membership.fatal_reason:
             await _linger(membership, linger_s)

@@ -4,8 +4,8 @@
     peers/ISLAND/          resolved.toml beside it, so that `diloco export` reads it like a run's
 
 One start of an island holds the store at a time. A store of an earlier timeline is taken back to
-the checkpoint that the run was resumed from; where that is not known any more, it is set aside, and
-the state comes from another island.
+the checkpoint that the run was resumed from; where that is not known any more, or its pin is not
+whole, it is set aside, and the state comes from another island.
 
 Source: protocol.md sections 9 and 11.
 """
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +24,26 @@ from typing import TypeVar
 
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
-from diloco.durable import make_directory_durably, read_json, write_durably, write_json
-from diloco.errors import IslandFailed
+from diloco.durable import (
+    make_directory_durably,
+    read_json,
+    sync_directory,
+    write_durably,
+    write_json,
+)
+from diloco.errors import ConfigError, IslandFailed
 from diloco.launch.address import listen, local_address, peer_address
 from diloco.launch.build import build_publication_rules
 from diloco.launch.disk import num_unsure_checkpoints
 from diloco.launch.security import Security
 from diloco.launch.state_dir import Held, StateDir, Timeline, hold, read_timeline
-from diloco.launch.syncer import take_to_timeline
 from diloco.launch.tensor_thread import TensorThread
 from diloco.outer.fragments import Plan
+from diloco.rounds.pins import restore, set_aside
+from diloco.rounds.record import RecordInvalid
 from diloco.sync.peer import Peer, PeerRules
 from diloco.sync.peer_calls import PeerCalls
+from diloco.sync.replica import STAGED
 from protos.control_pb2 import JoinReply
 from transport.contracts import Server, Transport
 from transport.hivemind_address import is_peer_address
@@ -100,7 +109,7 @@ async def start_peer(
         complete_checkpoints: Inner steps of the run checkpoints that every island has.
 
     Raises:
-        ConfigError: If it cannot listen, or its store cannot be taken to the run's timeline.
+        ConfigError: If it cannot listen, or its store is ahead of the run's timeline.
         IslandFailed: If another start of the island holds the store.
     """
     state = StateDir(Path(config.coordinator.state_dir).absolute()).peer(config.island_id)
@@ -171,16 +180,36 @@ async def _hold(held: contextlib.ExitStack, state: StateDir) -> None:
 
 
 def _take_to_timeline(state: StateDir, plan: Plan, reply: JoinReply) -> None:
-    stored, number = read_timeline(state.store_timeline), reply.grant.timeline
-    if stored.number == number:
+    """Take the store of an earlier timeline to the run's; its own word on it is written last.
+
+    Raises:
+        ConfigError: If the store is ahead of the run.
+    """
+    stored, number = read_timeline(state.store_timeline).number, reply.grant.timeline
+    if stored == number:
         return
-    records = list(state.store.glob("fragment-*"))
-    if records and reply.is_resumed:
-        take_to_timeline(state, plan, Timeline(number, reply.resume_step))
-        return
-    # The others went on from the resumed checkpoint: what is newest comes from them.
-    aside = state.store / f"abandoned-timeline-{stored.number:04d}"
-    aside.mkdir(exist_ok=True)
-    for directory in records:
-        directory.rename(aside / directory.name)
-    Timeline(number, reply.resume_step).write(state.store_timeline)
+    if stored > number:
+        raise ConfigError(
+            f"{state.store_timeline} says timeline {stored}, the coordinator's journal says "
+            f"{number}: one of them is a copy from another day. Bring the newest journal back; if "
+            f"the run is to go on from this one, remove {state.root}: what this island needs comes "
+            f"from the others"
+        )
+    if (staged := state.store / STAGED).exists():
+        shutil.rmtree(staged)  # in doubt in the earlier timeline, and abandoned with it
+        sync_directory(state.store)
+    step, problem = reply.resume_step, "the others have gone on from the resumed checkpoint"
+    if reply.is_resumed:
+        try:
+            restore(state.store, plan, step=step, abandoned_timeline=stored)
+            problem = ""
+        except RecordInvalid as error:
+            problem = str(error)
+    if problem:
+        if list(state.store.glob("fragment-*")):
+            logger.warning(
+                "store of timeline %d set aside, the state comes from another island: %s",
+                stored, problem,
+            )  # fmt: skip
+        set_aside(state.store, plan, step=step, abandoned_timeline=stored)
+    Timeline(number, step).write(state.store_timeline)

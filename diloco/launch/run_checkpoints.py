@@ -1,7 +1,8 @@
 """Which run checkpoint a run is resumed from, and what is said about it. Imports no torch.
 
 A run checkpoint is complete when every island has told the coordinator that it keeps its part, and
-can be resumed when the syncer's part, its pin, is whole too. Of islands that keep their checkpoints
+can be resumed when the syncer's part, its pin, is whole too; under the all-reduce exchange that of
+one island's peer, as far as they are on this machine. Of islands that keep their checkpoints
 on this machine the parts are looked at as well; the others' own commands do that.
 
 Source: protocol.md section 9.
@@ -199,11 +200,17 @@ def _problems(
     if config.outer.exchange == "allreduce":
         peers = {f"the peer of island {name}": state.peer(name).store for name in config.islands}
         stores = {whose: store for whose, store in sorted(peers.items()) if store.is_dir()}
+    torn: list[str] = []
     for whose, store in stores.items():
         try:
             verify_pin(store, plan, step, progress_bar(f"{what}, {whose}", tell))
         except RecordInvalid as error:
-            yield str(error)
+            torn.append(str(error))
+        else:
+            break  # one is enough: an island without a whole pin takes the state from others
+    else:
+        if torn:
+            yield "; ".join(torn)
     for island in sorted(config.islands):
         if (config.checkpoint_dir / island).is_dir():
             try:

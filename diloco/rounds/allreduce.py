@@ -5,10 +5,13 @@ Carriers give their contributions to the peer of their own island; who is counte
 `FragmentRounds`, here in the coordinator, from declared digests alone. Then
 
     CLOSING   an assignment names the contributors, their weights, and the owner of each lane
+              a contributor whose payload does not decode is refused, the rest assigned anew
               owners pull contributions, sum them and take the outer step (reduce-scatter);
               the others pull the results (all-gather); each stages the next version durably
               and reports PREPARED(digest)
     commit    when all members are prepared with one digest: one journal entry, then the news
+    refusal   a contributor whose payload does not decode leaves the attempt, the others' are
+              assigned anew
     abort     a deadline, a contributor that started anew, a result that is not usable: EXPIRED
 
 Only the decider decides. A peer in doubt keeps what it has staged and asks again.
@@ -221,7 +224,10 @@ class AllReduceRounds:
         assert assignment is not None
         for other, theirs in self.prepared_by.items():
             if theirs != prepared:
-                reason = f"islands {other!r} and {island!r} staged different results"
+                reason = (
+                    f"islands {other!r} and {island!r} staged different results: the same diloco, "
+                    f"torch and policy must be in force everywhere"
+                )
                 return self._break(reason, now)
         self.prepared_by[island] = prepared
         if len(self.prepared_by) < len(assignment.members):
@@ -230,12 +236,29 @@ class AllReduceRounds:
         return [Commit(assignment, prepared)]
 
     def broken(
-        self, island: str, incarnation: int, assignment_id: bytes, reason: str, now: float
+        self,
+        island: str,
+        incarnation: int,
+        assignment_id: bytes,
+        reason: str,
+        now: float,
+        *,
+        malformed: str = "",
     ) -> list[DeciderInstruction]:
-        """Expire an attempt whose result a member finds not usable; nothing moved."""
+        """Expire an attempt whose result a member finds not usable; nothing moved.
+
+        If it names a contributor whose payload is `malformed`, that one alone is refused, and the
+        others' contributions are assigned anew.
+        """
         if not self._may_vote(island, incarnation, assignment_id):
             return []
-        return self._break(f"island {island!r}: {reason}", now)
+        assert self.assignment is not None
+        reason = f"island {island!r}: {reason}"
+        if self.assignment.contributor(malformed) is None:
+            return self._break(reason, now)
+        key = self.rounds.key
+        self._leave()
+        return self._performed(self.rounds.malformed(key, malformed, reason, now), now)
 
     def tick(self, now: float) -> list[DeciderInstruction]:
         """Let time pass."""
@@ -351,12 +374,13 @@ class Duty(StrEnum):
 def duty(version: int, state_digest: bytes, staged: Staged | None, announced: Announced) -> Duty:
     """Say what a peer does that holds `version` (-1: none) and hears `announced`.
 
-    FOUND tells the decider what there is to go on from; REDUCE takes part in the assignment; REPORT
-    says PREPARED; PROMOTE makes the staged version the newest; HEAL takes the committed state from
-    another member; STOP: the decider has forgotten a version that was committed.
+    FOUND tells the decider what there is to go on from, if anything; REDUCE takes part in the
+    assignment; REPORT says PREPARED; PROMOTE makes the staged version the newest; HEAL takes the
+    committed state from another member; STOP: the decider has forgotten a version that was
+    committed.
     """
     if announced.version < 0:
-        return Duty.WAIT if version < 0 else Duty.FOUND
+        return Duty.FOUND
     if version > announced.version:
         return Duty.STOP
     if version < announced.version:

@@ -165,12 +165,14 @@ class Close:
 class RecordExpiry:
     """Write the expiry of `key` durably, then call `expiry_recorded`.
 
-    `missing` are the members that it waited for in vain.
+    `missing` are the members that it waited for in vain, `broken_in_a_row` the attempts since the
+    last publication, this one included, whose results could not be used.
     """
 
     key: RoundKey
     reason: str
     missing: tuple[str, ...]
+    broken_in_a_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,7 @@ class FragmentRounds:
         self._broken_in_a_row = 0
         self._missing: tuple[str, ...] = ()
         self._expiry_is_numeric = False
+        self._expiry_reason = ""
 
     @property
     def key(self) -> RoundKey:
@@ -273,7 +276,9 @@ class FragmentRounds:
         now: float,
         *,
         expired_in_a_row: int = 0,
+        broken_in_a_row: int = 0,
         missing: tuple[str, ...] = (),
+        reason: str = "",
     ) -> list[Instruction]:
         """Take the durable state: version 0 was committed, or a restart found its records.
 
@@ -283,20 +288,23 @@ class FragmentRounds:
             past: What is remembered, by base version.
             now: Time.
             expired_in_a_row: Attempts at the next version that expired before.
+            broken_in_a_row: Those whose results could not be used.
             missing: Members that the last of them waited for in vain.
+            reason: Of its expiry, where it is known.
         """
         self._require(Phase.UNFOUNDED, "founded")
         self.version, self.attempt, self.past = version, attempt, dict(past)
         self.phase = Phase.WAITING
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
+        self._broken_in_a_row = broken_in_a_row
         self._tell(now, f"founded at version {version}, attempt {attempt}")
         if expired_in_a_row >= self.rules.max_expired_in_a_row:
-            names = ", ".join(missing) or "nobody"
-            reason = (
-                f"{expired_in_a_row} attempts in a row had expired before this restart; missing: "
-                f"{names}"
+            last = reason or f"missing: {', '.join(missing) or 'nobody'}"
+            return self._lose(
+                self.key,
+                f"{expired_in_a_row} attempts in a row had expired before this restart; {last}",
+                is_numeric=broken_in_a_row >= self.rules.max_expired_in_a_row,
             )
-            return self._lose(self.key, reason, is_numeric=False)
         return self._open_if_due(now)
 
     def granted(self, island: str, incarnation: int, now: float) -> list[Instruction]:
@@ -425,8 +433,17 @@ class FragmentRounds:
         self._tell(now, f"published version {self.version}")
         return [Published(key), *self._open_if_due(now)]
 
+    def malformed(self, key: RoundKey, island: str, reason: str, now: float) -> list[Instruction]:
+        """Refuse a contributor of a closing attempt, which goes on without it; nothing moved.
+
+        For an exchange where the payloads of a contribution are first read after the close.
+        """
+        self._require(Phase.CLOSING, "malformed", key)
+        self.phase = Phase.OPEN
+        return self.refused(key, island, self.incarnations[island], reason, now)
+
     def result_broken(self, key: RoundKey, reason: str, now: float) -> list[Instruction]:
-        """Expire a closing attempt whose result is not finite; nothing moved."""
+        """Expire a closing attempt whose result cannot be used; nothing moved."""
         self._require(Phase.CLOSING, "result_broken", key)
         self._broken_in_a_row += 1
         self._expiry_is_numeric = True
@@ -449,7 +466,8 @@ class FragmentRounds:
         self._leave_round(Phase.WAITING)
         limit = self.rules.max_expired_in_a_row
         if is_numeric and self._broken_in_a_row >= limit:
-            return self._lose(key, f"{limit} results in a row were not finite", is_numeric=True)
+            reason = f"{limit} attempts in a row came to nothing: {self._expiry_reason}"
+            return self._lose(key, reason, is_numeric=True)
         if self._expired_in_a_row >= limit:
             return self._lose(
                 key, f"{limit} attempts in a row expired: {self.story[-1]}", is_numeric=False
@@ -547,8 +565,9 @@ class FragmentRounds:
     ) -> list[Instruction]:
         self._missing = self._absent() if missing is None else missing
         self.phase = Phase.EXPIRING
+        self._expiry_reason = reason
         self._tell(now, f"expired {self.key}: {reason}")
-        return [RecordExpiry(self.key, reason, self._missing)]
+        return [RecordExpiry(self.key, reason, self._missing, self._broken_in_a_row)]
 
     def _lose(self, key: RoundKey, reason: str, *, is_numeric: bool) -> list[Instruction]:
         self.phase = Phase.LOST

@@ -254,6 +254,12 @@ class FragmentStore:
         sync_directory(staged._directory)
         self._retain(version)
 
+    def forget_all_but(self, version: int) -> None:
+        """Forget every version but this one."""
+        for other in versions_in(self._directory):
+            if other != version:
+                self._forget(other)
+
     def _retain(self, newest: int) -> None:
         for version in versions_in(self._directory):
             if version < newest - self.retained_versions:

@@ -134,6 +134,7 @@ class Exchange:
         self._epoch = 0
         self._pinned_step = -1
         self._tasks = Tasks(self._show)
+        self._submits: dict[int, list[asyncio.Task[None]]] = {}
         self._entry = Entry(
             plan, grant, self._calls, self._carried, self._tasks, lambda: self._epoch
         )
@@ -239,6 +240,8 @@ class Exchange:
 
     def settle(self, fragment_id: int, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding, after the island agreed on its end."""
+        for stalled in self._submits.pop(fragment_id, []):
+            stalled.cancel()  # a lane on its way would come late, and in the way of newer ones
         carried = self._carried[fragment_id]
         carried.settle(is_merged=is_merged, is_included=is_included)
         self._stage_if_published(carried)
@@ -379,8 +382,10 @@ class Exchange:
         self._tasks.spawn(self._decline(carried, sent))
 
     def _submit_all(self, carried: CarriedFragment, sent: Outstanding) -> None:
-        for lane_id, lane in carried.sending.items():
+        self._submits[carried.fragment_id] = [
             self._tasks.spawn(self._submit(carried, sent, lane_id, lane))
+            for lane_id, lane in carried.sending.items()
+        ]
 
     async def _submit(
         self, carried: CarriedFragment, sent: Outstanding, lane_id: int, lane: SentLane

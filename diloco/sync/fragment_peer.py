@@ -25,7 +25,7 @@ from diloco.rounds.record import STATE_SECTIONS
 from diloco.rounds.service import Worker
 from diloco.rounds.state import Outcome, OutcomeKind, RoundKey
 from diloco.sync.peer_calls import PeerCalls
-from diloco.sync.replica import SECTIONS, Reduced, Replica, state_digest
+from diloco.sync.replica import SECTIONS, ContributionMalformed, Reduced, Replica, state_digest
 from diloco.sync.tasks import Tasks, wait_for
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
@@ -56,6 +56,14 @@ class Own:
     told: str = ""
     outcome: Outcome | None = None
 
+    def end_of(self, key: RoundKey) -> Outcome | None:
+        """Say how a contribution ended, this one or an earlier one; None while it has not."""
+        if key == self.key:
+            return self.outcome
+        is_same_version = key.version == self.key.version
+        kind = OutcomeKind.EXPIRED if is_same_version else OutcomeKind.NOT_INCLUDED
+        return Outcome(key, kind, f"the island has gone on to {self.key}")
+
 
 class FragmentPeer:
     """One fragment at the peer of an island."""
@@ -83,6 +91,7 @@ class FragmentPeer:
         self._unreachable_s = unreachable_s
         self._decider_id = ""
         self._reported: tuple[str, bytes] = "", b""
+        self._empty_handed = ""
         self._own_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
         self._other_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
 
@@ -129,7 +138,9 @@ class FragmentPeer:
 
     @property
     def _wants_initial(self) -> bool:
-        is_wanted = self.announcement.wants_initial or self.announced.version == 0
+        # A resumed run goes on from records: no island has initial parameters to give.
+        is_first = self._grant.timeline == 0 and self.announced.version == 0
+        is_wanted = self.announcement.wants_initial or is_first
         return is_wanted and self.replica.record is None and not self._has_initial
 
     @property
@@ -237,12 +248,7 @@ class FragmentPeer:
             case Duty.REPORT:
                 return await self._report()
             case Duty.STOP:
-                raise QuorumLost(
-                    f"fragment {self.fragment.fragment_id}: this island holds version "
-                    f"{replica.version}, the coordinator's journal ends at {announced.version}: "
-                    f"it is a copy from another day. Bring the newest back, or resume a "
-                    f"checkpoint: diloco coordinator RUN.toml --resume"
-                )
+                raise self._forgotten(f"the coordinator's journal ends at {announced.version}")
             case _:
                 return False
 
@@ -259,20 +265,37 @@ class FragmentPeer:
         return True
 
     async def _tell_founded(self) -> bool:
-        if not self.announcement.wants_initial:
+        """Tell what the run goes on from: as its founder, or after a resume like everybody."""
+        if not self._decider_id:
             return False
-        record = self.replica.record
-        assert record is not None
+        record, is_resumed = self.replica.record, self._grant.timeline > 0
+        if record is None:
+            return await self._tell_empty_handed() if is_resumed else False
+        if record.version > 0 and not is_resumed:
+            raise self._forgotten("the coordinator's journal has none")
+        if not (self.announcement.wants_initial or is_resumed):
+            return False
         ack = await self._calls.tell(
             "allreduce.found",
             wire.FoundRequest(
-                record_json=json.dumps(record.header()), state_digest=self.replica.state_digest
+                fragment_id=self.fragment.fragment_id,
+                record_json=json.dumps(record.header()),
+                state_digest=self.replica.state_digest,
             ),
         )
         if not ack.is_accepted:
             logger.info("the run is not founded yet: %s", ack.message)
             await asyncio.sleep(_ASK_AGAIN_S)
         return not ack.is_accepted
+
+    async def _tell_empty_handed(self) -> bool:
+        """Say once to each start of the decider that nothing is held: another island founds."""
+        if self._empty_handed != self._decider_id:
+            self._empty_handed = self._decider_id
+            await self._calls.tell(
+                "allreduce.found", wire.FoundRequest(fragment_id=self.fragment.fragment_id)
+            )
+        return False
 
     async def _report(self) -> bool:
         """Say PREPARED, once to each start of the decider."""
@@ -293,6 +316,17 @@ class FragmentPeer:
         self._reported = reporting
         return True
 
+    def _forgotten(self, journal: str) -> QuorumLost:
+        """Return the error of an island that is ahead of the journal."""
+        directory = self.replica.store.store_dir
+        return QuorumLost(
+            f"fragment {self.fragment.fragment_id}: this island holds version "
+            f"{self.replica.version}, {journal}: it is a copy from another day, or the run was "
+            f"begun anew. Bring the newest journal back, or resume a checkpoint: diloco "
+            f"coordinator RUN.toml --resume; if it was begun anew, remove {directory} and start "
+            f"this island again: diloco island RUN.toml --island {self._grant.island}"
+        )
+
     # -- reducing --------------------------------------------------------------------------------
 
     async def _reduce_while_wanted(self, assignment: Assignment) -> bool:
@@ -300,14 +334,14 @@ class FragmentPeer:
         if self._reported == (self._decider_id, assignment.id):
             return False  # as one that cannot be used
         work = asyncio.create_task(self._reduce(assignment))
+        news = asyncio.create_task(self._tasks.news.wait())
         try:
             while not work.done() and self._is_wanted(assignment):
-                news = asyncio.create_task(self._tasks.news.wait())
                 await asyncio.wait({work, news}, return_when=asyncio.FIRST_COMPLETED)
-                news.cancel()
-            if not work.done():
-                return True
-            await work
+                if news.done():
+                    news = asyncio.create_task(self._tasks.news.wait())
+            if work.done():
+                await work
         except (AggregationError, CodecError) as error:
             logger.error("result not usable, key=%s: %s", assignment.key, error)
             await self._calls.tell(
@@ -316,12 +350,16 @@ class FragmentPeer:
                     fragment_id=self.fragment.fragment_id,
                     assignment_id=assignment.id,
                     broken=str(error),
+                    malformed=(
+                        error.contributor if isinstance(error, ContributionMalformed) else ""
+                    ),
                 ),
             )
             self._reported = self._decider_id, assignment.id
         finally:
             work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            news.cancel()
+            await asyncio.gather(work, news, return_exceptions=True)
         return True
 
     def _is_wanted(self, assignment: Assignment) -> bool:
@@ -381,8 +419,10 @@ class FragmentPeer:
                 num_bytes=self.replica.contribution_bytes(lane_id),
                 digest=digest,
             )
-        payload, own_digest = self.own.lanes[lane_id] if self.own is not None else (b"", b"")
-        assert own_digest == digest, f"{assignment.key} counts what this start never declared"
+        held = {} if self.own is None else self.own.lanes
+        payload, own_digest = held.get(lane_id, (b"", b""))
+        if own_digest != digest:
+            raise AggregationError(f"{assignment.key} counts what is not held here any more")
         return payload
 
     async def result(self, header: wire.ResultHeader) -> Buffer | None:

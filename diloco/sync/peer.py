@@ -140,7 +140,7 @@ class Peer:
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
         for fragment in self._fragments.values():
-            await fragment.replica.start(self._worker)
+            await fragment.replica.start(self._worker, self._grant.timeline)
 
     def serve(self, address: str) -> None:
         """Begin to take part; others reach the handlers at `address`."""
@@ -209,31 +209,43 @@ class Peer:
         reply: wire.SubmitReply,
     ) -> None:
         """Verify a lane of the island's contribution and keep it; it is told once it is whole."""
-        key, lane_id = key_of(header.key), header.lane_id
-        own = fragment.own
-        if own is not None and own.key == key and own.outcome is not None:
-            reply.status = wire.SUBMIT_STATUS_OUTCOME
-            reply.outcome.CopyFrom(outcome_message(own.outcome))
-            return
-        if key.version > fragment.replica.version:
-            reply.status = wire.SUBMIT_STATUS_NOT_OPEN
-            return
-        if own is not None and own.key == key and lane_id in own.lanes:
-            is_same = own.lanes[lane_id][1] == header.digest
-            reply.status = wire.SUBMIT_STATUS_REPEAT if is_same else wire.SUBMIT_STATUS_INVALID
-            reply.message = "" if is_same else f"lane {lane_id} came twice, with two digests"
+        if self._is_answered(fragment, header, reply):
             return
         try:
             payload = await self._verified(fragment, header, call)
         except CodecError as error:
             reply.status, reply.message = wire.SUBMIT_STATUS_INVALID, str(error)
             return
-        if fragment.own is None or fragment.own.key != key:
+        if self._is_answered(fragment, header, reply):
+            return  # the island has gone on meanwhile
+        key = key_of(header.key)
+        if fragment.own is None or fragment.own.key < key:
             fragment.begin(Own(key, header))
         assert fragment.own is not None
-        fragment.own.lanes[lane_id] = payload, header.digest
+        fragment.own.lanes[header.lane_id] = payload, header.digest
         self._tasks.notify()
         reply.status = wire.SUBMIT_STATUS_RECEIVED
+
+    def _is_answered(
+        self, fragment: FragmentPeer, header: wire.SubmitHeader, reply: wire.SubmitReply
+    ) -> bool:
+        """Answer a lane that is not to be received: its round is over, or not open, or it is here.
+
+        A lane of an earlier round may come late, when the island has a newer contribution.
+        """
+        own, key, lane_id = fragment.own, key_of(header.key), header.lane_id
+        if own is not None and key <= own.key and (outcome := own.end_of(key)) is not None:
+            reply.status = wire.SUBMIT_STATUS_OUTCOME
+            reply.outcome.CopyFrom(outcome_message(outcome))
+        elif key.version > fragment.replica.version:
+            reply.status = wire.SUBMIT_STATUS_NOT_OPEN
+        elif own is not None and own.key == key and lane_id in own.lanes:
+            is_same = own.lanes[lane_id][1] == header.digest
+            reply.status = wire.SUBMIT_STATUS_REPEAT if is_same else wire.SUBMIT_STATUS_INVALID
+            reply.message = "" if is_same else f"lane {lane_id} came twice, with two digests"
+        else:
+            return False
+        return True
 
     async def _verified(
         self, fragment: FragmentPeer, header: wire.SubmitHeader, call: IncomingCall
@@ -256,9 +268,12 @@ class Peer:
             return self._ack(_NOT_OWN, is_fenced=True)
         if fragment is None:
             return self._ack(_NO_FRAGMENT)
-        key = key_of(request.key)
-        if fragment.own is None or fragment.own.key != key:
+        own, key = fragment.own, key_of(request.key)
+        if own is None or own.key < key:
             fragment.begin(Own(key, decline_reason=request.reason))
+        elif own.key == key and len(own.lanes) < len(fragment.fragment.lanes):
+            own.decline_reason = request.reason  # a rank whose lanes are valid was quicker
+            self._tasks.notify()
         return self._ack("")
 
     async def _upload(self, call: IncomingCall) -> Reply:

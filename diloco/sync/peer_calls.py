@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import blake3
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from diloco.errors import CoordinatorUnavailable
 from diloco.sync.calls import SLOWEST_BPS
@@ -174,7 +174,10 @@ class PeerCalls:
             return b"", "the decider has not named its peer yet"
         way = self._ways.get(peer.address)
         if way is None:
-            way = self._ways[peer.address] = self._connect(peer.address)
+            try:
+                way = self._ways[peer.address] = self._connect(peer.address)
+            except ValueError as error:
+                return b"", f"its address cannot be used: {error}"
         header = _addressed(request, self.peer_grant)
         received = transfer.received_bytes
         self.bytes_up += len(header)
@@ -189,7 +192,10 @@ class PeerCalls:
         finally:
             self.bytes_down += transfer.received_bytes - received
         self.bytes_down += len(reply.header)
-        answer = wire.LaneReply.FromString(reply.header)
+        try:
+            answer = wire.LaneReply.FromString(reply.header)
+        except DecodeError:
+            return b"", "its answer cannot be read"
         if answer.status != wire.LANE_STATUS_OK:
             return b"", answer.message or "not yet"
         if len(reply.payload) != num_bytes:

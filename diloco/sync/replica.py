@@ -7,7 +7,7 @@ record before the next one. Nothing here decides a round and nothing calls anybo
 
     peers of one island, below its directory:
     fragment-0003/v000000000012.record          committed
-    staged/fragment-0003/v000000000013.record   durable, in doubt
+    staged/fragment-0003/v000000000013.record   durable, in doubt: of the present timeline
 
 Source: protocol.md section 11.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from diloco.compression.base import Codec, from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
-from diloco.errors import CodecError
+from diloco.errors import AggregationError, CodecError
 from diloco.outer.fragments import Fragment
 from diloco.rounds.allreduce import Assignment, Prepared, Staged, gathers_mean
 from diloco.rounds.publication import (
@@ -43,6 +43,8 @@ from transport.contracts import Buffer
 
 #: What a healing peer asks for of a lane, in this order; version 0 has no payload.
 SECTIONS = (*STATE_SECTIONS, "payload")
+#: Below a peer's directory: what is in doubt.
+STAGED = "staged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Replica:
         self.reduced: dict[int, Reduced] = {}
         self.reduced_id = b""
         self._rules = rules
-        self._staging = FragmentStore(directory / "staged", fragment, 0)
+        self._staging = FragmentStore(directory / STAGED, fragment, 0)
         self._staged_record: VersionRecord | None = None
         self._stepped: set[int] = set()  # lanes whose theta and momentum have left `record`
         self._is_staged_whole = True
@@ -91,17 +93,29 @@ class Replica:
         """Digests of the published lanes of the staged version."""
         return () if self._staged_record is None else self._staged_record.lane_digests
 
-    async def start(self, worker: Worker) -> None:
-        """Take up what is durable."""
+    async def start(self, worker: Worker, timeline: int) -> None:
+        """Take up what is durable, on the timeline of the run."""
         recovered = await worker.run(self.store.recover)
-        staged = await worker.run(self._staging.recover)
         if recovered is not None:
             await self._hold(recovered.record, worker)
-        if staged is not None and staged.record.version > self.version:
-            record = staged.record
+        record = await worker.run(lambda: self._recover_staged(timeline))
+        if record is not None:
             self._staged_record = record
             digest = await worker.run(lambda: state_digest(record.lanes))
             self.staged = Staged(record.version, digest, b"")
+
+    def _recover_staged(self, timeline: int) -> VersionRecord | None:
+        """Find what is in doubt: the version after the newest, of this timeline; forget others.
+
+        One that a heal has passed, or a resume has abandoned, would hide it if its number is
+        higher.
+        """
+        self._staging.forget_all_but(self.version + 1)
+        recovered = self._staging.recover()
+        if recovered is None or recovered.record.timeline == timeline:
+            return None if recovered is None else recovered.record
+        self._staging.forget_all_but(-1)
+        return None
 
     # -- version 0, and states from elsewhere ----------------------------------------------------
 
@@ -170,7 +184,7 @@ class Replica:
 
         Raises:
             AggregationError: If the result is not finite.
-            CodecError: If a contribution is malformed.
+            ContributionMalformed: If a contribution is.
         """
         mean = self._mean(assignment, lane_id, contributions)
         publication = self._publish(assignment, lane_id, mean)
@@ -333,12 +347,38 @@ class Replica:
     def _mean(
         self, assignment: Assignment, lane_id: int, contributions: Mapping[str, Buffer]
     ) -> Tensor:
-        return mean_contribution(
-            self.codec(lane_id),
-            [contributions[c.island] for c in assignment.contributors],
-            [c.weight_tokens for c in assignment.contributors],
-            self.fragment.lanes[lane_id].numel,
-        )
+        codec, numel = self.codec(lane_id), self.fragment.lanes[lane_id].numel
+        try:
+            return mean_contribution(
+                codec,
+                [contributions[c.island] for c in assignment.contributors],
+                [c.weight_tokens for c in assignment.contributors],
+                numel,
+            )
+        except (AggregationError, CodecError):
+            # Whose it is matters now alone: reading all twice would cost every round.
+            for c in assignment.contributors:
+                payload = contributions[c.island]
+                if blake3.blake3(payload).digest() == c.lane_digests[lane_id]:
+                    _insist_on_decodable(c.island, payload, codec, numel)
+            raise
+
+
+class ContributionMalformed(CodecError):
+    """A contribution that is what its island declared, and of no use; names the island."""
+
+    def __init__(self, message: str, island: str) -> None:
+        """Keep the island whose contribution it is."""
+        super().__init__(message)
+        self.contributor = island
+
+
+def _insist_on_decodable(island: str, payload: Buffer, codec: Codec, numel: int) -> None:
+    try:
+        codec.check(from_bytes(payload), numel)
+    except CodecError as error:
+        message = f"the contribution of island {island!r} is malformed: {error}"
+        raise ContributionMalformed(message, island) from error
 
 
 def state_digest(lanes: Sequence[LaneState]) -> bytes:

@@ -34,11 +34,12 @@ class Tasks:
         """What the next change sets."""
         return self._news
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside the rest; its error is a failure."""
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` beside the rest; its error is a failure, its cancellation is none."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     async def stop(self) -> None:
         """Cancel everything that runs."""

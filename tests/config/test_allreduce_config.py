@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from diloco.config.load import load_config
+from diloco.config.schema import announced_bytes
 from diloco.errors import ConfigError
 from diloco.launch.forecast import forecast
+from diloco.rounds.allreduce import Assignment, Prepared, commit_record
+from diloco.rounds.allreduce_messages import assignment_message
+from diloco.rounds.state import Contributor, RoundKey
+from protos import allreduce_pb2
 from tests.run_files import write_run
 
 ALLREDUCE = "outer.exchange=allreduce"
@@ -48,6 +54,39 @@ def test_peers_beyond_loopback_need_a_word_on_security(tmp_path: Path) -> None:
 def test_more_islands_than_can_talk_with_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="17 islands"):
         load_config(run_file(tmp_path, 17), [ALLREDUCE])
+
+
+def test_more_lanes_than_can_be_announced_are_refused(tmp_path: Path) -> None:
+    streams = ["outer.num_fragments=3", "outer.preset=streaming"]
+
+    with pytest.raises(ConfigError, match=r"16 islands with 3 fragments.*lower outer\.num_lanes"):
+        load_config(run_file(tmp_path, 16), [ALLREDUCE, *streams, "outer.num_lanes=1024"])
+
+    assert load_config(run_file(tmp_path, 16), [ALLREDUCE, *streams, "outer.num_lanes=512"])
+
+
+@pytest.mark.parametrize(("num_fragments", "num_lanes"), [(24, 70), (1, 900), (100, 1)])
+def test_what_a_coordinator_announces_is_bounded(num_fragments: int, num_lanes: int) -> None:
+    islands = [f"island-{i:02d}" for i in range(16)]
+    key = RoundKey(9, 99, 10**6, 9)
+    contributors = tuple(
+        Contributor(name, 10**4, 10**12, 10**6, 10**9, (bytes(32),) * num_lanes) for name in islands
+    )
+    assignment = Assignment(key, tuple(islands), contributors, False, {}, 10**6)
+    announcement = allreduce_pb2.Announcement(
+        fragment_id=99, version=10**6, attempt=9, state_digest=bytes(32),
+        assignment=assignment_message(assignment),
+    )  # fmt: skip
+    peer = allreduce_pb2.Peer(
+        island=islands[0], incarnation=10**4, address="peer.somewhere.example.org:65535",
+        mac_digest=bytes(32),
+    )  # fmt: skip
+    reply = allreduce_pb2.PollReply(fragments=[announcement] * num_fragments, peers=[peer] * 16)
+    record = commit_record(assignment, Prepared((bytes(32),) * num_lanes, bytes(32)), "float32")
+
+    bound = announced_bytes(num_fragments, num_lanes, islands)
+
+    assert bound > max(reply.ByteSize(), len(json.dumps(record))) > bound / 2
 
 
 @pytest.mark.parametrize(

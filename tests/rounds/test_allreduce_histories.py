@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import blake3
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -25,6 +26,7 @@ from diloco.rounds.allreduce import (
     duty,
 )
 from diloco.rounds.state import (
+    DropLanes,
     LaneArrival,
     OutcomeKind,
     PastRound,
@@ -143,6 +145,13 @@ class AnyHistory(RuleBasedStateMachine):
         if self.votes and self.pending is None:
             vote = data.draw(st.sampled_from(self.votes))
             self.perform(self.decider.prepared(*vote, self.now))
+
+    @rule(name=island_names, other=island_names)
+    def hear_malformed(self, name: str, other: str) -> None:
+        peer = self.peers[name]
+        if self.pending is None and peer.heard is not None and peer.heard.assignment is not None:
+            voted = name, peer.incarnation, peer.heard.assignment.id
+            self.perform(self.decider.broken(*voted, "?", self.now, malformed=other))
 
     # -- the peers -------------------------------------------------------------------------------
 
@@ -333,6 +342,36 @@ def test_a_member_that_is_not_prepared_in_time_is_named() -> None:
 
     assert isinstance(expiry, RecordExpiry)
     assert "not prepared: b" in expiry.reason
+
+
+def test_a_malformed_contribution_is_refused_and_the_attempt_goes_on_without_it() -> None:
+    decider, assignment = two_closed()
+    decider.prepared("b", 1, assignment.id, prepared("one"), 1.0)
+
+    dropped, anew = decider.broken("a", 1, assignment.id, "NaN", 11.0, malformed="b")
+
+    assert isinstance(dropped, DropLanes)
+    assert isinstance(anew, Assigned)
+    assert anew.assignment.key == assignment.key
+    assert [c.island for c in anew.assignment.contributors] == ["a"]
+    assert anew.assignment.members == ("a", "b"), "it must be prepared too"
+    assert anew.assignment.refused == {"b": "island 'a': NaN"}
+    assert decider.prepared("b", 1, assignment.id, prepared("one"), 12.0) == [], "of the first"
+    outcome = decider.rounds.outcome(assignment.key, "b", 1)
+    assert outcome is not None
+    assert outcome.kind is OutcomeKind.REFUSED
+    decider.prepared("b", 1, anew.assignment.id, prepared("two"), 12.0)
+    end = decider.prepared("a", 1, anew.assignment.id, prepared("two"), 12.0)
+    assert end == [Commit(anew.assignment, prepared("two"))]
+
+
+@pytest.mark.parametrize("malformed", ["", "z"])
+def test_a_result_that_is_nobodys_fault_expires_the_attempt(malformed: str) -> None:
+    decider, assignment = two_closed()
+
+    end = decider.broken("a", 1, assignment.id, "theta is not finite", 1.0, malformed=malformed)
+
+    assert [type(i) for i in end] == [RecordExpiry]
 
 
 def test_a_zombie_cannot_vote() -> None:

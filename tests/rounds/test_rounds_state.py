@@ -43,6 +43,13 @@ def machine(*, granted: str = "ab", **rules: Any) -> FragmentRounds:
     return rounds
 
 
+def unfounded() -> FragmentRounds:
+    rounds = FragmentRounds(3, 0, RoundRules(("a", "b"), NUM_LANES, DEADLINE_S))
+    for island in "ab":
+        rounds.granted(island, 1, 0.0)
+    return rounds
+
+
 def lane(rounds: FragmentRounds, island: str, lane_id: int = 0, **changes: Any) -> LaneArrival:
     arrival = LaneArrival(
         key=rounds.key,
@@ -499,7 +506,8 @@ def test_three_results_in_a_row_that_are_not_finite_lose_the_run() -> None:
         contribute(rounds, "a", attempt)
         contribute(rounds, "b", attempt)
         (expiry,) = rounds.result_broken(key, "theta is not finite", attempt)
-        assert expiry == RecordExpiry(key, "result not usable: theta is not finite", ())
+        reason = "result not usable: theta is not finite"
+        assert expiry == RecordExpiry(key, reason, (), broken_in_a_row=attempt + 1)
         assert rounds.version == 0
         instructions = rounds.expiry_recorded(key, attempt)
 
@@ -507,6 +515,34 @@ def test_three_results_in_a_row_that_are_not_finite_lose_the_run() -> None:
     assert isinstance(lost, Lost)
     assert lost.is_numeric
     assert lost.missing == ()
+    assert lost.reason.endswith("theta is not finite")
+
+
+def test_results_that_could_not_be_used_count_over_a_restart() -> None:
+    for num_before, is_lost in ((1, False), (2, True)):
+        rounds = unfounded()
+        rounds.founded(
+            0, num_before, {}, 0.0, expired_in_a_row=num_before, broken_in_a_row=num_before
+        )
+        contribute(rounds, "a", 1.0)
+        contribute(rounds, "b", 1.0)
+        rounds.result_broken(rounds.key, "theta is not finite", 1.0)
+
+        (end,) = rounds.expiry_recorded(rounds.key, 1.0)
+
+        assert (isinstance(end, Lost) and end.is_numeric) == is_lost
+
+
+def test_a_run_that_was_lost_for_its_numbers_is_so_after_a_restart() -> None:
+    rounds = unfounded()
+
+    (lost,) = rounds.founded(
+        0, 3, {}, 0.0, expired_in_a_row=3, broken_in_a_row=3, reason="theta is not finite"
+    )
+
+    assert isinstance(lost, Lost)
+    assert lost.is_numeric
+    assert lost.reason.endswith("theta is not finite")
 
 
 # -- flush ---------------------------------------------------------------------------------------

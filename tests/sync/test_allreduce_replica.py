@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from diloco.compression.base import to_bytes
 from diloco.errors import AggregationError
 from diloco.outer.fragments import Fragment, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
-from diloco.rounds.allreduce import Assignment, Prepared
+from diloco.rounds.allreduce import Assignment, Prepared, Staged
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.state import Contributor, RoundKey
 from diloco.sync.replica import Replica, state_digest
@@ -44,17 +45,18 @@ def values(seed: int) -> dict[int, Buffer]:
 def replica(directory: Path) -> Replica:
     """Make one that holds version 0."""
     made = Replica(directory, fragment(), RULES, retained=2)
-    asyncio.run(made.start(InlineWorker()))
+    asyncio.run(made.start(InlineWorker(), timeline=0))
     asyncio.run(made.take(made.founding(values(0), timeline=0), InlineWorker()))
     return made
 
 
-def assignment(attempt: int, version: int = 0) -> Assignment:
+def assignment(attempt: int, version: int = 0, timeline: int = 0) -> Assignment:
     contributors = tuple(
         Contributor(island, 1, 8, 4, 4, tuple(bytes(32) for _ in fragment().lanes))
         for island in ("a", "b")
     )
-    return Assignment(RoundKey(0, 0, version, attempt), ("a", "b"), contributors, False, {}, 2)
+    key = RoundKey(timeline, 0, version, attempt)
+    return Assignment(key, ("a", "b"), contributors, False, {}, 2)
 
 
 def reduce(made: Replica, wanted: Assignment, *seeds: int) -> Prepared:
@@ -119,3 +121,32 @@ def test_a_peer_that_heals_is_given_what_is_committed(tmp_path: Path) -> None:
 
     for (name, i), section in before.items():
         assert bytes(asyncio.run(made.section(i, name, InlineWorker()))) == section
+
+
+def restarted(directory: Path, timeline: int) -> Replica:
+    made = Replica(directory, fragment(), RULES, retained=2)
+    asyncio.run(made.start(InlineWorker(), timeline))
+    return made
+
+
+def test_a_higher_version_of_an_earlier_timeline_hides_nothing_that_is_staged(
+    tmp_path: Path,
+) -> None:
+    ahead = replica(tmp_path / "ahead")
+    reduce(ahead, assignment(0), 1, 2)
+    asyncio.run(ahead.promote(InlineWorker()))
+    reduce(ahead, assignment(0, version=1), 3, 4)
+    made = replica(tmp_path / "run")
+    shutil.copytree(tmp_path / "ahead" / "staged", tmp_path / "run" / "staged", dirs_exist_ok=True)
+    prepared = reduce(made, assignment(0, timeline=1), 5, 6)
+
+    again = restarted(tmp_path / "run", timeline=1)
+
+    assert again.staged == Staged(1, prepared.state_digest, b"")
+
+
+def test_what_an_earlier_timeline_has_staged_is_not_taken_up(tmp_path: Path) -> None:
+    reduce(replica(tmp_path), assignment(0), 1, 2)
+
+    assert restarted(tmp_path, timeline=1).staged is None
+    assert restarted(tmp_path, timeline=0).staged is None, "and it is gone"

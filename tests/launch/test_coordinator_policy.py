@@ -1,0 +1,59 @@
+"""Whether a coordinator may be started again with another policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.coordinator.membership import Membership
+from diloco.errors import ConfigError
+from diloco.launch.coordinator import _claim, _timeline
+from diloco.launch.state_dir import StateDir
+from diloco.outer.fragments import TensorSpec, make_plan
+from tests.run_files import write_run
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return write_run(tmp_path, {"east": "", "west": ""})
+
+
+def allreduce(run_file: Path, *changes: str) -> Config:
+    return load_config(run_file, ("outer.exchange=allreduce", *changes))
+
+
+def begun(config: Config, *, joined: bool) -> tuple[StateDir, Membership]:
+    state = StateDir(Path(config.coordinator.state_dir))
+    state.create()
+    membership = Membership("test", ("east", "west"), "{}", lambda a, b: [], 100, 2)
+    if joined:
+        plan = make_plan([TensorSpec("w", (8,))], num_fragments=1)
+        join = membership.join(
+            run="test", island="east", identity_json="{}", plan_json=plan.to_json(),
+            corpus_sha256="", start_step=0, start_id="a",
+        )  # fmt: skip
+        membership.apply(join.entries)
+    _claim(config, state, membership)
+    _timeline(membership).write(state.timeline)
+    return state, membership
+
+
+def test_the_islands_of_an_all_reduce_keep_the_policy_that_they_began_with(run_file: Path) -> None:
+    state, membership = begun(allreduce(run_file), joined=True)
+    other = allreduce(run_file, "outer.optimizer.lr=0.1")
+
+    with pytest.raises(ConfigError, match=r"(?s)outer\.optimizer\.lr.*--resume"):
+        _claim(other, state, membership)
+
+    membership.apply(membership.resumed(0))
+    _claim(other, state, membership)
+    assert load_config(state.resolved) == other
+
+
+def test_before_an_island_has_joined_the_policy_may_change(run_file: Path) -> None:
+    state, membership = begun(allreduce(run_file), joined=False)
+
+    _claim(allreduce(run_file, "outer.optimizer.lr=0.1"), state, membership)

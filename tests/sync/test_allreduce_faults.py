@@ -1,0 +1,352 @@
+"""Faults of an all-reduce that are nobody's death: what is told late, wrongly, or not written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sqlite3
+import struct
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import blake3
+import pytest
+
+from diloco.coordinator.round_journal import JournalUnwritable
+from diloco.errors import QuorumLost
+from diloco.outer.optimizer import OuterOptimizer
+from diloco.sync.fragment_peer import FragmentPeer, Own
+from protos import allreduce_pb2 as wire
+from protos import fragment_pb2
+from tests.sync.test_allreduce_deaths import (
+    Living,
+    descend,
+    insist_on_one_truth,
+    living,
+    num_expired,
+    run_tape,
+)
+from tests.virtual_allreduce import AllReduceRun
+from tests.virtual_run import Setting
+from transport.contracts import Buffer, Handlers, IncomingCall, Reply, Transport
+from transport.loopback import run_virtual
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(
+        {name: [16.0] * 5 for name in "tuvw"},
+        descend,
+        tmp_path,
+        inner_steps=12,
+        islands=("a", "b", "c"),
+        num_fragments=2,
+        overlap_steps=1,
+        flush=True,
+        optimizer=OuterOptimizer("nesterov", 0.7, 0.9, 2),
+        uplink_codec="int4",
+        downlink_codec="int4",
+        round_deadline_s=20.0,
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about power loss, and waiting for the disk is most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+# -- the journal -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_expiry", [False, True], ids=["commit", "expiry"])
+def test_a_coordinator_that_cannot_write_ends_and_its_next_start_goes_on(
+    setting: Setting, is_expiry: bool
+) -> None:
+    run = AllReduceRun(setting)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        write = run.journal.write
+
+        def full(
+            entries: Iterable[tuple[str, str]], rounds: Iterable[tuple[int, int, int, str]] = ()
+        ) -> None:
+            entries = list(entries)
+            value = json.loads(dict(entries).get("round/0", "{}"))
+            if value.get("attempt") if is_expiry else value and value["record"]["version"] == 2:
+                raise sqlite3.OperationalError("database or disk is full")
+            write(entries, rounds)
+
+        run.journal.write = full  # type: ignore[method-assign]
+        if is_expiry:
+            await asyncio.sleep(2.0)
+            await islands.kill("b")
+        with pytest.raises(JournalUnwritable, match=r"disk is full.*diloco coordinator RUN\.toml"):
+            await run.decider.watch()
+        await run.kill_decider()
+        await run.start_decider()
+        if is_expiry:
+            await islands.begin("b")
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    insist_on_one_truth(run, islands)
+
+
+def test_an_island_ahead_of_an_empty_journal_says_what_to_remove(setting: Setting) -> None:
+    """The coordinator's directory was emptied, as its last word had advised; the peers are left."""
+    setting = replace(setting, inner_steps=6)
+    run_virtual(AllReduceRun(setting).run())
+    for file in setting.directory.glob("journal.sqlite*"):
+        file.unlink()
+    run = AllReduceRun(setting)
+
+    async def scenario() -> list[BaseException | None]:
+        islands = await living(run)
+        ends = await asyncio.gather(*islands.tasks.values(), return_exceptions=True)
+        await run.end(list(islands.starts.values()))
+        return list(ends)
+
+    ends = run_virtual(scenario())
+
+    for name, end in zip("abc", ends, strict=True):
+        assert isinstance(end, QuorumLost)
+        assert f"begun anew, remove {setting.directory}/peers/{name}" in str(end)
+    assert run.lost == []
+
+
+# -- words of an earlier round ---------------------------------------------------------------------
+
+
+class Again:
+    """A call whose payload was read, to be served a second time."""
+
+    peer = "loopback"
+    caller = None
+
+    def __init__(self, call: IncomingCall, payload: Buffer) -> None:
+        self.method, self.header, self.payload_bytes = call.method, call.header, len(payload)
+        self._payload = payload
+
+    async def read_payload(self) -> Buffer:
+        return self._payload
+
+
+def decline_of(submit: bytes) -> bytes:
+    header = fragment_pb2.SubmitHeader.FromString(submit)
+    decline = fragment_pb2.DeclineRequest(
+        protocol_version=1, grant=header.grant, key=header.key, reason="not finite"
+    )
+    return decline.SerializeToString()
+
+
+@pytest.mark.parametrize("method", ["fragment.submit", "fragment.decline"])
+def test_a_word_of_an_earlier_round_does_not_replace_a_contribution(
+    setting: Setting, method: str
+) -> None:
+    late: list[Again] = []
+    told: list[asyncio.Future[Reply]] = []
+    own: Handlers = {}
+
+    def intercept(name: str, handlers: Handlers) -> Handlers:
+        nonlocal own
+        if name == "b":
+            own = handlers
+
+            async def submit(call: IncomingCall) -> Reply:
+                again = Again(call, await call.read_payload())
+                late.append(again)  # its copy is still on its way
+                return await handlers["fragment.submit"](again)
+
+            return {**handlers, "fragment.submit": submit}
+        if name == "decider":
+
+            async def declare(call: IncomingCall) -> Reply:
+                reply = await handlers["allreduce.declare"](call)
+                request = wire.DeclareRequest.FromString(call.header)
+                if request.grant.island == "b" and request.key.version == 1 and late:
+                    first, *_ = late
+                    if method == "fragment.decline":
+                        first.header = decline_of(first.header)
+                    told.append(asyncio.ensure_future(own[method](first)))
+                    late.clear()
+                return reply
+
+            return {**handlers, "allreduce.declare": declare}
+        return handlers
+
+    run = AllReduceRun(setting, intercept=intercept)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    insist_on_one_truth(run, islands)
+    assert num_expired(islands.starts) == 0
+    assert told[0].done()
+
+
+def two_lanes(setting: Setting) -> Setting:
+    return replace(setting, initial={"w": [1.0] * 33_000}, num_fragments=1, inner_steps=8)
+
+
+def test_a_lane_that_stalls_beyond_its_round_is_given_up(setting: Setting) -> None:
+    setting = two_lanes(setting)
+    num_cancelled = 0
+
+    def intercept(name: str, handlers: Handlers) -> Handlers:
+        async def submit(call: IncomingCall) -> Reply:
+            nonlocal num_cancelled
+            header = fragment_pb2.SubmitHeader.FromString(call.header)
+            if (header.key.version, header.key.attempt, header.lane_id) == (0, 0, 1):
+                try:
+                    await asyncio.sleep(50.0)
+                except asyncio.CancelledError:
+                    num_cancelled += 1
+                    raise
+            return await handlers["fragment.submit"](call)
+
+        return {**handlers, "fragment.submit": submit} if name == "b" else handlers
+
+    run = AllReduceRun(setting, intercept=intercept)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    insist_on_one_truth(run, islands)
+    assert num_cancelled == 1
+
+
+def test_a_rank_that_declines_after_another_has_sent_its_lanes_is_heard(setting: Setting) -> None:
+    setting = two_lanes(setting)
+
+    def intercept(name: str, handlers: Handlers) -> Handlers:
+        async def submit(call: IncomingCall) -> Reply:
+            header = fragment_pb2.SubmitHeader.FromString(call.header)
+            if (header.key.version, header.lane_id) != (1, 1):
+                return await handlers["fragment.submit"](call)
+            decline = Again(call, b"")
+            decline.header = decline_of(call.header)
+            await asyncio.sleep(0.1)  # the other lane is there
+            await handlers["fragment.decline"](decline)
+            reply = fragment_pb2.SubmitReply(
+                status=fragment_pb2.SUBMIT_STATUS_RECEIVED,
+                syncer_epoch=header.grant.incarnation,
+            )
+            return Reply(reply.SerializeToString())
+
+        return {**handlers, "fragment.submit": submit} if name == "b" else handlers
+
+    run = AllReduceRun(setting, intercept=intercept)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    insist_on_one_truth(run, islands)
+    assert num_expired(islands.starts) == 0
+    run.journal.open()
+    (second,) = [h for h in run_tape(run) if h["version"] == 2]
+    run.journal.close()
+    assert [c["island"] for c in second["contributors"]] == ["a", "c"]
+    assert second["refused"] == {"b": "declined: not finite"}
+
+
+# -- peers that cannot be understood, or reached ---------------------------------------------------
+
+
+async def ends_after(islands: Living, seconds: float) -> dict[str, bool]:
+    """Let time pass, and end everything; returns whose training had ended by then."""
+    await asyncio.sleep(seconds)
+    has_ended = {name: task.done() for name, task in islands.tasks.items()}
+    for task in islands.tasks.values():
+        task.cancel()
+    await asyncio.gather(*islands.tasks.values(), return_exceptions=True)
+    await islands.run.end(list(islands.starts.values()))
+    return has_ended
+
+
+def test_a_peer_that_answers_rubbish_ends_nobody_else(setting: Setting) -> None:
+    num_answers = 0
+
+    def intercept(name: str, handlers: Handlers) -> Handlers:
+        async def rubbish(call: IncomingCall) -> Reply:
+            nonlocal num_answers
+            num_answers += 1
+            return Reply(b"\xff\xff\xff")
+
+        return {**handlers, "allreduce.contribution": rubbish} if name == "b" else handlers
+
+    run = AllReduceRun(setting, intercept=intercept)
+
+    async def scenario() -> dict[str, bool]:
+        return await ends_after(await living(run), 30.0)
+
+    assert run_virtual(scenario()) == dict.fromkeys("abc", False)
+    assert num_answers > 2
+
+
+def test_a_peer_whose_address_is_none_ends_nobody_else(setting: Setting) -> None:
+    run = AllReduceRun(setting)
+    connect = run.network.connect
+
+    def refuse(address: str) -> Transport:
+        if address.startswith("peer b"):
+            raise ValueError(f"{address!r} must be HOST:PORT")
+        return connect(address)
+
+    async def scenario() -> dict[str, bool]:
+        islands = await living(run)
+        for name in "ac":
+            islands.starts[name].peer._calls._connect = refuse
+        return await ends_after(islands, 30.0)
+
+    assert run_virtual(scenario()) == dict.fromkeys("abc", False)
+
+
+def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer of another make, or memory that broke after the peer had looked."""
+    setting = replace(setting, uplink_codec="float32", downlink_codec="float32")
+    declare = FragmentPeer._is_declared
+
+    async def spoil(peer: FragmentPeer, own: Own) -> bool:
+        if peer._grant.island == "b" and own.key.version == 1:
+            for lane_id, (payload, _) in own.lanes.items():
+                spoilt = struct.pack("<f", float("nan")) + bytes(payload)[4:]
+                own.lanes[lane_id] = spoilt, blake3.blake3(spoilt).digest()
+        return await declare(peer, own)
+
+    monkeypatch.setattr(FragmentPeer, "_is_declared", spoil)
+    run = AllReduceRun(setting)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    insist_on_one_truth(run, islands)
+    assert num_expired(islands.starts) == 0
+    run.journal.open()
+    refusals = {h["version"]: h["refused"].get("b", "") for h in run_tape(run) if h["version"] < 4}
+    run.journal.close()
+    assert "the contribution of island 'b' is malformed" in refusals.pop(2)
+    assert refusals == {0: "", 1: "", 3: ""}
