@@ -9,6 +9,7 @@ Source: protocol.md sections 1, 4, 5 and 6.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
