@@ -75,7 +75,7 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     # Clients ping every KEEPALIVE_TIME_MS: allow that with room, or they get too_many_pings.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 4),
-    # And to measure bandwidth, as data arrives that left long before: the usual two end connections.
+    # And to measure bandwidth, as data arrives that left long before: the usual two would end it.
     ("grpc.http2.max_ping_strikes", 1000),
     # Whoever connects and says nothing, or never calls, is let go.
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
