@@ -350,3 +350,47 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
     run.journal.close()
     assert "the contribution of island 'b' is malformed" in refusals.pop(2)
     assert refusals == {0: "", 1: "", 3: ""}
+
+
+def test_a_peer_that_the_others_cannot_reach_is_named(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = AllReduceRun(setting)
+    connect = run.network.connect
+
+    async def scenario() -> list[BaseException | None]:
+        islands = await living(run)
+        for name in "ac":
+            islands.starts[name].peer._calls._connect = lambda address: connect(
+                "nowhere" if address.startswith("peer b") else address
+            )
+        ends = await asyncio.gather(*islands.tasks.values(), return_exceptions=True)
+        await run.end(list(islands.starts.values()))
+        return list(ends)
+
+    ends = run_virtual(scenario())
+
+    assert [type(end) for end in ends] == [QuorumLost] * 3
+    for name in "ac":
+        assert f"Island '{name}' has no answer from the peer of island 'b' at peer b 1" in str(
+            ends[0]
+        )
+    assert "island=b address=peer b 1" in caplog.text
+
+
+def test_the_way_to_an_address_that_nobody_has_any_more_is_closed(setting: Setting) -> None:
+    run = AllReduceRun(setting)
+
+    async def scenario() -> set[str]:
+        islands = await living(run)
+        await asyncio.sleep(8.0)
+        ways = islands.starts["a"].peer._calls._ways
+        assert "peer b 1" in ways
+        await islands.kill("b")
+        await islands.begin("b")
+        await islands.end()
+        return set(ways)
+
+    ways = run_virtual(scenario())
+
+    assert {address for address in ways if address.startswith("peer b")} == {"peer b 2"}
