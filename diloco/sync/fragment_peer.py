@@ -259,7 +259,11 @@ class FragmentPeer:
         if self.announced.version < 0 and not self.announcement.wants_initial:
             return False
         if self.announced.version == 0 and digest != self.announced.state_digest:
-            return await self._heal()
+            del record
+            is_healed = await self._heal()
+            if self.replica.record is not None:
+                self.initial = {}
+            return is_healed
         await self.replica.take(record, self._worker)
         self.initial = {}
         return True

@@ -150,7 +150,7 @@ class Peer:
             self._tasks.spawn(fragment.tend())
 
     async def stop(self) -> None:
-        """Cancel what is under way; what is durable stays."""
+        """Cancel what is under way, close the ways out; what is durable stays."""
         await self._tasks.stop()
         await self._calls.close()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import blake3
 import pytest
+import torch
 
 from diloco.coordinator.round_journal import JournalUnwritable
 from diloco.errors import QuorumLost
@@ -394,3 +395,23 @@ def test_the_way_to_an_address_that_nobody_has_any_more_is_closed(setting: Setti
     ways = run_virtual(scenario())
 
     assert {address for address in ways if address.startswith("peer b")} == {"peer b 2"}
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+def test_initial_parameters_that_are_overwritten_are_not_kept(setting: Setting) -> None:
+    run = AllReduceRun(setting)
+
+    async def scenario() -> list[int]:
+        await run.start_decider()
+        started = [await run.start(name) for name in setting.islands]
+        with torch.no_grad():
+            for parameter in started[1].island.parameters.values():
+                parameter.add_(1.0)
+        await asyncio.gather(*(each.island.start(overwrite_initial=True) for each in started))
+        kept = [len(f.initial) for each in started for f in each.peer._fragments.values()]
+        await run.end(started)
+        return kept
+
+    assert run_virtual(scenario()) == [0] * 6
