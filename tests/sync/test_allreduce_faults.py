@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sqlite3
 import struct
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ import torch
 from diloco.coordinator.round_journal import JournalUnwritable
 from diloco.errors import QuorumLost
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.rounds.store import FragmentStore
 from diloco.sync.fragment_peer import FragmentPeer, Own
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
@@ -415,3 +417,47 @@ def test_initial_parameters_that_are_overwritten_are_not_kept(setting: Setting) 
         return kept
 
     assert run_virtual(scenario()) == [0] * 6
+
+
+def test_a_payload_that_was_not_committed_heals_nobody(setting: Setting) -> None:
+    """Its ranks take what is published by the payload: a wrong one would stay unseen until then."""
+
+    def intercept(name: str, handlers: Handlers) -> Handlers:
+        async def forge(call: IncomingCall) -> Reply:
+            reply = await handlers["allreduce.state"](call)
+            answer = wire.LaneReply.FromString(reply.header)
+            section = wire.StateHeader.FromString(call.header).section
+            if section != "payload" or answer.status != wire.LANE_STATUS_OK:
+                return reply
+            payload = bytes(len(reply.payload))
+            answer.digest = blake3.blake3(payload).digest()
+            return Reply(answer.SerializeToString(), payload)
+
+        return {**handlers, "allreduce.state": forge} if name == "a" else handlers
+
+    run = AllReduceRun(setting, intercept=intercept)
+
+    async def scenario() -> tuple[Living, list[bool]]:
+        islands = await living(run)
+        await asyncio.sleep(6.5)
+        await islands.kill("c")
+        shutil.rmtree(setting.directory / "peers" / "c")
+        await islands.begin("c")
+        await asyncio.sleep(2.0)
+        are_equal = []
+        for fragment in setting.plan().fragments:
+            b, c = (
+                FragmentStore(setting.directory / "peers" / name, fragment, 4).newest()
+                for name in "bc"
+            )
+            assert b is not None
+            assert c is not None
+            assert b.version > 0
+            are_equal.append((b.version, b.payloads) == (c.version, c.payloads))
+        await islands.end()
+        return islands, are_equal
+
+    islands, are_equal = run_virtual(scenario())
+
+    assert are_equal == [True, True]
+    insist_on_one_truth(run, islands)
