@@ -92,7 +92,7 @@ class Peer(_message.Message):
     def __init__(self, island: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., mac_digest: _Optional[bytes] = ...) -> None: ...
 
 class PollRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "address", "decider_id", "sequence", "outstanding", "wait_s")
+    __slots__ = ("protocol_version", "grant", "address", "decider_id", "sequence", "outstanding", "wait_s", "unreached")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class PollRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OUTSTANDING_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: _control_pb2.Grant
     address: str
@@ -107,7 +108,8 @@ class PollRequest(_message.Message):
     sequence: int
     outstanding: _containers.RepeatedCompositeFieldContainer[_fragment_pb2.RoundKey]
     wait_s: float
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., address: _Optional[str] = ..., decider_id: _Optional[str] = ..., sequence: _Optional[int] = ..., outstanding: _Optional[_Iterable[_Union[_fragment_pb2.RoundKey, _Mapping]]] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    unreached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., address: _Optional[str] = ..., decider_id: _Optional[str] = ..., sequence: _Optional[int] = ..., outstanding: _Optional[_Iterable[_Union[_fragment_pb2.RoundKey, _Mapping]]] = ..., wait_s: _Optional[float] = ..., unreached: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PollReply(_message.Message):
     __slots__ = ("decider_id", "sequence", "fragments", "outcomes", "peers", "peer_grant", "fatal", "is_fenced", "message")

@@ -125,6 +125,7 @@ class Decider:
         self._on_lost = on_lost
         self._standings: dict[int, _Standing] = {}
         self._peers: dict[str, wire.Peer] = {}
+        self._unreached: dict[str, list[str]] = {}
         self._sequence = 0
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -222,6 +223,7 @@ class Decider:
                 f"an address of {len(request.address)} characters; {_MOST_ADDRESS} are allowed"
             )
         island = request.grant.island
+        self._unreached[island] = list(request.unreached)
         peer = wire.Peer(
             island=island,
             incarnation=request.grant.incarnation,
@@ -462,6 +464,12 @@ class Decider:
                 f"coordinator.state_dir, peers/ISLAND of every island's removed too, with every "
                 f"island, among them: {commands}"
             )
+        for island, others in sorted(self._unreached.items()):
+            for other in [self._peers[other] for other in others if other in self._peers]:
+                reason += (
+                    f". Island {island!r} has no answer from the peer of island {other.island!r} "
+                    f"at {other.address}: see islands.{other.island}.peer_address"
+                )
         code = AggregationError.exit_code if lost.is_numeric else QuorumLost.exit_code
         self._end(reason, code)
 

@@ -32,7 +32,7 @@ class SavedRound:
 
     Args:
         record: Header of the newest version, JSON values.
-        state_digest: Of that version: theta, published and momentum.
+        state_digest: Of that version: theta, published, momentum and payloads.
         attempt: To open next.
         expired_in_a_row: Attempts that expired since that version.
         broken_in_a_row: Those whose results could not be used.

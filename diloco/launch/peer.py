@@ -45,7 +45,7 @@ from diloco.sync.peer import Peer, PeerRules
 from diloco.sync.peer_calls import PeerCalls
 from diloco.sync.replica import STAGED
 from protos.control_pb2 import JoinReply
-from transport.contracts import Server, Transport
+from transport.contracts import Transport
 from transport.hivemind_address import is_peer_address
 from transport.retry import RetryPolicy
 
@@ -65,8 +65,7 @@ class RunningPeer:
 
     peer: Peer
     address: str
-    _server: Server
-    _held: contextlib.ExitStack
+    _opened: contextlib.AsyncExitStack
 
     @property
     def bytes_up(self) -> int:
@@ -80,9 +79,7 @@ class RunningPeer:
 
     async def stop(self) -> None:
         """Serve nobody any more, and let go of the store."""
-        await self._server.stop(_DRAIN_S)
-        await self.peer.stop()
-        self._held.close()
+        await self._opened.aclose()
 
 
 async def start_peer(
@@ -113,62 +110,66 @@ async def start_peer(
         IslandFailed: If another start of the island holds the store.
     """
     state = StateDir(Path(config.coordinator.state_dir).absolute()).peer(config.island_id)
-    make_directory_durably(state.store)
-    held = contextlib.ExitStack()
-    await _hold(held, state)
-    worker = held.enter_context(TensorThread())
-    await worker.run(lambda: _take_to_timeline(state, plan, reply))
-    write_durably(state.resolved, [resolved_toml(config).encode()])
-    write_durably(state.plan, [plan.to_json().encode()])
     transport = config.transport
-    peer = Peer(
-        plan,
-        state.store,
-        PeerRules(
-            publication=build_publication_rules(config),
-            retained_versions=config.outer.retained_versions,
-            num_unsure_pins=num_unsure_checkpoints(config),
-            unreachable_s=transport.unreachable_s,
+    calls = PeerCalls(
+        decider,
+        reply.grant,
+        connect,
+        rpc_deadline_s=transport.rpc_timeout_s,
+        policy=RetryPolicy(
+            first_wait_s=transport.retry.first_wait_s,
+            max_wait_s=transport.retry.max_wait_s,
+            budget_s=transport.unreachable_s,
         ),
-        calls=PeerCalls(
-            decider,
-            reply.grant,
-            connect,
-            rpc_deadline_s=transport.rpc_timeout_s,
-            policy=RetryPolicy(
-                first_wait_s=transport.retry.first_wait_s,
-                max_wait_s=transport.retry.max_wait_s,
-                budget_s=transport.unreachable_s,
+        rng=rng,
+    )
+    async with contextlib.AsyncExitStack() as opened:
+        opened.push_async_callback(calls.close)
+        make_directory_durably(state.store)
+        await _hold(opened, state)
+        worker = opened.enter_context(TensorThread())
+        await worker.run(lambda: _take_to_timeline(state, plan, reply))
+        write_durably(state.resolved, [resolved_toml(config).encode()])
+        write_durably(state.plan, [plan.to_json().encode()])
+        peer = Peer(
+            plan,
+            state.store,
+            PeerRules(
+                publication=build_publication_rules(config),
+                retained_versions=config.outer.retained_versions,
+                num_unsure_pins=num_unsure_checkpoints(config),
+                unreachable_s=transport.unreachable_s,
             ),
-            rng=rng,
-        ),
-        grant=reply.grant,
-        worker=worker,
-        complete_checkpoints=complete_checkpoints,
-    )
-    await peer.start()
-    server = await listen(
-        config.island.peer_listen,
-        read_json(state.bound) or "",
-        peer.handlers,
-        security=security,
-        chunk_bytes=transport.chunk_bytes,
-    )
-    write_json(state.bound, server.address)
-    public = peer_address(server.address, config.island)
-    peer.serve(public)
-    own = local_address(server.address)
-    if own != public and not is_peer_address(public):
-        own = f"{own},{public}"  # ranks on other hosts of the island cannot take the first
-    logger.info("peer serves, island=%s address=%s", config.island_id, public)
-    return RunningPeer(peer, own, server, held)
+            calls=calls,
+            grant=reply.grant,
+            worker=worker,
+            complete_checkpoints=complete_checkpoints,
+        )
+        opened.push_async_callback(peer.stop)
+        await peer.start()
+        server = await listen(
+            config.island.peer_listen,
+            read_json(state.bound) or "",
+            peer.handlers,
+            security=security,
+            chunk_bytes=transport.chunk_bytes,
+        )
+        opened.push_async_callback(server.stop, _DRAIN_S)
+        write_json(state.bound, server.address)
+        public = peer_address(server.address, config.island)
+        peer.serve(public)
+        own = local_address(server.address)
+        if own != public and not is_peer_address(public):
+            own = f"{own},{public}"  # ranks on other hosts of the island cannot take the first
+        logger.info("peer serves, island=%s address=%s", config.island_id, public)
+        return RunningPeer(peer, own, opened.pop_all())
 
 
-async def _hold(held: contextlib.ExitStack, state: StateDir) -> None:
+async def _hold(opened: contextlib.AsyncExitStack, state: StateDir) -> None:
     until = asyncio.get_running_loop().time() + _HELD_S
     while True:
         try:
-            held.enter_context(hold(state.store_lock))
+            opened.enter_context(hold(state.store_lock))
             return
         except Held as error:
             if asyncio.get_running_loop().time() > until:

@@ -255,11 +255,15 @@ class FragmentPeer:
     async def _found(self) -> bool:
         """Make version 0 of the island's initial parameters, if they are the run's."""
         record = self.replica.founding(self.initial, self._grant.timeline)
-        digest = await self._worker.run(lambda: state_digest(record.lanes))
+        digest = await self._worker.run(lambda: state_digest(record))
         if self.announced.version < 0 and not self.announcement.wants_initial:
             return False
         if self.announced.version == 0 and digest != self.announced.state_digest:
-            return await self._heal()
+            del record
+            is_healed = await self._heal()
+            if self.replica.record is not None:
+                self.initial = {}
+            return is_healed
         await self.replica.take(record, self._worker)
         self.initial = {}
         return True
@@ -490,7 +494,7 @@ class FragmentPeer:
                     return False
                 sections[f"{name}/{lane.lane_id}"] = payload
         record = replica.healed(header, sections)
-        if await self._worker.run(lambda: state_digest(record.lanes)) != reply.state_digest:
+        if await self._worker.run(lambda: state_digest(record)) != reply.state_digest:
             logger.warning("state of another digest than was committed, island=%s", island)
             return False
         await replica.take(record, self._worker)

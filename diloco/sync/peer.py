@@ -150,7 +150,7 @@ class Peer:
             self._tasks.spawn(fragment.tend())
 
     async def stop(self) -> None:
-        """Cancel what is under way; what is durable stays."""
+        """Cancel what is under way, close the ways out; what is durable stays."""
         await self._tasks.stop()
         await self._calls.close()
 
@@ -176,7 +176,7 @@ class Peer:
                     reply.fatal.reason, island_id=self._grant.island
                 )
             decider_id, sequence = reply.decider_id, reply.sequence
-            self._calls.peers = {peer.island: peer for peer in reply.peers}
+            await self._calls.name_peers(reply.peers)
             self._calls.peer_grant = reply.peer_grant
             for announcement in reply.fragments:
                 self._fragments[announcement.fragment_id].hear(decider_id, announcement)

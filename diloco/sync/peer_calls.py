@@ -25,13 +25,15 @@ from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
 from protos.control_pb2 import Grant
 from transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
-from transport.errors import TransportError
+from transport.errors import ConnectError, TransportError
 from transport.retry import RetryPolicy, retry
 from transport.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
 _POLL_WAIT_S = 20.0
+#: A peer that has failed to answer for so long is told of.
+_SILENT_S = 10.0
 
 
 class PeerCalls:
@@ -58,6 +60,8 @@ class PeerCalls:
         self._policy = policy
         self._rng = rng
         self._ways: dict[str, Transport] = {}
+        self._silent_since: dict[str, float] = {}  # island -> loop time
+        self._unreached: set[str] = set()
         self.peers: Mapping[str, wire.Peer] = {}
         self.peer_grant = Grant()
         self.bytes_up = 0
@@ -83,6 +87,7 @@ class PeerCalls:
             sequence=sequence,
             outstanding=outstanding,
             wait_s=_POLL_WAIT_S,
+            unreached=sorted(self._unreached),
         )
         reply = await self._ask("allreduce.poll", request, wait_s=_POLL_WAIT_S)
         return wire.PollReply.FromString(reply.header)
@@ -123,6 +128,16 @@ class PeerCalls:
                 f"coordinator RUN.toml; then this island: diloco island RUN.toml --island "
                 f"{self._grant.island}"
             ) from error
+
+    async def name_peers(self, peers: Iterable[wire.Peer]) -> None:
+        """Take the peers that the decider names; ways to others are closed."""
+        before, self.peers = self.peers, {peer.island: peer for peer in peers}
+        for island, peer in self.peers.items():
+            if before.get(island) != peer:
+                self._has_answered(island)  # a new start: of its silence nothing is known
+        named = {peer.address for peer in self.peers.values()}
+        gone = [self._ways.pop(address) for address in self._ways.keys() - named]
+        await asyncio.gather(*(way.close() for way in gone))
 
     # -- to other peers --------------------------------------------------------------------------
 
@@ -173,15 +188,13 @@ class PeerCalls:
         if peer is None:
             return b"", "the decider has not named its peer yet"
         way = self._ways.get(peer.address)
-        if way is None:
-            try:
-                way = self._ways[peer.address] = self._connect(peer.address)
-            except ValueError as error:
-                return b"", f"its address cannot be used: {error}"
+        began = asyncio.get_running_loop().time()
         header = _addressed(request, self.peer_grant)
         received = transfer.received_bytes
         self.bytes_up += len(header)
         try:
+            if way is None:
+                way = self._ways[peer.address] = self._open(peer.address)
             reply = await way.call(
                 method,
                 header,
@@ -189,8 +202,12 @@ class PeerCalls:
                 max_reply_bytes=num_bytes,
                 transfer=transfer,
             )
+        except TransportError as error:
+            self._is_silent(peer, began, error)
+            raise
         finally:
             self.bytes_down += transfer.received_bytes - received
+        self._has_answered(island)
         self.bytes_down += len(reply.header)
         try:
             answer = wire.LaneReply.FromString(reply.header)
@@ -203,6 +220,33 @@ class PeerCalls:
         if blake3.blake3(reply.payload).digest() != answer.digest:
             return b"", "what came does not match the digest beside it"
         return reply.payload, ""
+
+    def _open(self, address: str) -> Transport:
+        """Open the way to a peer.
+
+        Raises:
+            ConnectError: If the address is none.
+        """
+        try:
+            return self._connect(address)
+        except ValueError as error:
+            raise ConnectError(f"the address cannot be used: {error}") from error
+
+    def _is_silent(self, peer: wire.Peer, began: float, error: TransportError) -> None:
+        """Note that a call that began then has failed; tell it once there has been none other."""
+        island, now = peer.island, asyncio.get_running_loop().time()
+        silent_s = now - self._silent_since.setdefault(island, began)
+        if silent_s >= _SILENT_S and island not in self._unreached:
+            self._unreached.add(island)
+            logger.warning(
+                "no answer from the peer of another island, island=%s address=%s silent_s=%.0f: "
+                "%s. If it runs, see that islands.%s.peer_address is reached from here",
+                island, peer.address, silent_s, error, island,
+            )  # fmt: skip
+
+    def _has_answered(self, island: str) -> None:
+        self._silent_since.pop(island, None)
+        self._unreached.discard(island)
 
 
 def _addressed(request: Message, grant: Grant) -> bytes:

@@ -101,7 +101,7 @@ class Replica:
         record = await worker.run(lambda: self._recover_staged(timeline))
         if record is not None:
             self._staged_record = record
-            digest = await worker.run(lambda: state_digest(record.lanes))
+            digest = await worker.run(lambda: state_digest(record))
             self.staged = Staged(record.version, digest, b"")
 
     def _recover_staged(self, timeline: int) -> VersionRecord | None:
@@ -288,7 +288,7 @@ class Replica:
             refused=assignment.refused,
         )
         self._staging.commit(record)
-        prepared = Prepared(record.lane_digests, state_digest(record.lanes))
+        prepared = Prepared(record.lane_digests, state_digest(record))
         self._staged_record = replace(record, contributions={})
         self._is_staged_whole = True
         self.staged = Staged(record.version, prepared.state_digest, assignment.id)
@@ -309,7 +309,7 @@ class Replica:
 
     async def _hold(self, record: VersionRecord, worker: Worker) -> None:
         """Serve a durable version from memory; contributions are left to the disk."""
-        digest = await worker.run(lambda: state_digest(record.lanes))
+        digest = await worker.run(lambda: state_digest(record))
         self.record, self.state_digest = replace(record, contributions={}), digest
         self._stepped = set()
 
@@ -381,10 +381,15 @@ def _insist_on_decodable(island: str, payload: Buffer, codec: Codec, numel: int)
         raise ContributionMalformed(message, island) from error
 
 
-def state_digest(lanes: Sequence[LaneState]) -> bytes:
-    """Digest theta, published and momentum of a fragment, lane by lane (32 bytes)."""
+def state_digest(record: VersionRecord) -> bytes:
+    """Digest theta, published and momentum of a version, lane by lane, then payloads (32 bytes).
+
+    The payloads are in it because a peer that heals passes them on to its island's ranks.
+    """
     hasher = blake3.blake3()
-    for lane in lanes:
+    for lane in record.lanes:
         for vector in (lane.theta, lane.published, lane.momentum):
             hasher.update(to_bytes(vector.view(torch.uint8)))
+    for payload in record.payloads:
+        hasher.update(payload)
     return hasher.digest()

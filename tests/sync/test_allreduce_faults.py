@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sqlite3
 import struct
 from collections.abc import Iterable
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import blake3
 import pytest
+import torch
 
 from diloco.coordinator.round_journal import JournalUnwritable
 from diloco.errors import QuorumLost
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.rounds.store import FragmentStore
 from diloco.sync.fragment_peer import FragmentPeer, Own
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
@@ -350,3 +353,111 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
     run.journal.close()
     assert "the contribution of island 'b' is malformed" in refusals.pop(2)
     assert refusals == {0: "", 1: "", 3: ""}
+
+
+def test_a_peer_that_the_others_cannot_reach_is_named(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = AllReduceRun(setting)
+    connect = run.network.connect
+
+    async def scenario() -> list[BaseException | None]:
+        islands = await living(run)
+        for name in "ac":
+            islands.starts[name].peer._calls._connect = lambda address: connect(
+                "nowhere" if address.startswith("peer b") else address
+            )
+        ends = await asyncio.gather(*islands.tasks.values(), return_exceptions=True)
+        await run.end(list(islands.starts.values()))
+        return list(ends)
+
+    ends = run_virtual(scenario())
+
+    assert [type(end) for end in ends] == [QuorumLost] * 3
+    for name in "ac":
+        assert f"Island '{name}' has no answer from the peer of island 'b' at peer b 1" in str(
+            ends[0]
+        )
+    assert "island=b address=peer b 1" in caplog.text
+
+
+def test_the_way_to_an_address_that_nobody_has_any_more_is_closed(setting: Setting) -> None:
+    run = AllReduceRun(setting)
+
+    async def scenario() -> set[str]:
+        islands = await living(run)
+        await asyncio.sleep(8.0)
+        ways = islands.starts["a"].peer._calls._ways
+        assert "peer b 1" in ways
+        await islands.kill("b")
+        await islands.begin("b")
+        await islands.end()
+        return set(ways)
+
+    ways = run_virtual(scenario())
+
+    assert {address for address in ways if address.startswith("peer b")} == {"peer b 2"}
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+def test_initial_parameters_that_are_overwritten_are_not_kept(setting: Setting) -> None:
+    run = AllReduceRun(setting)
+
+    async def scenario() -> list[int]:
+        await run.start_decider()
+        started = [await run.start(name) for name in setting.islands]
+        with torch.no_grad():
+            for parameter in started[1].island.parameters.values():
+                parameter.add_(1.0)
+        await asyncio.gather(*(each.island.start(overwrite_initial=True) for each in started))
+        kept = [len(f.initial) for each in started for f in each.peer._fragments.values()]
+        await run.end(started)
+        return kept
+
+    assert run_virtual(scenario()) == [0] * 6
+
+
+def test_a_payload_that_was_not_committed_heals_nobody(setting: Setting) -> None:
+    """Its ranks take what is published by the payload: a wrong one would stay unseen until then."""
+
+    def intercept(name: str, handlers: Handlers) -> Handlers:
+        async def forge(call: IncomingCall) -> Reply:
+            reply = await handlers["allreduce.state"](call)
+            answer = wire.LaneReply.FromString(reply.header)
+            section = wire.StateHeader.FromString(call.header).section
+            if section != "payload" or answer.status != wire.LANE_STATUS_OK:
+                return reply
+            payload = bytes(len(reply.payload))
+            answer.digest = blake3.blake3(payload).digest()
+            return Reply(answer.SerializeToString(), payload)
+
+        return {**handlers, "allreduce.state": forge} if name == "a" else handlers
+
+    run = AllReduceRun(setting, intercept=intercept)
+
+    async def scenario() -> tuple[Living, list[bool]]:
+        islands = await living(run)
+        await asyncio.sleep(6.5)
+        await islands.kill("c")
+        shutil.rmtree(setting.directory / "peers" / "c")
+        await islands.begin("c")
+        await asyncio.sleep(2.0)
+        are_equal = []
+        for fragment in setting.plan().fragments:
+            b, c = (
+                FragmentStore(setting.directory / "peers" / name, fragment, 4).newest()
+                for name in "bc"
+            )
+            assert b is not None
+            assert c is not None
+            assert b.version > 0
+            are_equal.append((b.version, b.payloads) == (c.version, c.payloads))
+        await islands.end()
+        return islands, are_equal
+
+    islands, are_equal = run_virtual(scenario())
+
+    assert are_equal == [True, True]
+    insist_on_one_truth(run, islands)

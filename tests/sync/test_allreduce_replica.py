@@ -104,7 +104,7 @@ def test_what_was_staged_is_promoted_whatever_was_begun_after_it(tmp_path: Path)
     asyncio.run(made.promote(InlineWorker()))
 
     assert made.record is not None
-    assert state_digest(made.record.lanes) == made.state_digest == prepared.state_digest
+    assert state_digest(made.record) == made.state_digest == prepared.state_digest
     reduce(undisturbed, assignment(0), 1, 2)
     asyncio.run(undisturbed.promote(InlineWorker()))
     assert reduce(made, assignment(0, 1), 5, 6) == reduce(undisturbed, assignment(0, 1), 5, 6)
