@@ -86,7 +86,7 @@ class Killer(threading.Thread):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("num_kills", "inner_steps"), [(5, 350), pytest.param(10, 700, marks=pytest.mark.slow)]
+    ("num_kills", "inner_steps"), [(3, 220), pytest.param(10, 700, marks=pytest.mark.slow)]
 )
 def test_random_kills_lose_no_version_and_count_nothing_twice(
     tmp_path: Path, num_kills: int, inner_steps: int

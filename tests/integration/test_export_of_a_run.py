@@ -76,6 +76,7 @@ def test_a_trained_run_is_exported_at_its_flush(
     assert {tuple(digests)} == trained[1].ending_digests()
 
 
+@pytest.mark.slow
 def test_what_was_exported_is_version_0_of_a_run_that_starts_from_it(
     trained: tuple[Path, FinishedRun], exported: Path, tmp_path: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_what_was_exported_is_version_0_of_a_run_that_starts_from_it(
     assert later.losses("alone")[0] < trained[1].losses("east")[0]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_a_checkpoint_of_other_islands_was_made(
     trained: tuple[Path, FinishedRun], tmp_path: Path
 ) -> None:

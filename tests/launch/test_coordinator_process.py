@@ -551,6 +551,7 @@ def test_a_second_signal_does_not_wait_for_the_islands(site: Site) -> None:
     assert report(again, east).hold
 
 
+@pytest.mark.slow
 def test_a_stop_that_an_island_stays_away_from_is_taken_back(site: Site) -> None:
     process, coordinator = site.coordinate_until_up("transport.unreachable=2s")
     _, east, _ = founded(site, coordinator)
@@ -625,6 +626,7 @@ def test_records_reach_the_journal_of_a_coordinator_that_was_away_when_the_run_e
     assert tape(site) == [(0, 0), *((1, version) for version in range(9))]
 
 
+@pytest.mark.slow
 def test_records_are_not_lost_when_coordinator_and_syncer_die_one_after_the_other(
     site: Site,
 ) -> None:
