@@ -17,6 +17,9 @@ from diloco.config.classes import Range
 from transport.framing import MAX_CHUNK_BYTES
 from transport.units import parse_bandwidth, parse_bytes, parse_duration
 
+#: More than any run makes, and less than what integers on the wire hold.
+MOST_STEPS = 10**9
+
 #: A path below the validated field, the value found there, and what is wrong with it.
 Problem: TypeAlias = tuple[str, object, str]
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from diloco.config.schema import ModelConfig
+from diloco.config.model import ModelConfig
 from diloco.errors import ConfigError
 
 #: Standard deviation of initial weights; projections into the residual stream have less.

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import nn
 
-from diloco.config.schema import InnerOptimizerConfig
+from diloco.config.inner import InnerOptimizerConfig
 
 
 def learning_rate(config: InnerOptimizerConfig, inner_step: int, inner_steps: int) -> float:

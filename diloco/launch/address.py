@@ -14,7 +14,9 @@ import logging
 import socket
 from pathlib import Path
 
-from diloco.config.schema import Config, CoordinatorConfig, IslandConfig
+from diloco.config.island import IslandConfig
+from diloco.config.network import CoordinatorConfig
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.launch.access import guarded
 from diloco.launch.security import Security

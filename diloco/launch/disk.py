@@ -28,7 +28,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.config.schema import CodecName, Config
+from diloco.config.outer import CodecName
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.launch.state_dir import StateDir
 from transport.units import format_bytes

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.config.schema import Config, IslandConfig
+from diloco.config.island import IslandConfig
+from diloco.config.schema import Config
 from diloco.launch.lives import IslandLife, effective
 from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan

@@ -25,7 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diloco.config.schema import Config, ModelConfig
+from diloco.config.model import ModelConfig
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.inner.hugging_face import hugging_face_names, read_shape
 from diloco.inner.model import LlamaShape, parameter_shapes

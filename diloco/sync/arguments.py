@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco.config.classes import identity_difference, identity_json
-from diloco.config.schema import OuterConfig
+from diloco.config.outer import OuterConfig
 from diloco.errors import ConfigError
 from diloco.sync.connection import Connection
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from diloco.compression.lanes import check_patterns
-from diloco.config.schema import OuterConfig
+from diloco.config.outer import OuterConfig
 from diloco.outer.fragments import Plan, make_plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.shards import tensor_specs

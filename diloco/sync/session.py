@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.compression.warm_up import warm_up
-from diloco.config.schema import OuterConfig
+from diloco.config.outer import OuterConfig
 from diloco.errors import ConfigError
 from diloco.sync.agreement import Agreement
 from diloco.sync.arguments import insist_on_kinds, insist_on_same, insist_on_tokens

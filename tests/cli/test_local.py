@@ -26,12 +26,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.launch.build import build_publication_rules
 from diloco.launch.ending import Interrupted, Request
-from diloco.launch.local import (
-    insist_on_no_events,
-    insist_on_place,
-    make_room,
-    without_links,
-)
+from diloco.launch.local import insist_on_no_events, insist_on_place, make_room, without_links
 from diloco.launch.local_resume import find_resume_step
 from diloco.launch.state_dir import StateDir, hold, holder
 from diloco.launch.traffic import data_parallel_traffic

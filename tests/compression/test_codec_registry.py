@@ -3,7 +3,7 @@ from typing import get_args
 import pytest
 
 from diloco.compression.registry import CODECS, get_codec
-from diloco.config.schema import CodecName
+from diloco.config.outer import CodecName
 from diloco.errors import ConfigError
 
 

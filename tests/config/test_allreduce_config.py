@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.config.island import announced_bytes
 from diloco.config.load import load_config
-from diloco.config.schema import announced_bytes
 from diloco.errors import ConfigError
 from diloco.launch.forecast import forecast
 from diloco.rounds.allreduce import Assignment, Prepared, commit_record

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from diloco.config.schema import InnerConfig, InnerOptimizerConfig
+from diloco.config.inner import InnerConfig, InnerOptimizerConfig
 from diloco.data.batches import Evaluation
 from diloco.data.corpus import TextCorpus, TextData
 from diloco.inner.model import Llama, LlamaShape, build_model, initialise_

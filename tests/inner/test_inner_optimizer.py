@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.config.schema import InnerOptimizerConfig
+from diloco.config.inner import InnerOptimizerConfig
 from diloco.inner.optimizer import build_optimizer, learning_rate, set_learning_rate_
 
 COSINE = InnerOptimizerConfig(lr=2.0, warmup_steps=4, min_lr_ratio=0.1)

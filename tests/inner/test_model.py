@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from diloco.config.schema import ModelConfig
+from diloco.config.model import ModelConfig
 from diloco.inner.model import Llama, LlamaShape, build_model, initialise_
 from tests.inner.small_island import debug_shape, make_model, one_rank
 

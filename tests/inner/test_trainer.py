@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.config.schema import InnerOptimizerConfig
+from diloco.config.inner import InnerOptimizerConfig
 from diloco.errors import ConfigError
 from diloco.inner.optimizer import learning_rate
 from tests.inner.small_island import (

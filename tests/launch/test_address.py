@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from diloco.config.schema import CoordinatorConfig
+from diloco.config.network import CoordinatorConfig
 from diloco.errors import ConfigError
 from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
 from diloco.launch.security import Security

@@ -10,14 +10,10 @@ import pytest
 
 from diloco.compression.registry import get_codec
 from diloco.config.load import load_config
-from diloco.config.schema import CodecName, Config
+from diloco.config.outer import CodecName
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.launch.disk import (
-    PAYLOAD_BYTES,
-    forecast_disk,
-    insist_on_room,
-    num_unsure_checkpoints,
-)
+from diloco.launch.disk import PAYLOAD_BYTES, forecast_disk, insist_on_room, num_unsure_checkpoints
 from diloco.launch.state_dir import StateDir
 from tests.run_files import write_run
 

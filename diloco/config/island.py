@@ -1,0 +1,150 @@
+"""The section of one island, and what it owes to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from diloco.config.classes import Local, Section
+from diloco.config.fields import Deadline, Problem, Wait
+from diloco.config.network import (
+    NOT_LOOPBACK,
+    UNKNOWN_CALLERS,
+    TransportConfig,
+    beyond_loopback,
+    host_of,
+)
+from diloco.config.outer import OuterConfig
+from transport.hivemind_address import is_peer_address, parse_peer_address
+from transport.units import parse_duration
+
+#: Islands of one all-reduce: every one talks with every other.
+MAX_PEERS = 16
+
+
+class MeshConfig(Section):
+    """Parallelism inside an island; an axis of 1 is absent."""
+
+    dp_shard: Local[int] = Field(default=1, ge=1, description="Ranks that share parameters (FSDP2)")
+    tp: Local[int] = Field(
+        default=1, ge=1, description="Ranks that share matrices (tensor parallelism)"
+    )
+
+
+class IslandConfig(Section):
+    """One island; its neighbours need to know only its name."""
+
+    ranks: Local[int] = Field(ge=1, description="Processes of the island")
+    mesh: MeshConfig = Field(default=MeshConfig(), description="Axes whose product is ranks")
+    tokens_per_inner_step: Local[int] = Field(
+        ge=1, description="Batch of the island: a multiple of sequence_length x dp_shard"
+    )
+    threads: Local[int] = Field(
+        default=1, ge=1, description="Threads of each rank, fixed for the run"
+    )
+    max_restarts: Local[int] = Field(
+        default=3,
+        ge=0,
+        description="Times in a row that a supervisor starts failed ranks again; training on for "
+        "restart_reset gives them back",
+    )
+    restart_wait: Local[Wait] = Field(
+        default="1s", description="Wait before the first restart; it doubles with each, up to 60s"
+    )
+    restart_reset: Local[Deadline] = Field(
+        default="10min", description="Time without a failure after which all restarts are back"
+    )
+    peer_listen: Local[str] = Field(
+        default="127.0.0.1:0",
+        description="HOST:PORT at which the island's leader serves the other islands, where "
+        "outer.exchange is allreduce; port 0: any free one, then kept",
+    )
+    peer_address: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which the other islands reach it, or several; empty: what it "
+        "listens on",
+    )
+
+    @property
+    def restart_wait_s(self) -> float:
+        """Seconds before the first restart."""
+        return parse_duration(self.restart_wait)
+
+    @property
+    def restart_reset_s(self) -> float:
+        """Seconds without a failure after which all restarts are back."""
+        return parse_duration(self.restart_reset)
+
+    @field_validator("peer_listen", "peer_address")
+    @classmethod
+    def _check_peer(cls, value: str, info: ValidationInfo) -> str:
+        if is_peer_address(value):
+            parse_peer_address(value)
+        elif value or info.field_name == "peer_listen":
+            for address in value.split(","):
+                host_of(address.strip())
+        return value
+
+    @field_validator("mesh")
+    @classmethod
+    def _check_mesh(cls, value: MeshConfig, info: ValidationInfo) -> MeshConfig:
+        ranks = info.data.get("ranks")
+        if ranks is not None and value.dp_shard * value.tp != ranks:
+            raise ValueError(f"the product of its axes must equal ranks = {ranks}")
+        if value.dp_shard > 1 and value.tp > 1:
+            raise ValueError("dp_shard and tp above 1 in one island comes later")
+        return value
+
+
+def announced_bytes(num_fragments: int, num_lanes: int, islands: Collection[str]) -> int:
+    """Bound what the decider of an all-reduce says at once, in bytes.
+
+    Either every fragment closes with a contribution of every island (a poll's reply: 34 bytes a
+    lane's digest), or one commit record is asked for (JSON: 68 bytes a digest).
+    """
+    names = sum(map(len, islands))
+    num_digests = num_lanes * len(islands)
+    closing = 160 + 3 * names + 80 * len(islands) + 34 * num_digests
+    known = 500 + 2 * names + 200 * len(islands)
+    record = 500 + names + 200 * len(islands) + 68 * (num_digests + num_lanes)
+    return max(num_fragments * closing + known, record)
+
+
+def _peer_problems(
+    island: IslandConfig, outer: OuterConfig, transport: TransportConfig
+) -> Iterator[Problem]:
+    """Check where other islands reach this one."""
+    if outer.exchange == "syncer":
+        fields = type(island).model_fields
+        for name in ("peer_listen", "peer_address"):
+            if (value := getattr(island, name)) != fields[name].default:
+                yield name, value, 'is of outer.exchange = "allreduce": with a syncer, leave it out'
+    elif beyond_loopback(island, ("peer_listen",)) and not transport.insecure:
+        if transport.kind == "hivemind" and not transport.tokens:
+            yield "peer_listen", island.peer_listen, UNKNOWN_CALLERS
+        elif transport.kind == "grpc" and not transport.certs:
+            yield "peer_listen", island.peer_listen, NOT_LOOPBACK
+
+
+def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check what an island's batch, mesh and addresses owe to the sections that were valid."""
+    if "outer" in data and "transport" in data:
+        yield from _peer_problems(island, data["outer"], data["transport"])
+    tokens, mesh = island.tokens_per_inner_step, island.mesh
+    if "data" in data:
+        length = data["data"].sequence_length
+        unit = length * mesh.dp_shard * (data["inner"].micro_batches if "inner" in data else 1)
+        if tokens % unit:
+            yield (
+                "tokens_per_inner_step",
+                tokens,
+                f"must be a multiple of sequence_length x dp_shard x micro_batches = {unit}",
+            )
+        if length % mesh.tp:
+            yield "mesh.tp", mesh.tp, f"must divide data.sequence_length = {length}"
+    if "model" in data:
+        for name in ("num_heads", "num_kv_heads", "ffn_dim"):
+            if (size := getattr(data["model"], name)) % mesh.tp:
+                yield "mesh.tp", mesh.tp, f"must divide model.{name} = {size}"

@@ -1,0 +1,254 @@
+"""The sections of how bytes travel, and of where coordinator and syncer listen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from diloco.config.classes import Local, Section
+from diloco.config.fields import Chunk, Deadline, Memory, Rate, Wait, tuples
+from transport.addresses import is_loopback, split_address
+from transport.hivemind_address import is_peer_address, parse_peer_address
+from transport.units import parse_bandwidth, parse_bytes, parse_duration
+
+NOT_LOOPBACK = (
+    "is not on this machine's loopback, and there are no certificates: make them (diloco certs "
+    "init RUN.toml) and set transport.certs, or set transport.insecure = true on a network that "
+    "you trust"
+)
+UNKNOWN_CALLERS = (
+    "is not on this machine's loopback, and hivemind encrypts but knows no callers: make tokens "
+    "(diloco certs token) and set transport.tokens, or set transport.insecure = true on a network "
+    "that you trust"
+)
+NO_TOKEN = "is not on this machine's loopback: set metrics_token to a file with a token"
+
+
+class RetryConfig(Section):
+    """Waiting between attempts of one call; the budget is `transport.unreachable`."""
+
+    first_wait: Local[Wait] = Field(default="100ms", description="Wait after the first failure")
+    max_wait: Local[Wait] = Field(default="1s", description="Longest wait between two attempts")
+
+    @field_validator("max_wait")
+    @classmethod
+    def _check_max_wait(cls, value: str, info: ValidationInfo) -> str:
+        first = info.data.get("first_wait")
+        if first is not None and parse_duration(value) < parse_duration(first):
+            raise ValueError(f"must not be shorter than first_wait = {first}")
+        return value
+
+    @property
+    def first_wait_s(self) -> float:
+        """Wait after the first failure, in seconds."""
+        return parse_duration(self.first_wait)
+
+    @property
+    def max_wait_s(self) -> float:
+        """Longest wait between two attempts, in seconds."""
+        return parse_duration(self.max_wait)
+
+
+class HivemindConfig(Section):
+    """The peer-to-peer network, where `transport.kind` is hivemind."""
+
+    initial_peers: Local[Annotated[tuple[str, ...], BeforeValidator(tuples)]] = Field(
+        default=(),
+        description="Multiaddrs (/ip4/.../tcp/.../p2p/IDENTITY) of peers through which others are "
+        "found, and which relay; the coordinator is always one",
+    )
+    relayed: Local[bool] = Field(
+        default=False,
+        description="Whether coordinator and syncer have initial_peers relay calls to them: behind "
+        "NAT, where nobody can dial them; a relayed connection is cut after 128 KiB or two "
+        "minutes, so only a syncer that can be dialled gets contributions",
+    )
+    map_port: Local[bool] = Field(
+        default=False,
+        description="Whether coordinator and syncer ask their router to forward their ports "
+        "(UPnP, NAT-PMP)",
+    )
+
+    @field_validator("initial_peers")
+    @classmethod
+    def _check_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for peer in value:
+            if not parse_peer_address(peer).ways:
+                raise ValueError(f"{peer} does not say where the first peers are: /ip4/.../p2p/...")
+        return value
+
+    @field_validator("relayed")
+    @classmethod
+    def _check_relayed(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not info.data.get("initial_peers", True):
+            raise ValueError("somebody must relay: set transport.hivemind.initial_peers")
+        return value
+
+
+class TransportConfig(Section):
+    """How bytes travel."""
+
+    kind: Local[Literal["grpc", "hivemind"]] = Field(
+        default="grpc", description="Wire between islands, coordinator and syncer"
+    )
+    hivemind: HivemindConfig = Field(
+        default=HivemindConfig(), description="The peer-to-peer network of kind hivemind"
+    )
+    certs: Local[str] = Field(
+        default="",
+        description="Directory of this site's certificates (diloco certs); empty: none, which "
+        "loopback needs not",
+    )
+    tokens: Local[str] = Field(
+        default="",
+        description="Directory of this site's tokens (diloco certs token); empty: none are asked "
+        "for or sent",
+    )
+    insecure: Local[bool] = Field(
+        default=False,
+        description="Whether unencrypted traffic beyond this machine is accepted; it is warned of",
+    )
+    link: Local[Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]] = Field(
+        default="",
+        description="Profile of configs/links that shapes the traffic; empty: the real link",
+    )
+    chunk: Local[Chunk] = Field(
+        default="1MiB", description="Piece of a payload in one message, at most"
+    )
+    rate: Local[Rate] = Field(
+        default="",
+        description="Bandwidth that payloads may take together, headers of all kinds included: an "
+        "island's, divided evenly among its carriers, or the syncer's; some per cent below the "
+        "link's, it keeps queues short and heartbeats quick; empty: what TCP takes",
+    )
+    snapshot_rate: Local[Rate] = Field(
+        default="",
+        description="The same for whole models, which at all times let payloads of rounds go "
+        "first; empty: what those leave",
+    )
+    channels: Local[int | Literal["auto"]] = Field(
+        default="auto",
+        description="Connections that carry payloads to a peer; auto: 1 to 16, by the loss that "
+        "the kernel counts on them",
+    )
+    rpc_timeout: Local[Deadline] = Field(
+        default="60s",
+        description="Deadline of one call, besides its payload's time at 1 Mbit/s; a call that "
+        "breaks goes on where it was",
+    )
+    unreachable: Local[Deadline] = Field(
+        default="600s",
+        description="Time without coordinator and syncer after which an island stops",
+    )
+    retry: RetryConfig = Field(
+        default=RetryConfig(), description="Waiting between attempts of one call"
+    )
+
+    @field_validator("insecure")
+    @classmethod
+    def _check_insecure(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("certs"):
+            raise ValueError("transport.certs is set, so traffic is encrypted: leave one of them")
+        return value
+
+    @field_validator("channels", mode="before")
+    @classmethod
+    def _check_channels(cls, value: object, info: ValidationInfo) -> object:
+        if value != "auto" and not (type(value) is int and 1 <= value <= 64):
+            raise ValueError('must be "auto" or a whole number from 1 to 64')
+        if info.data.get("kind") == "hivemind" and value not in ("auto", 1):
+            raise ValueError("hivemind has one connection to a peer: leave it out")
+        return value
+
+    @property
+    def num_channels(self) -> int:
+        """Connections for payloads; 0: chosen by the loss."""
+        return 0 if self.channels == "auto" else self.channels
+
+    @property
+    def rate_bps(self) -> float:
+        """Bits per second that payloads may take; 0: no limit."""
+        return parse_bandwidth(self.rate) if self.rate else 0.0
+
+    @property
+    def snapshot_rate_bps(self) -> float:
+        """Bits per second that whole models may take; 0: no limit of their own."""
+        return parse_bandwidth(self.snapshot_rate) if self.snapshot_rate else 0.0
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk in bytes."""
+        return parse_bytes(self.chunk)
+
+    @property
+    def rpc_timeout_s(self) -> float:
+        """Deadline of one call, in seconds."""
+        return parse_duration(self.rpc_timeout)
+
+    @property
+    def unreachable_s(self) -> float:
+        """Seconds without coordinator and syncer after which an island stops."""
+        return parse_duration(self.unreachable)
+
+
+class CoordinatorConfig(Section):
+    """Where coordinator and syncer listen, and what they keep."""
+
+    listen: Local[str] = Field(
+        default="127.0.0.1:0",
+        description="HOST:PORT of the coordinator; port 0: any free one, then kept",
+    )
+    syncer_listen: Local[str] = Field(
+        default="127.0.0.1:0", description="HOST:PORT of the syncer it starts; port 0: any free one"
+    )
+    address: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which islands reach the coordinator, or several, separated by "
+        "commas, that they try in order, or its multiaddr (hivemind); empty: from state_dir",
+    )
+    syncer_address: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which islands reach the syncer, or several; empty: the hosts of "
+        "address, if any, and the port it listens on; port 0: that port",
+    )
+    state_dir: Local[str] = Field(
+        min_length=1, description="Directory of journal, records and logs; survives restarts"
+    )
+    spool_memory: Local[Memory] = Field(
+        default="1GiB",
+        description="Contributions that a syncer keeps in memory until their rounds close, beyond "
+        "it on disk; as much again may be arriving",
+    )
+
+    @property
+    def spool_bytes(self) -> int:
+        """Contributions in a syncer's memory, in bytes."""
+        return parse_bytes(self.spool_memory)
+
+    @field_validator("listen", "syncer_listen", "address", "syncer_address")
+    @classmethod
+    def _check_address(cls, value: str, info: ValidationInfo) -> str:
+        is_bind = info.field_name in ("listen", "syncer_listen")
+        if not is_bind and is_peer_address(value):
+            parse_peer_address(value)
+            return value
+        for address in [value] if is_bind else value.split(",") if value else []:
+            host_of(address.strip())
+        return value
+
+
+def host_of(address: str) -> str:
+    """Give the host of HOST:PORT."""
+    try:
+        host, _ = split_address(address)
+    except ValueError:
+        raise ValueError('must be HOST:PORT, such as "127.0.0.1:0", port 0 to 65535') from None
+    return host
+
+
+def beyond_loopback(section: Section, names: Sequence[str]) -> list[str]:
+    """Give those fields of a section whose HOST:PORT other machines reach."""
+    addresses = {name: getattr(section, name) for name in names}
+    return [n for n, address in addresses.items() if address and not is_loopback(host_of(address))]

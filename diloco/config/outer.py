@@ -1,0 +1,219 @@
+"""The sections of synchronisation between islands: schedule, codecs, outer step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from diloco.config.classes import Identity, Local, Policy, Section
+from diloco.config.fields import MOST_STEPS, Deadline, later, tuples, with_preset
+from transport.units import parse_duration
+
+Names: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(tuples)]
+
+CodecName: TypeAlias = Literal[
+    "float32",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int4",
+    "e2m1",
+    "e3m0",
+    "int2",
+    "int4-stochastic",
+    "e2m1-stochastic",
+    "e3m0-stochastic",
+    "topk64",
+    "topk128",
+]
+
+#: Codecs that lose too much of a pseudo-gradient to forget it.
+_COARSE = ("int2", "topk64", "topk128")
+
+_OUTER_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "classic": {"num_fragments": 1},
+    "streaming": {
+        "overlap_steps": 1,
+        "uplink_codec": "int4",
+        "downlink_codec": "int4",
+        "optimizer": {"momentum_ramp_rounds": 5},
+    },
+}
+
+
+class OuterOptimizerConfig(Section):
+    """The outer step: SGD on pseudo-gradients, with or without (Nesterov) momentum."""
+
+    name: Policy[Literal["nesterov", "momentum", "sgd"]] = Field(
+        default="nesterov", description="Algorithm of the outer step"
+    )
+    lr: Policy[float] = Field(default=0.7, gt=0, description="Outer learning rate")
+    momentum: Policy[float] = Field(
+        default=0.9, ge=0, lt=1, description="Outer momentum, once ramped up; sgd: 0"
+    )
+    momentum_ramp_rounds: Policy[int] = Field(
+        default=0,
+        ge=0,
+        description="Rounds in which momentum grows from 0; 0: no ramp, streaming: 5",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_to_no_momentum(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("name") == "sgd":
+            data = {"momentum": 0.0, **data}
+        return data
+
+    @field_validator("momentum")
+    @classmethod
+    def _check_momentum(cls, value: float, info: ValidationInfo) -> float:
+        if value and info.data.get("name") == "sgd":
+            raise ValueError(
+                'sgd has none: leave it out, or choose name = "nesterov" or "momentum"'
+            )
+        return value
+
+
+class OuterConfig(Section):
+    """Synchronisation between islands; `preset` gives defaults, explicit keys win."""
+
+    preset: Local[Annotated[Literal["classic", "streaming"], later("decoupled")]] = Field(
+        description="Defaults: classic (P=1, tau=0, float32) or streaming (P given, tau=1, int4)"
+    )
+    inner_steps_per_round: Identity[int] = Field(
+        ge=1, le=MOST_STEPS, description="H: inner steps between sends of a fragment"
+    )
+    num_fragments: Identity[int] = Field(ge=1, description="P: fragments of the model; classic: 1")
+    fragment_pattern: Identity[Literal["balanced", "strided", "sequential", "explicit"]] = Field(
+        default="balanced", description="How parameters are dealt to fragments"
+    )
+    embedding_alone: Identity[bool] = Field(
+        default=False, description="Whether the embedding is a fragment of its own, counted in P"
+    )
+    explicit_fragments: Identity[Names] = Field(
+        default=(), description='Parameter names of each fragment, for fragment_pattern "explicit"'
+    )
+    phases: Identity[Annotated[tuple[int, ...], BeforeValidator(tuples)]] = Field(
+        default=(),
+        description="Inner step of each fragment's first send, 0 to H; empty: evenly spread",
+    )
+    overlap_steps: Identity[int] = Field(
+        default=0,
+        ge=0,
+        description="tau: inner steps from a send to its merge, 0 <= tau < H; streaming: 1",
+    )
+    local_mix: Identity[float] = Field(
+        default=0.0, ge=0, le=1, description="alpha: weight of the local parameters at a merge"
+    )
+    merge: Identity[Annotated[Literal["scheduled"], later("on_arrival")]] = Field(
+        default="scheduled",
+        description="When a result is merged: exactly tau inner steps after the send",
+    )
+    num_lanes: Identity[int] = Field(
+        default=16, ge=1, le=65536, description="Lanes of a fragment, at most"
+    )
+    exchange: Identity[Literal["syncer", "allreduce"]] = Field(
+        default="syncer",
+        description="Who merges: a syncer, or the islands among themselves (reduce-scatter and "
+        "all-gather; each holds all outer state, the coordinator's journal decides)",
+    )
+    optimizer: OuterOptimizerConfig = Field(
+        default=OuterOptimizerConfig(), description="The outer step"
+    )
+    uplink_codec: Policy[CodecName] = Field(
+        default="float32", description="Encoding of pseudo-gradients; streaming: int4"
+    )
+    downlink_codec: Policy[CodecName] = Field(
+        default="float32", description="Encoding of published versions; streaming: int4"
+    )
+    codec_by_name: Policy[Annotated[tuple[str, ...], BeforeValidator(tuples)]] = Field(
+        default=(),
+        description="Codecs of single tensors, both ways: PATTERN=CODEC (* and ?), the first that "
+        'matches counts; norms and biases like ["*norm.weight=float32", "*.bias=bfloat16"]',
+    )
+    error_feedback: Policy[bool] = Field(
+        default=False,
+        description="Whether a quantisation error joins the next pseudo-gradient; true, "
+        "unless given, if int2 or topk is the uplink_codec or in codec_by_name",
+    )
+    weighting: Policy[Annotated[Literal["tokens"], later("tokens_times_rate")]] = Field(
+        default="tokens", description="Weight of a contribution"
+    )
+    min_contributions: Policy[Annotated[Literal["all"], later(int)]] = Field(
+        default="all", description="Quorum: contributions that close a round"
+    )
+    round_deadline: Policy[Deadline] = Field(
+        default="60s",
+        description="Time after the first complete contribution at which a round without quorum "
+        "ends; in an all-reduce also the time from the close to the commit",
+    )
+    on_member_lost: Policy[Annotated[Literal["stop"], later("wait", "shrink")]] = Field(
+        default="stop", description="What happens when an island stays away: all islands stop"
+    )
+    flush: Policy[bool] = Field(
+        default=True, description="Whether the end of the run averages what was not yet sent"
+    )
+    retained_versions: Policy[int] = Field(
+        default=4, ge=1, description="Versions whose records and contributions a syncer keeps"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, data: Any) -> Any:
+        data = with_preset(data, _OUTER_PRESETS)
+        if isinstance(data, Mapping):
+            rules = data.get("codec_by_name", ())
+            codecs = [str(data.get("uplink_codec"))]
+            if isinstance(rules, list | tuple):
+                codecs += [str(rule).rpartition("=")[2] for rule in rules]
+            if not set(_COARSE).isdisjoint(codecs):
+                data = {"error_feedback": True, **data}
+        return data
+
+    @property
+    def round_deadline_s(self) -> float:
+        """Seconds after which a round without quorum expires."""
+        return parse_duration(self.round_deadline)
+
+    @property
+    def uplink(self) -> str:
+        """What contributions are coded by, as `diloco.compression.lanes` names it."""
+        return " ".join((self.uplink_codec, *self.codec_by_name))
+
+    @property
+    def downlink(self) -> str:
+        """The same of published versions."""
+        return " ".join((self.downlink_codec, *self.codec_by_name))
+
+    @field_validator("codec_by_name")
+    @classmethod
+    def _check_codec_by_name(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for rule in value:
+            pattern, _, codec = rule.rpartition("=")
+            if not pattern or len(rule.split()) != 1 or codec not in get_args(CodecName):
+                raise ValueError(
+                    f"{rule!r} must be PATTERN=CODEC without blanks, the codec one of "
+                    f"{', '.join(get_args(CodecName))}"
+                )
+        return value
+
+    @field_validator("phases")
+    @classmethod
+    def _check_phases(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        num_fragments = info.data.get("num_fragments")
+        if value and num_fragments is not None and len(value) != num_fragments:
+            raise ValueError(f"{len(value)} phases, but num_fragments = {num_fragments}")
+        steps = info.data.get("inner_steps_per_round")
+        if steps is not None and not all(0 <= phase <= steps for phase in value):
+            raise ValueError(f"each must be from 0 to inner_steps_per_round = {steps}")
+        return value
+
+    @field_validator("overlap_steps")
+    @classmethod
+    def _check_overlap(cls, value: int, info: ValidationInfo) -> int:
+        steps = info.data.get("inner_steps_per_round")
+        if steps is not None and value >= steps:
+            raise ValueError(f"must be smaller than inner_steps_per_round = {steps}")
+        return value

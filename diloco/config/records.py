@@ -1,0 +1,97 @@
+"""The sections of what a run leaves behind: checkpoints, evaluations, telemetry."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from diloco.config.classes import Local, Policy, Section
+from diloco.config.network import host_of
+
+
+class CheckpointConfig(Section):
+    """Run checkpoints: what a run is resumed from, and what an island returns with."""
+
+    every_inner_steps: Policy[int] = Field(
+        default=0,
+        ge=0,
+        description="Inner steps between run checkpoints; 0: only at a graceful stop",
+    )
+    keep: Policy[int] = Field(
+        default=2, ge=1, description="Complete checkpoints that are kept; older ones are removed"
+    )
+    dir: Local[str] = Field(
+        default="",
+        description="Directory of this site's checkpoints, seen by all ranks of its island; empty: "
+        "checkpoints in coordinator.state_dir",
+    )
+
+
+class EvaluationConfig(Section):
+    """Held-out loss."""
+
+    every_inner_steps: Policy[int] = Field(
+        default=0, ge=0, description="Inner steps between evaluations; 0: only at the end"
+    )
+    num_sequences: Policy[int] = Field(
+        default=256, ge=1, description="Held-out sequences of an evaluation"
+    )
+    max_nats_per_byte: Local[float] = Field(
+        default=0.0,
+        ge=0,
+        description="`diloco local` fails unless the published parameters end below this held-out "
+        "loss; 0: whatever it is",
+    )
+
+
+class WandbConfig(Section):
+    """Weights & Biases: one run an island, the islands of a run in one group."""
+
+    mode: Local[Literal["disabled", "offline", "online"]] = Field(
+        default="disabled",
+        description="Whether metrics go there: offline writes files below telemetry.dir for a "
+        "later `wandb sync`",
+    )
+    project: Local[str] = Field(
+        default="", description="Project; empty: WANDB_PROJECT, or wandb's own default"
+    )
+    entity: Local[str] = Field(
+        default="", description="User or team; empty: WANDB_ENTITY, or wandb's own default"
+    )
+
+
+class TelemetryConfig(Section):
+    """Where events and metrics go; events are always written as lines of JSON."""
+
+    dir: Local[str] = Field(
+        default="",
+        description="Directory of events and logs; empty: telemetry in coordinator.state_dir",
+    )
+    tensorboard: Local[bool] = Field(
+        default=False, description="Whether metrics go to telemetry.dir/tensorboard, too"
+    )
+    wandb: WandbConfig = Field(
+        default=WandbConfig(), description="Weights & Biases: one run an island"
+    )
+    coordinator_metrics: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which the coordinator serves /metrics to Prometheus; empty: "
+        "nowhere",
+    )
+    syncer_metrics: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which the syncer serves /metrics to Prometheus; empty: nowhere",
+    )
+    metrics_token: Local[str] = Field(
+        default="",
+        description="File with the bearer token that /metrics asks for; empty: none, which only "
+        "loopback allows",
+    )
+
+    @field_validator("coordinator_metrics", "syncer_metrics")
+    @classmethod
+    def _check_address(cls, value: str) -> str:
+        if value:
+            host_of(value)
+        return value
