@@ -168,7 +168,7 @@ def _checked(emulation: Emulation, request: Request, console: Console) -> list[F
     with console.status("measuring") as status:
         findings = check(emulation, on_measure=status.update, on_look=request.check)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("link", "way", "figure", "asked for", "measured", "off", "allowed", ""):
+    for column in ("link", "way", "figure", "asked for", "measured", "off", "allowed", "tries", ""):
         table.add_column(column, overflow="fold")
     for finding in findings:
         style = "" if finding.is_met else "red"
