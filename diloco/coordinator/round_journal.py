@@ -166,6 +166,7 @@ def insist_on_initial(record: Mapping[str, Any], num_lanes: int) -> None:
         "lane_digests": digests,
         "contributors": [],
         "refused": {},
+        "last_included": {},
     }
     if [len(lane) for lane in lanes] != [DIGEST_BYTES] * num_lanes or record != initial:
         raise FrameError(f"a founding record of {num_lanes} lanes is not of initial parameters")

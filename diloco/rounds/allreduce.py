@@ -137,6 +137,7 @@ def commit_record(assignment: Assignment, prepared: Prepared, payload_codec: str
             for c in assignment.contributors
         ],
         "refused": dict(assignment.refused),
+        "last_included": {},  # members are fixed here: nobody falls behind what is remembered
     }
 
 

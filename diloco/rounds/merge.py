@@ -153,6 +153,7 @@ class Merger:
             lanes=(),
             contributors=close.contributors,
             refused=close.refused,
+            last_included=close.last_included,
         )
 
     def _draft(self, record: VersionRecord, spool: Spooled) -> RecordDraft:

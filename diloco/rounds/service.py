@@ -121,6 +121,7 @@ class FragmentService:
                 recovered.attempt,
                 recovered.past,
                 _now(),
+                last_included=recovered.record.last_included,
                 expired_in_a_row=recovered.expired_in_a_row,
                 missing=recovered.missing,
             )

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from diloco.rounds.timing import FixedTiming, Timing
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoundKey:
@@ -32,6 +34,10 @@ class RoundKey:
     def __str__(self) -> str:
         """Short form for messages: timeline/fragment/version/attempt."""
         return f"t{self.timeline}/f{self.fragment_id}/v{self.version}/a{self.attempt}"
+
+
+#: Results in a row that cannot be used and end the run, also where expiries do not.
+_MOST_BROKEN = 3
 
 
 class Phase(StrEnum):
@@ -81,13 +87,18 @@ class RoundRules:
     """What a fragment's rounds obey.
 
     Args:
-        members: Islands of every round, sorted.
+        members: Islands of every round, sorted; where `min_members` is given, those of the first.
+        num_lanes: Lanes of the fragment; a contribution is complete when all have arrived.
+        deadline_s: Seconds from the first complete contribution, or decline, to expiry; like
+            `grace_s` and `opening_floor_s` unless the machine is given a timing of its own.
         min_contributions: Quorum; None means all members that have not left the attempt.
         grace_s: Extra seconds after a quorum that is not everybody.
-        deadline_s: Seconds from the first complete contribution, or decline, to expiry.
-        num_lanes: Lanes of the fragment; a contribution is complete when all have arrived.
-        opening_floor_s: Seconds after a publication before the next attempt opens.
-        max_expired_in_a_row: Expiries in a row after which the quorum is lost.
+        opening_floor_s: Seconds after a close before the next attempt opens.
+        max_expired_in_a_row: Expiries in a row after which the quorum is lost; None: never, then
+            rounds wait for islands to come back.
+        min_members: Live islands without which nothing opens: members of an attempt are those
+            that live when it opens. None: members are fixed, and nothing opens before each of
+            them holds a grant.
     """
 
     members: tuple[str, ...]
@@ -96,7 +107,8 @@ class RoundRules:
     min_contributions: int | None = None
     grace_s: float = 0.0
     opening_floor_s: float = 0.0
-    max_expired_in_a_row: int = 3
+    max_expired_in_a_row: int | None = 3
+    min_members: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +153,11 @@ class Contributor:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Announce that contributions to `key` are accepted from `members`."""
+    """Announce that contributions to `key` are accepted from `members`; flushes only, if so."""
 
     key: RoundKey
     members: tuple[str, ...]
+    is_flush: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +165,14 @@ class Close:
     """Merge exactly these contributors, in this order, and commit; then call `committed`.
 
     `refused` says why other islands left the attempt; it is committed too, so that a restart does
-    not change an outcome.
+    not change an outcome. So is `last_included`, this round counted.
     """
 
     key: RoundKey
     contributors: tuple[Contributor, ...]
     is_flush: bool
     refused: Mapping[str, str] = field(default_factory=dict)
+    last_included: Mapping[str, Inclusion] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +219,19 @@ Instruction = Opened | Close | RecordExpiry | Published | DropLanes | Lost
 
 
 @dataclass(frozen=True, slots=True)
+class Inclusion:
+    """The newest contribution of an island that a version counts.
+
+    An island has one contribution a fragment outstanding, so this answers for whatever it may
+    still ask about, however long ago the round was.
+    """
+
+    incarnation: int
+    version: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class PastRound:
     """What is remembered of a published round, to answer late questions."""
 
@@ -220,8 +247,10 @@ class FragmentRounds:
     order. `next_wake` says when `tick` is due.
     """
 
-    def __init__(self, fragment_id: int, timeline: int, rules: RoundRules) -> None:
-        """Start unfounded: nothing opens before `founded`."""
+    def __init__(
+        self, fragment_id: int, timeline: int, rules: RoundRules, timing: Timing | None = None
+    ) -> None:
+        """Start unfounded: nothing opens before `founded`; no `timing`: what the rules say."""
         if not rules.members or list(rules.members) != sorted(set(rules.members)):
             raise ValueError(f"members must be sorted and distinct, got {rules.members}")
         self.fragment_id = fragment_id
@@ -235,10 +264,15 @@ class FragmentRounds:
         self.left: dict[str, str] = {}
         self.incarnations: dict[str, int] = {}
         self.past: dict[int, PastRound] = {}
+        self.last_included: dict[str, Inclusion] = {}
+        self.live = rules.members
+        self.is_finishing = False
         self.story: deque[str] = deque(maxlen=40)
-        self._open_after = -math.inf
+        self._timing = timing or FixedTiming(rules.deadline_s, rules.grace_s, rules.opening_floor_s)
         self._deadline = math.inf
+        self._deadline_s = rules.deadline_s
         self._grace_end = math.inf
+        self._had_quorum = False
         self._expired_in_a_row = 0
         self._broken_in_a_row = 0
         self._missing: tuple[str, ...] = ()
@@ -259,8 +293,8 @@ class FragmentRounds:
     def next_wake(self) -> float:
         """Time at which `tick` must be called, infinity when nothing is awaited."""
         match self.phase:
-            case Phase.WAITING if self._all_granted():
-                return self._open_after
+            case Phase.WAITING if self._can_open():
+                return self._timing.opens_at(self.live)
             case Phase.OPEN:
                 return self._deadline
             case Phase.GRACE:
@@ -275,6 +309,7 @@ class FragmentRounds:
         past: Mapping[int, PastRound],
         now: float,
         *,
+        last_included: Mapping[str, Inclusion] | None = None,
         expired_in_a_row: int = 0,
         broken_in_a_row: int = 0,
         missing: tuple[str, ...] = (),
@@ -287,6 +322,7 @@ class FragmentRounds:
             attempt: To open next.
             past: What is remembered, by base version.
             now: Time.
+            last_included: The newest contribution of each island that was counted.
             expired_in_a_row: Attempts at the next version that expired before.
             broken_in_a_row: Those whose results could not be used.
             missing: Members that the last of them waited for in vain.
@@ -294,16 +330,17 @@ class FragmentRounds:
         """
         self._require(Phase.UNFOUNDED, "founded")
         self.version, self.attempt, self.past = version, attempt, dict(past)
+        self.last_included = dict(last_included or {})
         self.phase = Phase.WAITING
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
         self._broken_in_a_row = broken_in_a_row
         self._tell(now, f"founded at version {version}, attempt {attempt}")
-        if expired_in_a_row >= self.rules.max_expired_in_a_row:
+        if self._is_beyond(expired_in_a_row):
             last = reason or f"missing: {', '.join(missing) or 'nobody'}"
             return self._lose(
                 self.key,
                 f"{expired_in_a_row} attempts in a row had expired before this restart; {last}",
-                is_numeric=broken_in_a_row >= self.rules.max_expired_in_a_row,
+                is_numeric=self._is_beyond(broken_in_a_row),
             )
         return self._open_if_due(now)
 
@@ -333,6 +370,8 @@ class FragmentRounds:
         key = lane.key
         if key.timeline != self.timeline or self.is_fenced(lane.island, lane.incarnation):
             return Admission.FENCED
+        if self.is_finishing and not lane.is_flush and key == self.key:
+            return Admission.INVALID
         if key.fragment_id != self.fragment_id or not 0 <= lane.lane_id < self.rules.num_lanes:
             return Admission.INVALID
         if lane.weight_tokens < 0 or (lane.weight_tokens == 0 and not lane.is_flush):
@@ -382,6 +421,7 @@ class FragmentRounds:
         if len(held.lanes) < self.rules.num_lanes:
             return admission, []
         self._tell(now, f"{lane.island} complete, {held.weight_tokens} tokens")
+        self._timing.arrived(lane.island, now)
         self._begin_deadline(now)
         return admission, self._advance(now)
 
@@ -407,6 +447,35 @@ class FragmentRounds:
         self._begin_deadline(now)
         return instructions + self._advance(now)
 
+    def heard_of(
+        self, live: Iterable[str], fenced: Mapping[str, int], now: float
+    ) -> list[Instruction]:
+        """Take who lives, for the next openings, and whose earlier starts count no more.
+
+        Args:
+            live: Islands that hold a lease.
+            fenced: The least incarnation of islands that were kicked.
+            now: Time.
+        """
+        if self.rules.min_members is not None:
+            self.live = tuple(sorted(set(live)))
+        instructions: list[Instruction] = []
+        for island, least in sorted(fenced.items()):
+            held = self.incarnations.get(island)
+            if held is not None and held < least:
+                key, reason = self.key, "fenced by the coordinator"
+                instructions += self.refused(key, island, held, reason, now)
+                self.incarnations[island] = least
+        return instructions + self._open_if_due(now)
+
+    def finishing(self) -> None:
+        """Open flush rounds only from now on: the fragment has merged the run's tokens.
+
+        A flush of a run whose members come and go closes with those that came by its deadline.
+        """
+        assert self.rules.min_members is not None, "a run of fixed members ends with its steps"
+        self.is_finishing = True
+
     def tick(self, now: float) -> list[Instruction]:
         """Let time pass: open what is due, end the grace window, expire what is overdue."""
         if self.phase is Phase.WAITING:
@@ -414,8 +483,10 @@ class FragmentRounds:
         if self.phase is Phase.GRACE and now >= self._grace_end:
             return self._close(now)
         if self.phase is Phase.OPEN and now >= self._deadline:
+            if self.is_finishing and any(map(self._is_complete, self.contributions.values())):
+                return self._close(now)
             names = ", ".join(self._absent()) or "nobody (flush and ordinary ones are mixed)"
-            return self._expire(f"deadline of {self.rules.deadline_s:g} s; missing: {names}", now)
+            return self._expire(f"deadline of {self._deadline_s:g} s; missing: {names}", now)
         return []
 
     def committed(self, key: RoundKey, now: float) -> list[Instruction]:
@@ -426,9 +497,10 @@ class FragmentRounds:
             frozenset((c.island, c.incarnation) for c in self.contributions.values()),
             dict(self.left),
         )
+        self.last_included = dict(self._included(key))
         self.version, self.attempt = key.version + 1, 0
         self._expired_in_a_row = self._broken_in_a_row = 0
-        self._open_after = now + self.rules.opening_floor_s
+        self._timing.published()
         self._leave_round(Phase.WAITING)
         self._tell(now, f"published version {self.version}")
         return [Published(key), *self._open_if_due(now)]
@@ -463,14 +535,18 @@ class FragmentRounds:
         self._expired_in_a_row += 1
         is_numeric = self._expiry_is_numeric
         self._expiry_is_numeric = False
+        self._timing.expired(now)
         self._leave_round(Phase.WAITING)
-        limit = self.rules.max_expired_in_a_row
-        if is_numeric and self._broken_in_a_row >= limit:
-            reason = f"{limit} attempts in a row came to nothing: {self._expiry_reason}"
+        if is_numeric and self._is_beyond(self._broken_in_a_row, or_at=_MOST_BROKEN):
+            reason = (
+                f"{self._broken_in_a_row} attempts in a row came to nothing: {self._expiry_reason}"
+            )
             return self._lose(key, reason, is_numeric=True)
-        if self._expired_in_a_row >= limit:
+        if self._is_beyond(self._expired_in_a_row):
             return self._lose(
-                key, f"{limit} attempts in a row expired: {self.story[-1]}", is_numeric=False
+                key,
+                f"{self._expired_in_a_row} attempts in a row expired: {self.story[-1]}",
+                is_numeric=False,
             )
         return self._open_if_due(now)
 
@@ -486,6 +562,9 @@ class FragmentRounds:
             return None
         past = self.past.get(key.version)
         if past is None:
+            counted = self.last_included.get(island)
+            if counted == Inclusion(incarnation, key.version, key.attempt):
+                return Outcome(key, OutcomeKind.INCLUDED)
             return Outcome(key, OutcomeKind.NOT_INCLUDED, "published long ago")
         if key.attempt < past.attempt:
             return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
@@ -500,20 +579,37 @@ class FragmentRounds:
         for old in [v for v in self.past if v < version]:
             del self.past[old]
 
-    def _all_granted(self) -> bool:
-        return all(member in self.incarnations for member in self.rules.members)
+    def _is_beyond(self, count: int, *, or_at: float = math.inf) -> bool:
+        """Whether so many attempts in a row that came to nothing end the run."""
+        limit = self.rules.max_expired_in_a_row
+        return count >= (or_at if limit is None else limit)
+
+    def _eligible(self) -> tuple[str, ...]:
+        return tuple(island for island in self.live if island in self.incarnations)
+
+    def _can_open(self) -> bool:
+        if self.rules.min_members is None:
+            return self._eligible() == self.rules.members
+        least = max(self.rules.min_members, self.rules.min_contributions or 1, 1)
+        return len(self._eligible()) >= least
 
     def _open_if_due(self, now: float) -> list[Instruction]:
-        if self.phase is not Phase.WAITING or now < self._open_after or not self._all_granted():
+        if (
+            self.phase is not Phase.WAITING
+            or not self._can_open()
+            or now < self._timing.opens_at(self.live)
+        ):
             return []
         self.phase = Phase.OPEN
-        self.members = self.rules.members
+        self.members = self._eligible()
+        self._timing.opened(now)
         self._tell(now, f"opened {self.key}")
-        return [Opened(self.key, self.members)]
+        return [Opened(self.key, self.members, self.is_finishing)]
 
     def _begin_deadline(self, now: float) -> None:
         if math.isinf(self._deadline):
-            self._deadline = now + self.rules.deadline_s
+            self._deadline_s = self._timing.deadline_s(self.members)
+            self._deadline = now + self._deadline_s
 
     def _is_complete(self, contribution: Contribution) -> bool:
         return len(contribution.lanes) == self.rules.num_lanes
@@ -530,6 +626,9 @@ class FragmentRounds:
             return self._expire("too few members have anything valid to send", now)
         complete = [c for c in self.contributions.values() if self._is_complete(c)]
         kinds = {c.is_flush for c in complete}
+        if not self._had_quorum and len(complete) >= (quorum or len(active)):
+            self._had_quorum = True
+            self._timing.at_quorum(now)
         if len(complete) == len(active) and len(kinds) == 1:
             return self._close(now)
         # A flush closes only with everybody's flush; a mixed attempt waits for its deadline.
@@ -538,7 +637,7 @@ class FragmentRounds:
             return []
         if self.phase is Phase.OPEN:
             self.phase = Phase.GRACE
-            self._grace_end = min(now + self.rules.grace_s, self._deadline)
+            self._grace_end = min(now + self._timing.grace_s(self.members), self._deadline)
         return self.tick(now)
 
     def _close(self, now: float) -> list[Instruction]:
@@ -556,9 +655,19 @@ class FragmentRounds:
             for _, c in sorted(self.contributions.items())
         )
         self.phase = Phase.CLOSING
+        self._timing.closed(now)
         self._tell(now, f"closing with {', '.join(c.island for c in contributors)}")
         is_flush = all(c.is_flush for c in self.contributions.values())
-        return [Close(self.key, contributors, is_flush, dict(self.left))]
+        included = self._included(self.key)
+        return [Close(self.key, contributors, is_flush, dict(self.left), included)]
+
+    def _included(self, key: RoundKey) -> Mapping[str, Inclusion]:
+        """Give the newest inclusion of each island, that of this round counted."""
+        new = {
+            island: Inclusion(c.incarnation, key.version, key.attempt)
+            for island, c in self.contributions.items()
+        }
+        return {**self.last_included, **new}
 
     def _expire(
         self, reason: str, now: float, missing: tuple[str, ...] | None = None
@@ -578,6 +687,7 @@ class FragmentRounds:
         self.members = ()
         self.contributions = {}
         self.left = {}
+        self._had_quorum = False
         self._deadline = self._grace_end = math.inf
 
     def _require(self, phase: Phase, event: str, key: RoundKey | None = None) -> None:

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ from diloco.rounds.record import (
     version_of,
     versions_in,
 )
-from diloco.rounds.state import Contributor, PastRound, RoundKey
+from diloco.rounds.state import Contributor, Inclusion, PastRound, RoundKey
 from transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class VersionRecord:
         payloads: Published payload of each lane; empty for version 0.
         contributions: Island -> encoded lanes, as accepted; empty for version 0.
         refused: Island -> why it left the attempt, for those that did.
+        last_included: Island -> its newest contribution that this version or one before it counts.
     """
 
     version: int
@@ -87,6 +88,7 @@ class VersionRecord:
     contributors: tuple[Contributor, ...] = ()
     contributions: Mapping[str, Sequence[Buffer]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    last_included: Mapping[str, Inclusion] = field(default_factory=dict)
 
     @property
     def digest(self) -> bytes:
@@ -121,6 +123,7 @@ class VersionRecord:
                 for c in self.contributors
             ],
             "refused": dict(self.refused),
+            "last_included": {name: [*astuple(last)] for name, last in self.last_included.items()},
         }
 
 
@@ -498,4 +501,5 @@ def record_of(
             if f"contribution/{c.island}/0" in sections  # a peer of an all-reduce has its own
         },
         refused=header["refused"],
+        last_included={name: Inclusion(*last) for name, last in header["last_included"].items()},
     )

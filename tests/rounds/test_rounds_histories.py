@@ -21,6 +21,7 @@ from diloco.rounds.state import (
     Close,
     DropLanes,
     FragmentRounds,
+    Inclusion,
     Instruction,
     LaneArrival,
     Lost,
@@ -31,8 +32,19 @@ from diloco.rounds.state import (
     RoundKey,
     RoundRules,
 )
+from diloco.rounds.timing import MeasuredTiming, StepTimes, TimingRules
 
 ISLANDS = ("a", "b", "c")
+TIMING = TimingRules(
+    inner_steps_per_round=4,
+    overlap_steps=2,
+    grace_share=0.5,
+    grace_cap_s=5.0,
+    deadline_floor_s=1.0,
+    deadline_cap_s=10.0,
+)
+
+Identity = tuple[RoundKey, str, int]
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -49,25 +61,39 @@ class AnyHistory(RuleBasedStateMachine):
         self.rules = RoundRules(
             ISLANDS, 2, 10.0, min_contributions=quorum, grace_s=grace_s, max_expired_in_a_row=99
         )
+        self.retained = 10**6
+        self.steps: StepTimes | None = None
+        self.start()
+
+    def start(self) -> None:
         self.now = 0.0
+        self.live: tuple[str, ...] = ISLANDS
+        self.fenced: dict[str, int] = {}
+        self.durable_included: dict[str, Inclusion] = {}
         self.durable_version, self.durable_attempt = 0, 0
         self.durable_past: dict[int, PastRound] = {}
         self.incarnations = dict.fromkeys(ISLANDS, 1)
-        self.ends: dict[tuple[RoundKey, str, int], OutcomeKind] = {}
-        self.sent: set[tuple[RoundKey, str, int]] = set()
+        self.ends: dict[Identity, OutcomeKind] = {}
+        self.sent: set[Identity] = set()
         self.counted: set[tuple[int, str]] = set()
-        self.bytes_of: dict[tuple[RoundKey, str, int], dict[int, bytes]] = {}
+        self.bytes_of: dict[Identity, dict[int, bytes]] = {}
         self.pending: list[Instruction] = []
         self.restart()
 
     def restart(self) -> None:
         self.pending = []
-        self.rounds = FragmentRounds(0, 0, self.rules)
+        timing = self.steps and MeasuredTiming(TIMING, self.steps, self.now)
+        self.rounds = FragmentRounds(0, 0, self.rules, timing)
+        self.perform(self.rounds.heard_of(self.live, self.fenced, self.now))
         for island, incarnation in self.incarnations.items():
             self.rounds.granted(island, incarnation, self.now)
         self.perform(
             self.rounds.founded(
-                self.durable_version, self.durable_attempt, self.durable_past, self.now
+                self.durable_version,
+                self.durable_attempt,
+                self.durable_past,
+                self.now,
+                last_included=self.durable_included,
             )
         )
 
@@ -102,6 +128,10 @@ class AnyHistory(RuleBasedStateMachine):
         )
 
     @rule(arrival=lanes)
+    def arrive(self, arrival: LaneArrival) -> None:
+        """Whatever was sent, whenever."""
+        self.deliver(arrival)
+
     def deliver(self, arrival: LaneArrival) -> None:
         """A lane arrives: once, twice, late, of an older start."""
         identity = (arrival.key, arrival.island, arrival.incarnation)
@@ -114,6 +144,17 @@ class AnyHistory(RuleBasedStateMachine):
         is_old = arrival.incarnation < self.incarnations[arrival.island]
         assert (admission is Admission.FENCED) == is_old
         self.perform(instructions)
+
+    @rule(islands=st.sets(st.sampled_from(ISLANDS), min_size=1))
+    def send_whole(self, islands: set[str]) -> None:
+        """Contributions arrive undisturbed: without these hardly a round would close."""
+        for island in sorted(islands):
+            if island in self.rounds.contributions or not self.rounds.is_open:
+                continue
+            key, incarnation = self.rounds.key, self.incarnations[island]
+            for lane_id in (0, 1):
+                digest = f"{island}{lane_id}".encode()
+                self.deliver(LaneArrival(key, island, incarnation, lane_id, digest, 1, 1, 1, False))
 
     @rule(arrival=lanes)
     def decline(self, arrival: LaneArrival) -> None:
@@ -144,11 +185,14 @@ class AnyHistory(RuleBasedStateMachine):
             case Close(key) if is_broken:
                 self.perform(self.rounds.result_broken(key, "not finite", self.now))
                 return
-            case Close(key, contributors, _, refused):
+            case Close(key, contributors, _, refused, included):
                 self.check_close(instruction)
+                self.durable_included = dict(included)
                 self.durable_version, self.durable_attempt = key.version + 1, 0
                 who = frozenset((c.island, c.incarnation) for c in contributors)
                 self.durable_past[key.version] = PastRound(key.attempt, who, refused)
+                for old in [v for v in self.durable_past if v <= key.version - self.retained]:
+                    del self.durable_past[old]
                 tell = self.rounds.committed
             case RecordExpiry(key):
                 self.durable_attempt = key.attempt + 1
@@ -160,6 +204,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.restart()
         else:
             self.perform(tell(key, self.now))
+            self.rounds.forget_before(self.durable_version - self.retained)
 
     def check_close(self, close: Close) -> None:
         names = [c.island for c in close.contributors]
@@ -181,6 +226,14 @@ class AnyHistory(RuleBasedStateMachine):
     def every_contribution_has_at_most_one_end(self) -> None:
         for identity in self.sent:
             outcome = self.rounds.outcome(*identity)
+            if self.is_forgotten(identity):
+                # What nobody remembers is told alike whether it expired or came too late; an
+                # island hears of its newest one, and it was counted, or it was not.
+                if identity in self.newest_sent() and identity in self.ends:
+                    was_included = self.ends[identity] is OutcomeKind.INCLUDED
+                    assert outcome is not None
+                    assert (outcome.kind is OutcomeKind.INCLUDED) == was_included, identity
+                continue
             before = self.ends.get(identity)
             if outcome is None:
                 # Only a refusal, which ends nothing before its round does, can be forgotten.
@@ -189,6 +242,17 @@ class AnyHistory(RuleBasedStateMachine):
             if before is not OutcomeKind.REFUSED:
                 assert before in (None, outcome.kind), identity
             self.ends[identity] = outcome.kind
+
+    def is_forgotten(self, identity: Identity) -> bool:
+        version = identity[0].version
+        return version < self.rounds.version and version not in self.rounds.past
+
+    def newest_sent(self) -> set[Identity]:
+        """Give what is asked about: by the newest start of each island, of its newest round."""
+        newest: dict[str, Identity] = {}
+        for identity in sorted(self.sent, key=lambda sent: (sent[2], sent[0])):
+            newest[identity[1]] = identity
+        return set(newest.values())
 
     @invariant()
     def the_machine_stands_where_the_durable_truth_does(self) -> None:
@@ -203,7 +267,73 @@ class AnyHistory(RuleBasedStateMachine):
                 assert self.rounds.outcome(key, island, incarnation) is not None
 
 
-AnyHistory.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
-)
+class MembersComeAndGo(AnyHistory):
+    """The same where islands come, go, lapse and are kicked, and times are measured."""
+
+    @initialize(quorum=st.integers(1, 3), min_members=st.integers(1, 2), retained=st.integers(1, 2))
+    def begin(self, quorum: int, min_members: int, retained: int) -> None:  # type: ignore[override]
+        self.rules = RoundRules(
+            ISLANDS,
+            2,
+            10.0,
+            min_contributions=quorum,
+            max_expired_in_a_row=None,
+            min_members=min_members,
+        )
+        self.retained = retained
+        self.steps = StepTimes()
+        self.start()
+
+    @rule(islands=st.sets(st.sampled_from(ISLANDS), min_size=1))
+    def round_trip(self, islands: set[str]) -> None:
+        """What mostly happens: all step, a round opens, some answer, it ends and is written."""
+        for island in ISLANDS:
+            self.step(island, 1.0)
+        self.roster(set(ISLANDS))
+        self.wait(11.0)
+        self.send_whole(islands)
+        self.wait(11.0)
+        if self.pending:
+            self.write(is_killed=False, is_broken=False)
+
+    @rule(island=st.sampled_from(ISLANDS), step_s=st.sampled_from([0.5, 1.0, 2.0]))
+    def step(self, island: str, step_s: float) -> None:
+        assert self.steps is not None
+        self.steps.stepped(island, step_s)
+
+    @rule(live=st.sets(st.sampled_from(ISLANDS)))
+    def roster(self, live: set[str]) -> None:
+        self.live = tuple(live)
+        self.perform(self.rounds.heard_of(self.live, self.fenced, self.now))
+
+    @rule(island=st.sampled_from(ISLANDS))
+    def kick(self, island: str) -> None:
+        """An operator kicks it; it may join again at once."""
+        self.fenced[island] = self.incarnations[island] + 1
+        self.live = tuple(name for name in self.live if name != island)
+        self.perform(self.rounds.heard_of(self.live, self.fenced, self.now))
+        self.incarnations[island] += 1
+
+    def perform(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Close):  # who is kicked later was counted
+                assert {c.island for c in instruction.contributors} <= set(self.rounds.members)
+                for contributor in instruction.contributors:
+                    assert contributor.incarnation >= self.fenced.get(contributor.island, 0)
+        super().perform(instructions)
+
+    @invariant()
+    def nobody_waits_for_ever(self) -> None:
+        """What is open with a contribution has an end; what waits knows for what."""
+        rounds = self.rounds
+        if rounds.is_open and any(len(c.lanes) == 2 for c in rounds.contributions.values()):
+            assert rounds.next_wake < self.now + 11.0
+        assert rounds.phase is not Phase.LOST or rounds._broken_in_a_row >= 3
+
+
+for history in (AnyHistory, MembersComeAndGo):
+    history.TestCase.settings = settings(
+        max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    )
 test_any_history = AnyHistory.TestCase
+test_members_come_and_go = MembersComeAndGo.TestCase

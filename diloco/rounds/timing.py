@@ -1,0 +1,249 @@
+"""When a round opens, how long it waits for stragglers, and when it expires. Pure.
+
+Scheduled runs know these times beforehand (`FixedTiming`); decoupled ones measure them
+(`MeasuredTiming`), with averages xi of weight 1/2:
+
+    opening    not before H * xi_step(fastest live member) after the fragment's previous close
+    grace      clamp(gamma * (tau * xi_step(slowest member) - (xi_quorum + xi_sync)), 0, cap)
+    deadline   clamp(max over members of (xi_late + 4 * deviation), floor, cap), doubled by every
+               expiry since the last publication
+
+xi_quorum is the time from an opening to its quorum, xi_sync that from a close until its last
+contributor holds the new version, xi_late how long after the first complete contribution of a
+round a member's own was complete. The grace only spends time that the overlap gives anyway;
+where one of its terms is unknown it is 0. Times are in seconds.
+
+Source: protocol.md section 4; grace of Decoupled DiLoCo (arXiv 2604.21428, Eq. 3); deviation as in
+RFC 6298, section 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+_WEIGHT = 0.5
+_DEVIATIONS = 4.0
+_MOST_DOUBLINGS = 60
+
+
+class Average:
+    """Exponential moving average of weight 1/2, and that of the distance from it."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self.value: float | None = None
+        self.deviation = 0.0
+
+    def add(self, value: float) -> None:
+        """Take one more value; the first is the average, off by half of itself."""
+        if self.value is None:
+            self.value, self.deviation = value, value / 2
+        else:
+            self.deviation += _WEIGHT * (abs(value - self.value) - self.deviation)
+            self.value += _WEIGHT * (value - self.value)
+
+
+class StepTimes:
+    """What islands say of the duration of their inner steps; one object for all fragments."""
+
+    def __init__(self) -> None:
+        """Know nobody."""
+        self._averages: dict[str, Average] = {}
+
+    def stepped(self, island: str, step_s: float) -> None:
+        """Take what an island measured lately; what is no duration is not taken."""
+        if 0.0 < step_s < math.inf:
+            self._averages.setdefault(island, Average()).add(step_s)
+
+    def forget(self, island: str) -> None:
+        """Forget an island that has left, or that starts anew, perhaps on other hardware."""
+        self._averages.pop(island, None)
+
+    def of(self, islands: Collection[str]) -> list[float]:
+        """Give the averages of those that are known."""
+        known = (self._averages[name].value for name in islands if name in self._averages)
+        return [value for value in known if value is not None]
+
+
+class Timing(Protocol):
+    """What one fragment's rounds ask, and what they tell; `now` is a monotonic clock's."""
+
+    def opens_at(self, live: Collection[str]) -> float:
+        """When the next attempt may open; infinity: not known yet."""
+
+    def grace_s(self, members: Collection[str]) -> float:
+        """Seconds from a quorum that is not everybody to the close."""
+
+    def deadline_s(self, members: Collection[str]) -> float:
+        """Seconds from the first complete contribution, or decline, to the expiry."""
+
+    def opened(self, now: float) -> None:
+        """An attempt has opened."""
+
+    def arrived(self, island: str, now: float) -> None:
+        """A contribution is complete."""
+
+    def at_quorum(self, now: float) -> None:
+        """The quorum of this attempt is reached."""
+
+    def closed(self, now: float) -> None:
+        """The contributors are decided."""
+
+    def fetched(self, now: float) -> None:
+        """The last contributor holds what the previous close has published."""
+
+    def published(self) -> None:
+        """A version is durable."""
+
+    def expired(self, now: float) -> None:
+        """The attempt came to nothing."""
+
+
+class FixedTiming:
+    """The same times for every round."""
+
+    def __init__(
+        self, deadline_s: float, grace_s: float = 0.0, opening_floor_s: float = 0.0
+    ) -> None:
+        """Keep them, in seconds; the floor counts from the previous close."""
+        self._deadline_s, self._grace_s = deadline_s, grace_s
+        self._opening_floor_s = opening_floor_s
+        self._open_after = -math.inf
+
+    def opens_at(self, live: Collection[str]) -> float:
+        """See `Timing`."""
+        return self._open_after
+
+    def grace_s(self, members: Collection[str]) -> float:
+        """See `Timing`."""
+        return self._grace_s
+
+    def deadline_s(self, members: Collection[str]) -> float:
+        """See `Timing`."""
+        return self._deadline_s
+
+    def closed(self, now: float) -> None:
+        """See `Timing`."""
+        self._open_after = now + self._opening_floor_s
+
+    def opened(self, now: float) -> None:
+        """See `Timing`; nothing is measured, here and below."""
+
+    def arrived(self, island: str, now: float) -> None:
+        """See `Timing`."""
+
+    def at_quorum(self, now: float) -> None:
+        """See `Timing`."""
+
+    def fetched(self, now: float) -> None:
+        """See `Timing`."""
+
+    def published(self) -> None:
+        """See `Timing`."""
+
+    def expired(self, now: float) -> None:
+        """See `Timing`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimingRules:
+    """Within which bounds times are measured.
+
+    Args:
+        inner_steps_per_round: H.
+        overlap_steps: tau.
+        grace_share: gamma, the share of the slack that is spent on stragglers.
+        grace_cap_s: Longest grace.
+        deadline_floor_s: Shortest deadline.
+        deadline_cap_s: Longest deadline, and that of members who are not known yet.
+        phase: Share of the first interval after which a fragment opens first, so that fragments
+            take turns: (p + 1) / P.
+    """
+
+    inner_steps_per_round: int
+    overlap_steps: int
+    grace_share: float
+    grace_cap_s: float
+    deadline_floor_s: float
+    deadline_cap_s: float
+    phase: float = 1.0
+
+
+class MeasuredTiming:
+    """Times of one fragment's rounds, from what its members have shown."""
+
+    def __init__(self, rules: TimingRules, steps: StepTimes, begins_at: float) -> None:
+        """Begin at `begins_at` as if a round had closed then."""
+        self._rules = rules
+        self._steps = steps
+        self._late: dict[str, Average] = {}
+        self._until_quorum, self._until_fetched = Average(), Average()
+        self._opened_at = self._first_at = math.nan
+        self._closed_at, self._share = begins_at, rules.phase
+        self._expired_at, self._expiries = -math.inf, 0
+
+    def opens_at(self, live: Collection[str]) -> float:
+        """See `Timing`; after an expiry one fastest step later, twice as late after each more."""
+        steps = self._steps.of(live)
+        if not steps:
+            return math.inf
+        full = self._rules.inner_steps_per_round * min(steps)
+        if self._expiries:
+            return self._expired_at + min(
+                min(steps) * 2.0 ** min(self._expiries - 1, _MOST_DOUBLINGS), full
+            )
+        return self._closed_at + self._share * full
+
+    def grace_s(self, members: Collection[str]) -> float:
+        """See `Timing`."""
+        steps = self._steps.of(members)
+        quorum, fetched = self._until_quorum.value, self._until_fetched.value
+        if not steps or quorum is None or fetched is None:
+            return 0.0
+        slack = self._rules.overlap_steps * max(steps) - (quorum + fetched)
+        return min(max(self._rules.grace_share * slack, 0.0), self._rules.grace_cap_s)
+
+    def deadline_s(self, members: Collection[str]) -> float:
+        """See `Timing`."""
+        rules = self._rules
+        late = [self._late[island] for island in members if island in self._late]
+        if len(late) < max(len(members), 1):
+            return rules.deadline_cap_s
+        expected = max((each.value or 0.0) + _DEVIATIONS * each.deviation for each in late)
+        doubled = max(expected, rules.deadline_floor_s) * 2.0 ** min(
+            self._expiries, _MOST_DOUBLINGS
+        )
+        return min(doubled, rules.deadline_cap_s)
+
+    def opened(self, now: float) -> None:
+        """See `Timing`."""
+        self._opened_at, self._first_at = now, math.nan
+
+    def arrived(self, island: str, now: float) -> None:
+        """See `Timing`."""
+        if math.isnan(self._first_at):
+            self._first_at = now
+        self._late.setdefault(island, Average()).add(now - self._first_at)
+
+    def at_quorum(self, now: float) -> None:
+        """See `Timing`."""
+        self._until_quorum.add(now - self._opened_at)
+
+    def closed(self, now: float) -> None:
+        """See `Timing`."""
+        self._closed_at, self._share = now, 1.0
+
+    def fetched(self, now: float) -> None:
+        """See `Timing`."""
+        self._until_fetched.add(now - self._closed_at)
+
+    def published(self) -> None:
+        """See `Timing`."""
+        self._expiries = 0
+
+    def expired(self, now: float) -> None:
+        """See `Timing`."""
+        self._expired_at, self._expiries = now, self._expiries + 1

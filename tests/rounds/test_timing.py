@@ -1,0 +1,150 @@
+"""When rounds open, wait and expire, by figures that were calculated by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from diloco.rounds.timing import FixedTiming, MeasuredTiming, StepTimes, TimingRules
+
+RULES = TimingRules(
+    inner_steps_per_round=30,
+    overlap_steps=2,
+    grace_share=0.5,
+    grace_cap_s=10.0,
+    deadline_floor_s=1.0,
+    deadline_cap_s=60.0,
+)
+BOTH = ("fast", "slow")
+
+
+def step_times() -> StepTimes:
+    steps = StepTimes()
+    steps.stepped("fast", 1.0)
+    steps.stepped("slow", 2.0)
+    return steps
+
+
+def measured(**changes: float) -> MeasuredTiming:
+    return MeasuredTiming(replace(RULES, **changes), step_times(), begins_at=100.0)
+
+
+def one_round(timing: MeasuredTiming, at: float, *, slow_after: float) -> None:
+    """Open, fast after 1 s, slow so much later, close, fetched half a second later."""
+    timing.opened(at)
+    timing.arrived("fast", at + 1.0)
+    timing.at_quorum(at + 1.0)
+    timing.arrived("slow", at + 1.0 + slow_after)
+    timing.closed(at + 1.0 + slow_after)
+    timing.fetched(at + 1.5 + slow_after)
+    timing.published()
+
+
+def test_a_round_opens_when_the_fastest_has_made_its_steps_since_the_close() -> None:
+    timing = measured()
+    one_round(timing, 130.0, slow_after=1.0)
+
+    assert timing.opens_at(BOTH) == 132.0 + 30 * 1.0
+    assert timing.opens_at(("slow",)) == 132.0 + 30 * 2.0
+
+
+def test_nothing_opens_before_somebody_has_told_a_step() -> None:
+    timing = MeasuredTiming(RULES, StepTimes(), begins_at=0.0)
+
+    assert timing.opens_at(BOTH) == math.inf
+
+
+def test_fragments_take_turns_from_the_first_interval_on() -> None:
+    first = [measured(phase=(p + 1) / 3).opens_at(BOTH) for p in range(3)]
+
+    assert first == [110.0, 120.0, 130.0]
+
+
+def test_an_expired_attempt_is_tried_again_soon_then_ever_later_but_within_a_round() -> None:
+    timing, waits = measured(), []
+    for _ in range(7):
+        timing.expired(200.0)
+        waits.append(timing.opens_at(BOTH) - 200.0)
+
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+def test_the_grace_spends_a_share_of_the_slack() -> None:
+    timing = measured()
+    assert timing.grace_s(BOTH) == 0.0  # neither quorum nor fetching is known
+
+    one_round(timing, 130.0, slow_after=1.0)
+
+    # tau * slowest - (until quorum + until fetched), of which half is spent
+    assert timing.grace_s(BOTH) == pytest.approx(0.5 * (2 * 2.0 - (1.0 + 0.5)))
+    assert timing.grace_s(("fast",)) == pytest.approx(0.5 * (2 * 1.0 - (1.0 + 0.5)))
+    assert measured_with(timing_cap=0.2).grace_s(BOTH) == 0.2
+
+
+def measured_with(*, timing_cap: float) -> MeasuredTiming:
+    timing = measured(grace_cap_s=timing_cap)
+    one_round(timing, 130.0, slow_after=1.0)
+    return timing
+
+
+def test_where_fetching_takes_longer_than_the_overlap_there_is_no_grace() -> None:
+    timing = measured()
+    one_round(timing, 130.0, slow_after=0.0)
+    timing.fetched(140.0)
+
+    assert timing.grace_s(BOTH) == 0.0
+
+
+def test_the_deadline_follows_how_late_members_come() -> None:
+    timing = measured()
+    assert timing.deadline_s(BOTH) == 60.0  # of unknown members: the longest
+
+    one_round(timing, 130.0, slow_after=2.0)
+    first = timing.deadline_s(BOTH)
+    one_round(timing, 170.0, slow_after=2.0)
+
+    assert first == pytest.approx(2.0 + 4 * 1.0)  # the first deviation is half of the value
+    assert timing.deadline_s(BOTH) == pytest.approx(2.0 + 4 * 0.5)
+    assert timing.deadline_s(("fast",)) == 1.0  # never late: the shortest
+    assert timing.deadline_s((*BOTH, "new")) == 60.0
+
+
+def test_every_expiry_doubles_the_deadline_up_to_the_longest() -> None:
+    timing = measured()
+    one_round(timing, 130.0, slow_after=2.0)
+    deadlines = []
+    for _ in range(5):
+        timing.expired(200.0)
+        deadlines.append(timing.deadline_s(BOTH))
+    timing.published()
+
+    assert deadlines == [12.0, 24.0, 48.0, 60.0, 60.0]
+    assert timing.deadline_s(BOTH) == 6.0
+
+
+@pytest.mark.parametrize("step_s", [0.0, -1.0, math.inf, math.nan])
+def test_what_is_no_duration_is_not_taken(step_s: float) -> None:
+    steps = step_times()
+    steps.stepped("fast", step_s)
+
+    assert steps.of(("fast",)) == [1.0]
+
+
+def test_an_average_weighs_the_newest_half() -> None:
+    steps = step_times()
+    steps.stepped("fast", 2.0)
+    steps.stepped("fast", 2.0)
+    steps.forget("slow")
+
+    assert steps.of(BOTH) == [1.75]
+
+
+def test_fixed_times_are_what_was_said() -> None:
+    timing = FixedTiming(deadline_s=60.0, grace_s=3.0, opening_floor_s=5.0)
+    assert timing.opens_at(BOTH) == -math.inf
+
+    timing.closed(10.0)
+
+    assert (timing.opens_at(BOTH), timing.grace_s(BOTH), timing.deadline_s(BOTH)) == (15, 3, 60)
