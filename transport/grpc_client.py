@@ -15,7 +15,7 @@ from grpc import ChannelConnectivity
 
 from transport.addresses import split_address, split_candidates
 from transport.certificates import CertificateError
-from transport.channels import Channels, LossMeter, wanted_channels
+from transport.channels import Channels, LossMeter
 from transport.contracts import Buffer, Reply
 from transport.errors import (
     ConnectError,
@@ -284,11 +284,12 @@ class GrpcTransport:
             # Sockets that were not found are not gone: they would be counted twice later.
             if found := segment_counts({split_address(place) for place in places}):
                 self._meter.count(found)
-            wanted, before = wanted_channels(self._meter.loss), self._dealt.num_channels
+            meter, before = self._meter, self._dealt.num_channels
+            wanted = meter.wanted
             if wanted != before:
                 _log.info(
-                    "connections for payloads peer=%s channels=%d before=%d loss=%.5f",
-                    self._address, wanted, before, self._meter.loss or 0.0,
+                    "connections for payloads peer=%s channels=%d before=%d loss=%.5f back=%.5f",
+                    self._address, wanted, before, meter.sent_loss, meter.received_loss,
                 )  # fmt: skip
                 self._dealt.num_channels = wanted
         return self._dealt.enter(num_bytes)
