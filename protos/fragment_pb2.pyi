@@ -235,20 +235,20 @@ class PollReply(_message.Message):
     def __init__(self, syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentState, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ..., is_fenced: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
 
 class FetchHeader(_message.Message):
-    __slots__ = ("protocol_version", "grant", "fragment_id", "version", "lane_ids", "kind")
+    __slots__ = ("protocol_version", "grant", "fragment_id", "version", "kind", "lane_ids")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    LANE_IDS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
+    LANE_IDS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: _control_pb2.Grant
     fragment_id: int
     version: int
-    lane_ids: _containers.RepeatedScalarFieldContainer[int]
     kind: FetchKind
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., lane_ids: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[FetchKind, str]] = ...) -> None: ...
+    lane_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., kind: _Optional[_Union[FetchKind, str]] = ..., lane_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchReply(_message.Message):
     __slots__ = ("syncer_epoch", "status", "codec", "digest", "message")

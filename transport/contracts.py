@@ -45,7 +45,11 @@ class IncomingCall(Protocol):
 
     @property
     def payload_bytes(self) -> int:
-        """Declared size of the payload in bytes; nothing has been allocated for it yet."""
+        """Declared size of the payload in bytes.
+
+        Nothing has been allocated for it yet, unless it came with the header: of a whole payload
+        (`framing.WHOLE_BYTES` at most) the message is held from the call's begin.
+        """
 
     @property
     def peer(self) -> str:
@@ -103,7 +107,8 @@ class Transport(Protocol):
             deadline_s: Seconds from now for the whole call, reply included; must be > 0.
             max_reply_bytes: Largest reply payload the caller is ready to hold; 0 allows none.
             transfer: Given to every attempt of one call, with the same method, header and payload,
-                it makes each go on where the one before it broke. None: a call begins anew.
+                it makes each go on where the one before it broke, and has the peer answer once; a
+                payload of at most `framing.WHOLE_BYTES` is sent again. None: a call begins anew.
 
         Raises:
             TransportError: One of the leaves in `errors`; `TransportClosed` after `close`.

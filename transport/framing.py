@@ -13,7 +13,8 @@ attempt (flag 1) says how many bytes (`offset`) of which `reply` it has, and sen
 the peer has said, in a message of its own ahead of the reply, at which position the payload goes
 on. In a reply, `reply` is its name and `offset` the byte at which its chunks begin; 0 when the
 caller's part of it is worth nothing. Flag 2: payloads of other calls go first. Flag 4: the payload
-is in this message, there is no other. Flag 8: the caller takes no payload in reply.
+is in this message, there is no other; at most `WHOLE_BYTES`, and never with flag 1. Flag 8: the
+caller takes no payload in reply.
 
 Integers are little-endian; a checksum is the xxh3_64 (canonical, big-endian) of everything after
 it in its message. Both directions of a call use the same form. Pure; content is never parsed.
@@ -276,6 +277,11 @@ class FrameReader:
         _verify(first_message, "the first message")
         flags, transfer, reply, offset = named
         self.is_whole = bool(flags & _IS_WHOLE)
+        if self.is_whole and (payload_bytes > WHOLE_BYTES or flags & _IS_RESUMING):
+            raise FrameError(
+                f"first message declares that it holds a payload of {payload_bytes} bytes, flags "
+                f"{flags}; up to {WHOLE_BYTES} bytes may travel so, and never go on after a break"
+            )
         declared = header_bytes + payload_bytes * self.is_whole
         if len(body) != _OPENING.size + declared:
             raise FrameError(
@@ -303,7 +309,8 @@ class FrameReader:
         self.payload_bytes: int = payload_bytes
         self.partial: Partial | None = None
         self._chunk_bytes: int = chunk_bytes
-        self._whole = body[_OPENING.size + header_bytes :]
+        # Nothing else of the message is held on to.
+        self._whole = body[_OPENING.size + header_bytes :] if self.is_whole else None
 
     @property
     def is_complete(self) -> bool:
@@ -317,7 +324,7 @@ class FrameReader:
         return self.partial.payload
 
     def accept(self, max_payload_bytes: int, partial: Partial | None = None) -> Partial:
-        """Allocate the payload if its declared size is at most `max_payload_bytes`.
+        """Allocate the payload if its declared size is at most `max_payload_bytes`; once.
 
         Args:
             max_payload_bytes: What may be held.
@@ -334,8 +341,10 @@ class FrameReader:
                 f"the peer declares a payload of {self.payload_bytes} bytes; "
                 f"{max_payload_bytes} are allowed"
             )
-        if self.is_whole:
+        assert self.partial is None, "a payload is accepted once"
+        if self._whole is not None:
             partial = Partial(bytearray(self._whole), self.payload_bytes)
+            self._whole = None
         elif partial is None or len(partial.payload) != self.payload_bytes:
             partial = Partial(bytearray(self.payload_bytes))
         self.partial = partial

@@ -15,7 +15,7 @@ from grpc import ChannelConnectivity
 
 from transport.addresses import split_address, split_candidates
 from transport.certificates import CertificateError
-from transport.channels import Channels, LossMeter, wanted_channels
+from transport.channels import Channels, LossMeter
 from transport.contracts import Buffer, Reply
 from transport.errors import (
     ConnectError,
@@ -145,24 +145,28 @@ class GrpcTransport:
         self._check_open(method)
         num_candidates, first = len(self._candidates), self._first
         num_bytes = memoryview(payload).nbytes + max_reply_bytes
-        dealt = self._deal(num_bytes)
+        request = Request(
+            header,
+            payload,
+            transfer,
+            max_reply_bytes=max_reply_bytes,
+            chunk_bytes=self._chunk_bytes,
+            pacer=self._pacer,
+        )
+        dealt = None
         try:
             async with asyncio.timeout(deadline_s) as scope:
+                until = scope.when()
+                assert until is not None
+                # The wait for its turn comes first: a connection is proved when it is used.
+                message = await request.whole() if request.is_whole else b""
+                self._check_open(method)
+                dealt = self._deal(num_bytes)
                 for n in range(num_candidates):
                     index = (first + n) % num_candidates
-                    request = Request(
-                        header,
-                        payload,
-                        transfer,
-                        max_reply_bytes=max_reply_bytes,
-                        chunk_bytes=self._chunk_bytes,
-                        pacer=self._pacer,
-                    )
-                    until = scope.when()
-                    assert until is not None
                     channel = self._channel(self._candidates[index], dealt)
                     try:
-                        reply = await self._call(channel, method, request, until)
+                        reply = await self._call(channel, method, request, message, until)
                     except ConnectError:
                         if n == num_candidates - 1:
                             raise
@@ -170,10 +174,12 @@ class GrpcTransport:
                         self._first = index
                         return reply
         except TimeoutError:
-            message = f"no answer within {deadline_s:g} s"
-            raise self._error(DeadlineExceeded, message, method) from None
+            late = f"no answer within {deadline_s:g} s"
+            raise self._error(DeadlineExceeded, late, method) from None
         finally:
-            self._dealt.leave(dealt, num_bytes)
+            request.close()
+            if dealt is not None:
+                self._dealt.leave(dealt, num_bytes)
         raise AssertionError("a peer has at least one address")
 
     async def close(self) -> None:
@@ -192,6 +198,7 @@ class GrpcTransport:
         channel: grpc.aio.Channel,
         method: str,
         request: Request,
+        message: bytes,
         until: float,
     ) -> Reply:
         """Call the peer at one of its addresses."""
@@ -203,13 +210,22 @@ class GrpcTransport:
         challenge = end.challenge() if end else b""
         asked = ((CHALLENGE_METADATA, challenge),) if end else ()
         try:
-            call = await _begin(channel, method, request, until, (*self._metadata, *asked))
+            call = _begin(channel, method, request, message, until, (*self._metadata, *asked))
+        except grpc.aio.UsageError as error:  # closed while the server proved itself
+            self._check_open(method)
+            replaced = f"its connection was replaced, with the certificates: {error}"
+            raise self._error(ConnectError, replaced, method) from error
+        try:
             async with self._translated(call, method):
+                if ACCEPTED_METADATA in tuple(await call.initial_metadata()):
+                    request.arrived()
                 if end:
                     await self._insist_on_proof(call, end, challenge)
                 return await self._read_reply(call, request)
-        finally:
-            request.close()
+        except (ConnectError, PeerReset):
+            if end:  # gRPC tells late, at times, that a connection broke
+                end.is_proved = False
+            raise
 
     @contextlib.asynccontextmanager
     async def _translated(self, call: _Call, method: str) -> AsyncIterator[None]:
@@ -268,11 +284,12 @@ class GrpcTransport:
             # Sockets that were not found are not gone: they would be counted twice later.
             if found := segment_counts({split_address(place) for place in places}):
                 self._meter.count(found)
-            wanted, before = wanted_channels(self._meter.loss), self._dealt.num_channels
+            meter, before = self._meter, self._dealt.num_channels
+            wanted = meter.wanted
             if wanted != before:
                 _log.info(
-                    "connections for payloads peer=%s channels=%d before=%d loss=%.5f",
-                    self._address, wanted, before, self._meter.loss or 0.0,
+                    "connections for payloads peer=%s channels=%d before=%d loss=%.5f back=%.5f",
+                    self._address, wanted, before, meter.sent_loss, meter.received_loss,
                 )  # fmt: skip
                 self._dealt.num_channels = wanted
         return self._dealt.enter(num_bytes)
@@ -338,16 +355,19 @@ class GrpcTransport:
         return kind(message, peer=self._address, method=method)
 
 
-async def _begin(
+def _begin(
     channel: grpc.aio.Channel,
     method: str,
     request: Request,
+    message: bytes,
     until: float,
     metadata: tuple[tuple[str, str | bytes], ...],
 ) -> _Call:
-    """Start a call as the cheapest kind that can carry it; to the server, all are byte streams."""
+    """Start a call as the cheapest kind that can carry it; to the server, all are byte streams.
+
+    Nothing is awaited here: what was proved of the connection is true of what is sent.
+    """
     path = f"/{SERVICE}/{method}"
-    message = await request.whole() if request.is_whole else b""
     # This end keeps the deadline; the one that travels only lets the server give up too.
     timeout = max(until - asyncio.get_running_loop().time(), 0.0) + 1.0
     if not request.is_whole:

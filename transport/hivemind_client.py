@@ -187,6 +187,7 @@ async def _read_reply(reader: asyncio.StreamReader, request: Request) -> Reply:
     try:
         await reader.readexactly(len(ACCEPTED))
         kind = PeerReset
+        request.arrived()
         return await request.read_reply(lambda: read_message(reader))
     except (EOFError, OSError) as error:
         raise kind(f"the stream broke: {error}") from error

@@ -1,4 +1,4 @@
-"""What clients of every kind do alike with one attempt of a call: its payload out, its reply in."""
+"""What clients of every kind do alike with a call: its payload out, its reply in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transport.transfer import NO_NAME, Transfer
 
 
 class Request:
-    """One attempt's messages, and what comes back.
+    """A call's messages, and what comes back; where one address fails, again for the next.
 
     Attributes:
         is_sent: Whether all messages have been taken.
@@ -53,23 +53,28 @@ class Request:
             chunk_bytes, len(self._payload), is_bulk=self._transfer.is_bulk
         )
         self.is_whole = len(self._payload) <= min(WHOLE_BYTES, self._chunk_bytes)
-        self._is_resuming = self._transfer.is_begun and not self.is_whole
-        self._position = asyncio.get_running_loop().create_future()
+        self._is_resuming = False
+        self._position: asyncio.Future[int]
         self._moving = contextlib.ExitStack()
 
     def close(self) -> None:
-        """End the attempt: what was sent is sent."""
+        """End the call: what was sent is sent."""
         self._moving.close()
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Give the messages, each when it may leave."""
         if self.is_whole:
             yield await self.whole()
+            self._moving.close()
             return
         transfer, is_bulk = self._transfer, self._transfer.is_bulk
         size = len(self._payload)
+        self.is_sent = False
+        is_resuming = self._is_resuming = transfer.is_begun
+        # Its own: whoever ends the messages for another address cancels what they wait for.
+        position = self._position = asyncio.get_running_loop().create_future()
         yield frame_opening(self._header, size, self._chunk_bytes, self._resumption())
-        offset = await self._position if self._is_resuming else 0
+        offset = await position if is_resuming else 0
         self._moving.enter_context(self._pacer.moving(is_bulk=is_bulk))
         for chunk in frame_chunks(self._payload, self._chunk_bytes, offset):
             num_bytes = chunk_size(chunk)
@@ -81,14 +86,18 @@ class Request:
         self.is_sent = True
 
     async def whole(self) -> bytes:
-        """Give the only message, when it may leave."""
+        """Give the only message, when it may leave; its payload is moving until `close`."""
         if num_bytes := len(self._payload):
             is_bulk = self._transfer.is_bulk
-            with self._pacer.moving(is_bulk=is_bulk):
-                await self._pacer.admit(num_bytes, is_bulk=is_bulk)
-            self._transfer.sent_bytes += num_bytes
+            self._moving.enter_context(self._pacer.moving(is_bulk=is_bulk))
+            await self._pacer.admit(num_bytes, is_bulk=is_bulk)
         self.is_sent = True
         return frame_whole(self._header, self._payload, self._resumption())
+
+    def arrived(self) -> None:
+        """Note that the peer has taken the call: a whole payload has left; chunks count alone."""
+        if self.is_whole:
+            self._transfer.sent_bytes += len(self._payload)
 
     async def read_reply(self, read: Callable[[], Awaitable[bytes | None]]) -> Reply:
         """Receive the reply, or what is missing of it.
@@ -108,6 +117,7 @@ class Request:
                 self._position.set_result(position)
                 first = await self._first(read)
         frames = FrameReader(first)
+        del first  # with its header, it may be a megabyte
         named = frames.resumption
         is_known = transfer.reply is not None and named.reply == transfer.reply_name
         partial = frames.accept(

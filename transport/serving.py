@@ -85,7 +85,7 @@ class Attempt:
         self._check_current()  # a handler may have waited for room first
         self._is_half_way = True
         partial = frames.accept(frames.payload_bytes, kept.partial if kept else None)
-        if kept is not None:
+        if kept is not None and not frames.is_whole:  # which is sent again, not gone on with
             kept.partial = partial
         if frames.resumption.is_resuming:
             try:
@@ -182,13 +182,12 @@ class Answer:
         if not payload_bytes:
             await write(self.failed or frame_whole(header, payload, named))
             return
-        if payload_bytes <= min(WHOLE_BYTES, chunk_bytes) and not named.offset:
-            with pacer.moving(is_bulk=is_bulk):
+        with pacer.moving(is_bulk=is_bulk):
+            if payload_bytes <= min(WHOLE_BYTES, chunk_bytes) and not named.offset:
                 await pacer.admit(payload_bytes, is_bulk=is_bulk)
                 await write(frame_whole(header, payload, named))
-            return
-        await write(frame_opening(header, payload_bytes, chunk_bytes, named))
-        with pacer.moving(is_bulk=is_bulk):
+                return
+            await write(frame_opening(header, payload_bytes, chunk_bytes, named))
             for chunk in frame_chunks(payload, chunk_bytes, named.offset):
                 await pacer.admit(chunk_size(chunk), is_bulk=is_bulk)
                 await write(chunk)

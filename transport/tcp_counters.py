@@ -2,7 +2,7 @@
 
 gRPC does not hand out its sockets; they are found among this process's descriptors, and only read.
 
-Source: struct tcp_info of include/uapi/linux/tcp.h; tcp(7), TCP_INFO.
+Source: struct tcp_info of include/uapi/linux/tcp.h; tcp(7), TCP_INFO and TCP_CONGESTION.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _DESCRIPTORS = "/proc/self/fd"
 #: Offsets of the fields within struct tcp_info.
 _TOTAL_RETRANS, _DATA_SEGS_IN, _DATA_SEGS_OUT, _RCV_OOOPACK = 100, 152, 156, 224
 _INFO_BYTES = 232
+_CONTROL_BYTES = 16
 _FAMILIES, _STREAM = (socket.AF_INET, socket.AF_INET6), socket.SOCK_STREAM
 
 
@@ -69,4 +70,6 @@ def _counts(connection: socket.socket) -> SegmentCounts:
         struct.unpack_from("=I", info, offset)[0]
         for offset in (_DATA_SEGS_OUT, _TOTAL_RETRANS, _DATA_SEGS_IN, _RCV_OOOPACK)
     )
-    return SegmentCounts(sent, retransmitted, received, out_of_order)
+    control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _CONTROL_BYTES)
+    name = control.partition(b"\0")[0].decode()
+    return SegmentCounts(sent, retransmitted, received, out_of_order, name)

@@ -41,6 +41,8 @@ def lane_runs(name: str, fragment: Fragment, lane_id: int) -> tuple[tuple[Codec,
     Raises:
         ConfigError: If `name` names a codec that there is not.
     """
+    if not name.split():
+        raise ConfigError(f"codec {name!r} of fragment {fragment.fragment_id} names no codec")
     main, *by_name = name.split()
     lane = fragment.lanes[lane_id]
     if not by_name:

@@ -136,7 +136,7 @@ class TransportConfig(Section):
     rpc_timeout: Local[Deadline] = Field(
         default="60s",
         description="Deadline of one call, besides its payload's time at 1 Mbit/s; a call that "
-        "breaks goes on where it was",
+        "breaks is made again, and one of over 256 KiB goes on where it was",
     )
     unreachable: Local[Deadline] = Field(
         default="600s",

@@ -26,7 +26,7 @@ from diloco.rounds.state import RoundKey
 from transport.contracts import Buffer
 
 #: Values of the lanes that one call may fetch together: a call a lane costs a small model more than
-#: its codecs do.
+#: its codecs do. Part of the wire protocol: a syncer with less refuses what an island asks for.
 MOST_TOGETHER = 1 << 20
 
 

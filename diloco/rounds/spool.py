@@ -25,7 +25,10 @@ from transport.contracts import Buffer
 class Spool:
     """Payloads of at most `memory_bytes` in memory, all others in files of `directory`.
 
-    As many bytes again may be arriving; whoever has more waits, with what its stream holds unread.
+    As many bytes again may be arriving; whoever has more waits, with what its stream holds unread:
+    a payload of at most `framing.WHOLE_BYTES`, which came with its header, and of a larger one what
+    the stream lets a peer send ahead. That is bounded by the calls that a server lets in
+    (`limits.Limits.calls_per_caller`, `calls`), and not by `memory_bytes`.
     """
 
     def __init__(self, directory: Path, memory_bytes: int) -> None:

@@ -27,7 +27,7 @@ from transport.errors import HandlerFailed, TransportError
 from transport.retry import RetryPolicy, retry
 from transport.transfer import Transfer
 
-#: A payload that moves more slowly has its call broken off, and gone on with.
+#: A payload that moves more slowly has its call broken off, and made again.
 SLOWEST_BPS = 1e6
 #: Whole models move in so many lanes at once: each of hundreds would get too little of a thin link.
 _MOST_UPLOADS = 16
@@ -73,7 +73,8 @@ class SyncerCalls:
     """One rank's way to the syncer, over a control and a data transport.
 
     `bytes_up` and `bytes_down` count headers and payloads, what was sent again included. A call
-    that breaks goes on where it was; whole models let the payloads of rounds go first.
+    that breaks is made again, and goes on where it was unless its payload is one that travels in
+    one message (`framing.WHOLE_BYTES`); whole models let the payloads of rounds go first.
     """
 
     def __init__(

@@ -92,16 +92,19 @@ async def _stage_together(
                 staged[lane_id] = values
             else:
                 on_event(DigestMismatch(fragment.fragment_id, version, lane_id))
-    for lane_id in lane_ids:
-        if lane_id not in staged:
-            staged[lane_id] = await fetch_lane(
-                calls,
-                fragment.fragment_id,
-                version,
-                lane_id,
-                numel=fragment.lanes[lane_id].numel,
-                digest=digests[lane_id] if digests else b"",
-            )
+    missing = [lane_id for lane_id in lane_ids if lane_id not in staged]
+    fetching = (
+        fetch_lane(
+            calls,
+            fragment.fragment_id,
+            version,
+            lane_id,
+            numel=fragment.lanes[lane_id].numel,
+            digest=digests[lane_id] if digests else b"",
+        )
+        for lane_id in missing
+    )
+    staged.update(zip(missing, await asyncio.gather(*fetching), strict=True))
     return staged
 
 

@@ -43,6 +43,12 @@ def test_a_lane_is_the_runs_of_its_tensors_in_order() -> None:
     assert torch.equal(decoded[128:], get_codec("int4").decode(expected[1], 16512))
 
 
+@pytest.mark.parametrize("name", ["", "  "])
+def test_a_name_without_a_codec_is_refused_as_one_that_there_is_not(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"codec '{name}' of fragment 0 names no codec"):
+        lane_codec(name, FRAGMENT, 0)
+
+
 def test_the_first_pattern_that_matches_counts() -> None:
     codec = lane_codec("int4 a.norm*=float16 *norm*=float32", FRAGMENT, 0)
 

@@ -14,7 +14,13 @@ import xxhash
 
 from transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply, Server, Transport
 from transport.errors import ChecksumMismatch, FrameError, TransportError, VersionMismatch
-from transport.framing import FrameReader, frame_messages
+from transport.framing import (
+    WHOLE_BYTES,
+    FrameReader,
+    Resumption,
+    frame_messages,
+    frame_whole,
+)
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
 from transport.grpc_wire import SERVICE
@@ -119,6 +125,16 @@ CASES: dict[str, tuple[list[bytes], type[TransportError], str]] = {
     "another version": ([first_message(0, version=999)], VersionMismatch, "wire protocol 999"),
     "a payload of 2^63": ([first_message(2**63)], FrameError, f"declares {2**63} bytes"),
     "single bytes": ([first_message(1 << 20, 1)], FrameError, "in chunks of 1; 65536 chunks"),
+    "too large a whole payload": (
+        [frame_whole(b"h", bytes(WHOLE_BYTES + 1))],
+        FrameError,
+        f"holds a payload of {WHOLE_BYTES + 1} bytes",
+    ),
+    "a whole payload that goes on": (
+        [frame_whole(b"h", b"payload", Resumption(is_resuming=True))],
+        FrameError,
+        "never go on after a break",
+    ),
     "half a payload": (SOUND[:2], FrameError, r"sent nothing for 0\.5 s"),
     "a damaged chunk": ([SOUND[0], DAMAGED], ChecksumMismatch, "does not match its checksum"),
     "a long chunk": ([SOUND[0], SOUND[1] + b"!"], FrameError, "chunk of 4 bytes where 3 are due"),

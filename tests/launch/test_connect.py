@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -9,10 +10,17 @@ import pytest
 
 import diloco
 from diloco.errors import ConfigError
+from diloco.launch.connect import _Wires
+from diloco.launch.security import Security
 from diloco.launch.state_dir import Endpoint, StateDir
 from tests.run_files import write_run
 from tests.served_run import ServedRun
 from tests.sync.test_session import make_model
+from transport.errors import ConnectError
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
+from transport.identity import Role
+from transport.limits import Limits
 
 
 def test_no_island_is_refused_with_the_choices(tmp_path: Path) -> None:
@@ -74,3 +82,56 @@ def test_what_cannot_be_reached_is_told_with_its_address(tmp_path: Path) -> None
         diloco.connect(config, "127.0.0.1:9") as connection,
     ):
         diloco.DiLoCo(make_model(), config.outer, transport=connection)
+
+
+def wires(tmp_path: Path, *overrides: str) -> _Wires:
+    config = diloco.load_config(write_run(tmp_path, {"east": ""}), overrides, island="east")
+    return _Wires(config, "127.0.0.1:9", Security.of(config, Role.ISLAND, "east"), None)
+
+
+def test_rates_and_connections_of_the_run_file_reach_the_ways_of_a_carrier(tmp_path: Path) -> None:
+    rates = ("transport.rate=100Mbit/s", "transport.snapshot_rate=20Mbit/s")
+    site = wires(tmp_path, *rates, "transport.channels=4")
+
+    control, data = site.syncer("127.0.0.1:1", island_rank=1, carriers=[0, 1, 1, 3])
+    assert isinstance(control, GrpcTransport) and isinstance(data, GrpcTransport)
+    assert data._pacer is control._pacer, "one for all that a process sends"
+    assert data._pacer.rate_bps == pytest.approx(100e6 / 3)
+    assert data._pacer.bulk_rate_bps == pytest.approx(20e6 / 3)
+    assert (control._dealt.num_channels, data._dealt.num_channels) == (1, 4)
+    assert (control._meter, data._meter) == (None, None)
+
+    server = site._security.server("127.0.0.1:0", {}, limits=Limits(), chunk_bytes=1 << 20)
+    assert isinstance(server, GrpcServer) and server._pacer.rate_bps == 100e6
+    within = site.own_peer("127.0.0.1:1")
+    assert [way._pacer.rate_bps for way in within if isinstance(way, GrpcTransport)] == [0.0, 0.0]
+    _, chosen = wires(tmp_path).syncer("127.0.0.1:1", island_rank=0, carriers=[0])
+    assert isinstance(chosen, GrpcTransport) and chosen._meter is not None, "auto: by the loss"
+
+
+def test_the_environments_proxy_is_asked_for_a_syncer_beyond_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bytes] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+        writer.close()
+
+    async def run() -> None:
+        proxy = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        port = proxy.sockets[0].getsockname()[1]
+        monkeypatch.setenv("grpc_proxy", f"http://127.0.0.1:{port}")
+        ways = wires(tmp_path, "transport.insecure=true").syncer(
+            "10.255.255.1:4711", island_rank=0, carriers=[0]
+        )
+        for way in ways:
+            with pytest.raises(ConnectError):
+                await way.call("fragment.poll", b"", deadline_s=30.0)
+            await way.close()
+        proxy.close()
+        await proxy.wait_closed()
+
+    asyncio.run(run())
+    assert set(asked) == {b"CONNECT 10.255.255.1:4711 HTTP/1.1\r\n"}
+    assert len(asked) >= 2

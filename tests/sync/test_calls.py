@@ -7,13 +7,22 @@ import random
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
+
 from diloco.errors import CoordinatorUnavailable
 from diloco.sync.calls import SyncerCalls
 from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.ledger import Outstanding
+from protos import fragment_pb2 as wire
 from protos.fragment_pb2 import Ack
+from tests.raw_island import KEY
 from tests.virtual_run import Setting, grant
 from transport.contracts import Buffer, Reply
 from transport.errors import ConnectError, DeadlineExceeded, PeerReset
+from transport.framing import WHOLE_BYTES, frame_whole
+from transport.grpc_client import GrpcTransport
+from transport.grpc_wire import ACCEPTED_METADATA
 from transport.loopback import run_virtual
 from transport.retry import RetryPolicy
 from transport.transfer import Transfer
@@ -169,3 +178,58 @@ def test_what_is_sent_and_never_arrives_is_no_progress() -> None:
     (error,) = uploads(hole, 1, bytes(100_000))
     assert isinstance(error, CoordinatorUnavailable)
     assert hole.asked_at[-1] < 50.0 + 600.0
+
+
+#: Where a first message has its flags, and the one of whole models (`transport.framing`).
+FLAGS_AT, IS_BULK = 32, 2
+
+
+class Noting(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """Answers every call with nothing, and keeps the flags of its first message."""
+
+    def __init__(self) -> None:
+        self.flags: list[tuple[str, int]] = []
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+        method = handler_call_details.method.rpartition("/")[2]
+
+        async def answer(_: object, context: Any) -> None:  # gRPC's own type is generic
+            await context.send_initial_metadata((ACCEPTED_METADATA,))
+            first = await context.read()
+            self.flags.append((method, first[FLAGS_AT] & IS_BULK))
+            await context.write(frame_whole(b"", b""))
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+
+def test_whole_models_say_on_the_wire_that_rounds_go_first() -> None:
+    noting = Noting()
+
+    async def run() -> None:
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((noting,))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        calls = SyncerCalls(
+            GrpcTransport(address),
+            GrpcTransport(address),
+            grant("a"),
+            rpc_deadline_s=30.0,
+            policy=RetryPolicy(budget_s=30.0),
+            rng=random.Random(0),
+        )
+        for size in (1000, WHOLE_BYTES + 1):
+            await calls.upload(0, 0, bytes(size))
+            sent = Outstanding(KEY, 1, 1, 1, is_flush=False)
+            await calls.submit(sent, 0, codec="int4", digest=b"", payload=bytes(size))
+        for kind in (wire.FETCH_KIND_DENSE, wire.FETCH_KIND_PAYLOAD):
+            await calls.fetch(0, 1, [0], kind, max_reply_bytes=10)
+        await calls.close()
+        await server.stop(0.0)
+
+    asyncio.run(run())
+    rounds = [("fragment.upload", IS_BULK), ("fragment.submit", 0)]
+    fetches = [("fragment.fetch", IS_BULK), ("fragment.fetch", 0)]
+    assert noting.flags == [*rounds, *rounds, *fetches]

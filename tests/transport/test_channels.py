@@ -11,6 +11,7 @@ import pytest
 
 from transport.channels import (
     MOST_CHANNELS,
+    MOST_TOLERANT,
     Channels,
     LossMeter,
     SegmentCounts,
@@ -27,25 +28,71 @@ DEADLINE_S = 30.0
 
 @pytest.mark.parametrize(
     ("loss", "wanted"),
-    [(None, 1), (0.0, 1), (5e-6, 1), (1e-4, 5), (1e-3, 15), (0.01, MOST_CHANNELS)],
+    [(0.0, 1), (5e-6, 1), (1e-5, 2), (1e-4, 8), (1e-3, 16), (0.01, MOST_CHANNELS)],
 )
-def test_connections_grow_with_the_loss(loss: float | None, wanted: int) -> None:
+def test_connections_grow_with_the_loss_and_share_lanes_evenly(loss: float, wanted: int) -> None:
     assert wanted_channels(loss) == wanted
 
 
 def test_loss_is_that_of_the_worse_direction_and_of_what_is_new() -> None:
     meter = LossMeter()
-    assert meter.loss is None
-    meter.count({1: SegmentCounts(sent=900)})
-    assert meter.loss is None  # too few to say
+    assert (meter.sent_loss, meter.received_loss, meter.wanted) == (0.0, 0.0, 1)
+    meter.count({1: SegmentCounts(sent=900, retransmitted=900)})
+    assert meter.wanted == 1  # too few to say
 
-    meter.count({1: SegmentCounts(sent=2000, retransmitted=2)})
-    assert meter.loss == pytest.approx(0.001)
+    meter = LossMeter()
+    meter.count({1: SegmentCounts(sent=20_000, retransmitted=25)})
+    assert meter.sent_loss == pytest.approx(15 / 20_000)  # 25 are two deviations over 15
+    assert meter.wanted == 16
 
-    # One of 1000 lost leaves 1.22 sqrt(1000) = 38.6 segments behind a hole.
-    received = {2: SegmentCounts(received=20_000, out_of_order=1544)}
-    meter.count({1: SegmentCounts(sent=2000, retransmitted=2), **received})
-    assert meter.loss == pytest.approx(0.004, rel=0.01)
+    # One of 10,000 lost leaves 122 segments behind a hole.
+    meter = LossMeter()
+    for look in range(1, 4):
+        assert meter.wanted == 1
+        meter.count({2: SegmentCounts(received=look * 10_000, out_of_order=look * 122)})
+    assert meter.received_loss == pytest.approx(1e-4)
+    assert meter.wanted == 8
+
+
+@pytest.mark.parametrize("num_lost", range(5))
+@pytest.mark.parametrize("sent", [1000, 2000, 49_000])
+def test_a_few_losses_open_no_connection(num_lost: int, sent: int) -> None:
+    meter = LossMeter()
+    meter.count({1: SegmentCounts(sent=sent, retransmitted=num_lost)})
+
+    assert meter.wanted == 1
+
+
+def test_one_loss_of_a_large_window_opens_no_connection() -> None:
+    meter = LossMeter()
+    meter.count({1: SegmentCounts(received=10_000, out_of_order=8000)})
+    for look in range(2, 5):
+        meter.count({1: SegmentCounts(received=look * 10_000, out_of_order=8000)})
+
+    assert meter.wanted == 1
+
+
+@pytest.mark.parametrize(
+    ("controls", "wanted"),
+    [(["cubic"], 16), (["bbr"], MOST_TOLERANT), (["bbr", "bbr"], MOST_TOLERANT), (["bbr", ""], 16)],
+    ids=str,
+)
+def test_a_control_that_bears_losses_keeps_few_connections(
+    controls: list[str], wanted: int
+) -> None:
+    meter = LossMeter()
+    meter.count(
+        {
+            n: SegmentCounts(sent=100_000, retransmitted=1000, control=control)
+            for n, control in enumerate(controls)
+        }
+    )
+    assert meter.wanted == wanted
+
+    for look in range(1, 4):  # how the peer sends is not known
+        counts = SegmentCounts(received=look * 10_000, out_of_order=look * 1000, control="bbr")
+        meter.count({9: counts})
+    assert meter.wanted == MOST_CHANNELS
 
 
 def test_old_losses_are_forgotten() -> None:
@@ -54,7 +101,7 @@ def test_old_losses_are_forgotten() -> None:
     for total in range(20_000, 1_000_000, 10_000):
         meter.count({1: SegmentCounts(sent=total, retransmitted=100)})
 
-    assert meter.loss is not None and wanted_channels(meter.loss) == 1
+    assert meter.wanted == 1
 
 
 def test_connections_come_and_go_without_counting_twice() -> None:
@@ -63,7 +110,7 @@ def test_connections_come_and_go_without_counting_twice() -> None:
     meter.count({2: SegmentCounts(sent=3000)})
     meter.count({2: SegmentCounts(sent=3000)})
 
-    assert meter.loss == pytest.approx(0.005)
+    assert meter.sent_loss == pytest.approx((30 - 2 * 30**0.5) / 6000)
 
 
 def test_calls_are_dealt_to_the_least_busy_connection() -> None:
@@ -95,6 +142,8 @@ def test_the_kernels_counts_are_found_among_our_own_sockets() -> None:
                     left -= len(receiver.recv(left))
                 (counts,) = segment_counts({("127.0.0.1", port)}).values()
                 assert counts.sent >= 1 and counts.retransmitted == 0
+                used = sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                assert counts.control == used.rstrip(b"\0").decode() != ""
                 assert len(segment_counts({("localhost", port)})) == 1
                 assert len(segment_counts({("[::ffff:127.0.0.1]", port)})) == 1
                 assert segment_counts({("127.0.0.2", port), ("127.0.0.1", 1)}) == {}

@@ -1,4 +1,6 @@
 import struct
+import sys
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -15,7 +17,9 @@ from transport.errors import (
 from transport.framing import (
     MAX_CHUNK_BYTES,
     MAX_HEADER_BYTES,
+    WHOLE_BYTES,
     FrameReader,
+    Resumption,
     check_call,
     frame_messages,
     frame_whole,
@@ -59,6 +63,26 @@ def test_a_whole_message_of_another_size_than_declared_is_refused(cut: int) -> N
 
     with pytest.raises(FrameError, match="declares 13 bytes of header and payload and holds"):
         FrameReader(xxhash.xxh3_64_digest(body) + body)
+
+
+@pytest.mark.parametrize("resumption", [Resumption(), Resumption(offset=3)], ids=["call", "reply"])
+def test_a_whole_message_has_a_bound_and_is_never_gone_on_with(resumption: Resumption) -> None:
+    assert FrameReader(frame_whole(b"", bytes(WHOLE_BYTES), resumption)).is_whole
+    with pytest.raises(FrameError, match=f"payload of {WHOLE_BYTES + 1} bytes, flags 4; up to"):
+        FrameReader(frame_whole(b"", bytes(WHOLE_BYTES + 1), resumption))
+    with pytest.raises(FrameError, match=r"payload of 7 bytes, flags 5; .* never go on"):
+        FrameReader(frame_whole(b"", b"payload", replace(resumption, is_resuming=True)))
+
+
+def test_no_message_is_held_on_to_beside_its_payload() -> None:
+    whole, opening = frame_whole(b"h", bytes(1000)), next(frame_messages(b"h", bytes(1000), 100))
+    before = [sys.getrefcount(message) for message in (whole, opening)]
+
+    readers = [FrameReader(whole), FrameReader(opening)]
+    for reader in readers:
+        reader.accept(1000)
+
+    assert [sys.getrefcount(message) for message in (whole, opening)] == before
 
 
 @given(payload=st.binary(min_size=1, max_size=100), chunk=st.integers(1, 40), data=st.data())

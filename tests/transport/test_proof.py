@@ -9,6 +9,7 @@ import struct
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,7 +18,7 @@ import pytest
 from tests.transport.pki import COORDINATOR, EAST, SYNCER, WEST, Pki, days_ago
 from transport.certificates import CertificateError, make_revocation_list, read_certificates
 from transport.contracts import IncomingCall, Reply
-from transport.errors import ConnectError, Unauthorised
+from transport.errors import ConnectError, TransportClosed, Unauthorised
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer, _Context
 from transport.grpc_wire import (
@@ -29,6 +30,7 @@ from transport.grpc_wire import (
 )
 from transport.identity import Identity
 from transport.limits import Limits
+from transport.pacing import Pacer
 from transport.proof import make_challenge, read_proof
 from transport.tls import MAX_HANDED_BYTES, Tls
 
@@ -160,6 +162,135 @@ def test_a_revoked_server_that_takes_a_broken_connection_over_is_told_nothing(pk
         return thief.asked
 
     assert asyncio.run(run()) == [(PROVE_METHOD, False)] * 2
+
+
+class HeldPacer(Pacer):
+    """Lets nothing leave while it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_leave, self.is_asked = asyncio.Event(), asyncio.Event()
+        self.may_leave.set()
+
+    async def admit(self, num_bytes: int, *, is_bulk: bool) -> None:
+        self.is_asked.set()
+        await self.may_leave.wait()
+
+    async def holding(self, transport: GrpcTransport) -> asyncio.Task[bytes]:
+        """Begin a call, and return when it waits here."""
+        self.may_leave.clear()
+        self.is_asked.clear()
+        telling = asyncio.create_task(tell(transport))
+        await self.is_asked.wait()
+        return telling
+
+
+def test_a_revoked_server_that_takes_over_while_a_payload_waits_is_told_nothing(pki: Pki) -> None:
+    stolen = copied(pki, "thief", COORDINATOR)
+    rotate_and_revoke(pki, COORDINATOR)
+
+    async def run() -> list[tuple[str, bool]]:
+        server, pacer = Server(Tls(pki.directory, COORDINATOR)), HeldPacer()
+        await server.start()
+        transport = GrpcTransport(server.address, tls=pki.tls(EAST), token="t" * 43, pacer=pacer)
+        assert await tell(transport) == b"heard"
+        telling = await pacer.holding(transport)
+        await server.stop(0.0)
+        with pytest.raises(ConnectError):
+            await transport.call("tell", b"", deadline_s=DEADLINE_S)  # waits for no turn
+        thief = Server(Tls(stolen, COORDINATOR), server.address)
+        await thief.start()
+        (channel,) = transport._channels.values()
+        async with asyncio.timeout(DEADLINE_S):  # gRPC connects again by itself
+            while (state := channel.get_state()) is not grpc.ChannelConnectivity.READY:
+                await channel.wait_for_state_change(state)
+        pacer.may_leave.set()
+        with refused("coordinator was revoked"):
+            await telling
+        await transport.close()
+        await thief.stop(0.0)
+        return thief.asked
+
+    assert asyncio.run(run()) == [(PROVE_METHOD, False)]
+
+
+def test_a_server_proves_itself_anew_after_a_call_that_broke_however_late_grpc_says_so(
+    pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(Tls(pki.directory, COORDINATOR))
+
+    async def claim(address: str) -> None:
+        transport = GrpcTransport(address, tls=pki.tls(EAST))
+        assert await tell(transport) == b"heard"
+        (channel,) = transport._channels.values()
+        monkeypatch.setattr(
+            type(channel), "get_state", lambda channel: grpc.ChannelConnectivity.READY
+        )
+        await server.stop(0.0)
+        with pytest.raises(ConnectError):
+            await tell(transport)
+        assert not transport._ends[channel].is_proved
+        await transport.close()
+
+    serving(server, claim)
+
+
+def test_new_certificates_while_a_payload_waits_cost_it_nothing(pki: Pki) -> None:
+    async def claim(address: str) -> None:
+        pacer = HeldPacer()
+        transport = GrpcTransport(address, tls=pki.tls(EAST), pacer=pacer)
+        assert await tell(transport) == b"heard"
+        telling = await pacer.holding(transport)
+        pki.issue(EAST)
+        await transport.call("tell", b"", deadline_s=DEADLINE_S)
+        pacer.may_leave.set()
+        assert await telling == b"heard"
+        await transport.close()
+
+    serving(Server(Tls(pki.directory, COORDINATOR)), claim)
+
+
+def test_a_transport_closed_while_a_payload_waits_says_so(pki: Pki) -> None:
+    async def claim(address: str) -> None:
+        pacer = HeldPacer()
+        transport = GrpcTransport(address, tls=pki.tls(EAST), pacer=pacer)
+        telling = await pacer.holding(transport)
+        await transport.close()
+        pacer.may_leave.set()
+        with pytest.raises(TransportClosed):
+            await telling
+
+    serving(Server(Tls(pki.directory, COORDINATOR)), claim)
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "new certificates"])
+def test_a_connection_that_is_closed_while_its_server_proves_itself_is_named(
+    is_closed: bool, pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def claim(address: str) -> None:
+        transport = GrpcTransport(address, tls=pki.tls(EAST))
+        prove = GrpcTransport._prove
+
+        async def prove_late(*arguments: Any) -> None:
+            await prove(*arguments)
+            monkeypatch.undo()
+            if is_closed:
+                await transport.close()
+            else:
+                pki.issue(EAST)
+                assert await tell(transport) == b"heard"  # over another connection
+
+        monkeypatch.setattr(GrpcTransport, "_prove", prove_late)
+        kind, reason = (
+            (TransportClosed, "this transport was closed")
+            if is_closed
+            else (ConnectError, "its connection was replaced, with the certificates")
+        )
+        with pytest.raises(kind, match=reason):
+            await tell(transport)
+        await transport.close()
+
+    serving(Server(Tls(pki.directory, COORDINATOR)), claim)
 
 
 def test_a_server_is_refused_as_soon_as_it_is_revoked_on_an_open_connection(pki: Pki) -> None:

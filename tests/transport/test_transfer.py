@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from transport.contracts import Buffer, Handlers, IncomingCall, Reply
 from transport.errors import PeerReset
-from transport.framing import FrameReader, Resumption, frame_chunks, frame_opening, frame_position
+from transport.framing import (
+    FrameReader,
+    Resumption,
+    frame_chunks,
+    frame_opening,
+    frame_position,
+    frame_whole,
+)
 from transport.framing import read_position as position
 from transport.loopback import run_virtual
 from transport.retry import RetryPolicy, retry
@@ -307,6 +314,19 @@ def test_a_payload_that_is_whole_is_kept_though_its_end_never_came() -> None:
         assert kept.partial is not None and kept.partial.is_complete
 
     run_virtual(scenario())
+
+
+def test_nothing_is_kept_of_a_whole_payload_that_is_sent_again() -> None:
+    async def run() -> None:
+        table = TransferTable(kept_bytes=1 << 20, kept_s=600.0)
+        frames = FrameReader(frame_whole(b"", bytes(1000), Resumption(NAME)))
+        caller = Caller(table)
+        caller.attempt = Attempt(table, "", frames, caller)
+        assert await caller.read_payload() == bytes(1000)
+        caller.attempt.close()
+        assert table.num_idle_bytes == 0
+
+    run_virtual(run())
 
 
 def test_an_attempt_that_hangs_ends_as_soon_as_the_next_one_comes() -> None:
