@@ -163,6 +163,11 @@ class Daemon:
         """Whether the daemon's process runs."""
         return self._child.returncode is None
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the daemon runs and its sockets are there: whatever tidies /tmp takes them."""
+        return self.is_alive and (self._sockets / _CONTROL).exists()
+
     async def wait(self) -> None:
         """Return when the daemon has ended."""
         await self._child.wait()
@@ -197,7 +202,7 @@ class Daemon:
         return reader, writer
 
     async def accept(
-        self, handle: Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], None]
+        self, handle: Callable[[PeerAddress, asyncio.StreamReader, asyncio.StreamWriter], None]
     ) -> None:
         """Have `handle` called with the peer and the pipe of every stream that others open.
 

@@ -10,12 +10,13 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from transport.addresses import split_address
+from transport.addresses import is_own, split_address
 from transport.contracts import Buffer, Handlers
 from transport.errors import FrameError, PeerReset, TransportError
 from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes
 from transport.hivemind_address import (
     PeerAddress,
+    direct_host,
     is_loopback_way,
     parse_peer_address,
     tcp_port,
@@ -161,8 +162,11 @@ class HivemindServer:
             await daemon.meet()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(daemon.wait(), MEET_INTERVAL_S)
-            while not daemon.is_alive:
-                _log.warning("the libp2p daemon died, starting it again listen=%s", self._listen)
+            while not daemon.is_heard:
+                _log.warning(
+                    "the libp2p daemon died, or its sockets are gone; starting it again listen=%s",
+                    self._listen,
+                )
                 await daemon.stop()
                 try:
                     daemon, _ = await self._start_daemon()
@@ -178,11 +182,15 @@ class HivemindServer:
                 exc_info=error,
             )
 
-    def _take(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _take(
+        self, address: PeerAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        peer = address.peer_id
         if self._is_stopping or not self._has_room(peer):
             writer.transport.abort()
             return
-        task = asyncio.get_running_loop().create_task(self._serve(_Stream(peer, reader, writer)))
+        stream = _Stream(address, reader, writer)
+        task = asyncio.get_running_loop().create_task(self._serve(stream))
         self._calls.add(task)
         self._peers[peer] += 1
         task.add_done_callback(lambda task: self._done(task, peer))
@@ -306,9 +314,10 @@ class _Stream:
     """The pipe of one call, nothing of it waited for without end."""
 
     def __init__(
-        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, address: PeerAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self.peer = peer
+        self.peer = address.peer_id
+        self.hosts = [direct_host(way) for way in address.ways]
         self.writer = writer
         self.reader = reader
         self.silence_s = 0.0
@@ -363,6 +372,10 @@ class _HivemindCall:
         self._has_all = asyncio.Event()
         if not self.payload_bytes:
             self._has_all.set()
+
+    @property
+    def is_local(self) -> bool:
+        return any(map(is_own, self._stream.hosts))
 
     async def read_payload(self) -> Buffer:
         attempt, self._attempt = self._attempt, None

@@ -105,7 +105,7 @@ def test_a_caller_that_takes_nothing_is_not_written_to_without_end() -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            stream = _Stream(NOBODY, *await asyncio.open_connection(sock=ours))
+            stream = _Stream(PeerAddress(NOBODY, ()), *await asyncio.open_connection(sock=ours))
             stream.silence_s = 0.05
             async with asyncio.timeout(DEADLINE_S):
                 with pytest.raises(TimeoutError):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from simulations.emulate.namespaces import inside
-from tests.transport.test_hivemind import DEADLINE_S, echo, make
+from tests.transport.test_hivemind import DEADLINE_S, echo, make, whence
 from transport.errors import ConnectError, PeerReset
 from transport.hivemind_address import PeerAddress, parse_peer_address, tcp_port
 from transport.hivemind_client import HivemindTransport
@@ -67,7 +67,8 @@ def test_a_server_behind_nat_is_called_through_a_relay(
         )
         with inside(row["server"]):
             swarm = Swarm(initial_peers=(to_server,), is_relayed=True)
-            server = make(tmp_path / "server", {"echo": echo}, "10.99.2.2:0", swarm=swarm)
+            handlers = {"echo": echo, "whence": whence}
+            server = make(tmp_path / "server", handlers, "10.99.2.2:0", swarm=swarm)
             await server.start()
         *direct, relayed = parse_peer_address(server.address).ways
         assert all("10.99.2.2" in way for way in direct)
@@ -88,6 +89,8 @@ def test_a_server_behind_nat_is_called_through_a_relay(
                     random.Random(0),
                 )
                 assert reply.payload == payload
+            elsewhere = await transport.call("whence", b"", deadline_s=DEADLINE_S)
+            assert elsewhere.header == b"False"
             with pytest.raises((PeerReset, ConnectError)):
                 await transport.call("echo", b"", bytes(1 << 20), deadline_s=DEADLINE_S)
             await transport.close()
