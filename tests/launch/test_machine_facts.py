@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,16 +17,15 @@ from typer.testing import CliRunner
 from diloco.cli.doctor import tell_at_start
 from diloco.cli.main import app
 from diloco.config.load import load_config
-from diloco.launch.access import guarded
 from diloco.launch.machine_facts import gather, read_tcp, try_path
 from diloco.launch.state_dir import StateDir, acquire, write_pid
-from protos.control_pb2 import ClockReply
+from protos.control_pb2 import ClockReply, StandingReply
 from simulations.emulate.namespaces import Namespaces, inside
+from tests.guarded_server import serving
 from tests.run_files import write_run
 from tests.simulations.emulated_site import needs_namespaces
 from tests.transport.pki import COORDINATOR, EAST, SYNCER, Pki
 from transport.contracts import IncomingCall, Reply
-from transport.grpc_server import GrpcServer
 from transport.tls import Tls
 
 
@@ -37,33 +34,18 @@ def run_file(tmp_path: Path) -> Path:
     return write_run(tmp_path, {"east": "", "west": ""})
 
 
-@contextlib.contextmanager
-def serving(tls: Tls | None = None, ahead_s: float = 0.0) -> Iterator[str]:
-    """A server whose clock is ahead of ours, in a thread; gives its address."""
+def coordinator(
+    tls: Tls | None = None, ahead_s: float = 0.0, syncer: str = ""
+) -> contextlib.AbstractContextManager[str]:
+    """A coordinator whose clock is ahead of ours, and that knows a syncer; gives its address."""
 
     async def clock(_: IncomingCall) -> Reply:
         return Reply(ClockReply(unix_s=time.time() + ahead_s).SerializeToString())
 
-    addresses: list[str] = []
-    is_up, is_over = threading.Event(), threading.Event()
+    async def standing(_: IncomingCall) -> Reply:
+        return Reply(StandingReply(syncer_address=syncer).SerializeToString())
 
-    async def serve() -> None:
-        server = GrpcServer("127.0.0.1:0", guarded({"control.clock": clock}), tls=tls)
-        await server.start()
-        addresses.append(server.address)
-        is_up.set()
-        while not is_over.is_set():
-            await asyncio.sleep(0.02)
-        await server.stop(0.0)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert is_up.wait(30)
-        yield addresses[0]
-    finally:
-        is_over.set()
-        thread.join()
+    return serving({"control.clock": clock, "control.standing": standing}, tls)
 
 
 def doctor(*words: object) -> tuple[int, dict[str, list[dict[str, str]]]]:
@@ -122,7 +104,7 @@ def test_a_black_hole_for_long_packets_is_found() -> None:
 def test_an_island_with_good_certificates_is_answered(run_file: Path, tmp_path: Path) -> None:
     pki = Pki(tmp_path / "certs")
     pki.issue(EAST)
-    with serving(pki.tls(COORDINATOR)) as address:
+    with coordinator(pki.tls(COORDINATOR)) as address:
         code, found = doctor(
             run_file, "--island", "east", "--coordinator", address,
             "--set", f"transport.certs={pki.directory}",
@@ -165,7 +147,7 @@ def test_a_bad_certificate_is_broken(
 ) -> None:
     pki = Pki(tmp_path / "certs")
     pki.issue(EAST)
-    with serving(pki.tls(COORDINATOR)) as address:
+    with coordinator(pki.tls(COORDINATOR)) as address:
         spoil(pki)
         code, findings = doctor(
             run_file, "--island", "east", "--coordinator", address,
@@ -178,7 +160,7 @@ def test_a_bad_certificate_is_broken(
 
 
 def test_a_clock_that_is_an_hour_off_is_broken(run_file: Path) -> None:
-    with serving(ahead_s=3600.0) as address:
+    with coordinator(ahead_s=3600.0) as address:
         code, found = doctor(run_file, "--island", "east", "--coordinator", address)
 
     assert code == 1
