@@ -108,7 +108,8 @@ class TransportConfig(Section):
     )
     insecure: Local[bool] = Field(
         default=False,
-        description="Whether unencrypted traffic beyond this machine is accepted; it is warned of",
+        description="Whether unencrypted traffic beyond this machine is accepted; it is warned of, "
+        "and without tokens `diloco status` is answered on the coordinator's machine alone",
     )
     link: Local[Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]] = Field(
         default="",
