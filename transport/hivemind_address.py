@@ -108,6 +108,11 @@ def direct_host(way: str) -> str:
     return match["host"] if match is not None else ""
 
 
+def is_relayed_way(way: str) -> bool:
+    """Whether a multiaddr leads through a relay."""
+    return "p2p-circuit" in way.split("/")
+
+
 def is_loopback_way(way: str) -> bool:
     """Whether a multiaddr leads no further than this machine."""
     match = _TCP.match(way)

@@ -100,7 +100,19 @@ async def read_stream_peer(reader: asyncio.StreamReader) -> PeerAddress:
         EOFError: If the daemon ends.
         ValueError: If it is no stream.
     """
-    fields = _parse(await _read(reader))
+    return _stream_peer(_parse(await _read(reader)))
+
+
+def parse_stream_peer(reply: bytes) -> PeerAddress:
+    """Read to whom, and by which way, a stream was opened from the answer to `open_request`.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    return _stream_peer(_parse(_bytes(_parse(reply), 3)))
+
+
+def _stream_peer(fields: dict[int, list[int | bytes]]) -> PeerAddress:
     try:
         ways: tuple[str, ...] = (multiaddr_from_bytes(_bytes(fields, 2)),)
     except ValueError:  # of a kind that is unknown here

@@ -18,6 +18,7 @@ from transport.hivemind_address import (
     PeerAddress,
     direct_host,
     is_loopback_way,
+    is_relayed_way,
     parse_peer_address,
     tcp_port,
     through,
@@ -25,7 +26,14 @@ from transport.hivemind_address import (
 )
 from transport.hivemind_control import Whereabouts
 from transport.hivemind_daemon import Daemon, DaemonFailed, Swarm
-from transport.hivemind_wire import ACCEPTED, Opening, read_message, read_opening, write_message
+from transport.hivemind_wire import (
+    ACCEPTED,
+    RELAYED_CHUNK_BYTES,
+    Opening,
+    read_message,
+    read_opening,
+    write_message,
+)
 from transport.identity import Identity
 from transport.limits import Limits, Refusals, Turnstile
 from transport.pacing import Pacer
@@ -287,7 +295,8 @@ class HivemindServer:
 
     async def _send(self, answer: Answer, stream: _Stream) -> None:
         """Write a reply to the end and hear the caller out: it hangs up when it has the reply."""
-        await answer.send(stream.write, self._chunk_bytes, self._pacer)
+        most = RELAYED_CHUNK_BYTES if stream.is_relayed else self._chunk_bytes
+        await answer.send(stream.write, min(most, self._chunk_bytes), self._pacer)
         async with asyncio.timeout(stream.silence_s):
             while await stream.reader.read(DEFAULT_CHUNK_BYTES):
                 pass
@@ -318,6 +327,7 @@ class _Stream:
     ) -> None:
         self.peer = address.peer_id
         self.hosts = [direct_host(way) for way in address.ways]
+        self.is_relayed = any(map(is_relayed_way, address.ways))
         self.writer = writer
         self.reader = reader
         self.silence_s = 0.0

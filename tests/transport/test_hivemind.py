@@ -306,7 +306,7 @@ def test_streams_that_are_no_calls_are_told_so_and_the_server_goes_on(
         daemon = await Daemon.start(Swarm())
         for sent, reason in garbage.items():
             caplog.clear()
-            reader, writer = await daemon.open(parse_peer_address(server.address))
+            reader, writer, _ = await daemon.open(parse_peer_address(server.address))
             writer.write(sent)
             async with asyncio.timeout(DEADLINE_S):
                 assert await reader.readexactly(len(ACCEPTED)) == ACCEPTED
