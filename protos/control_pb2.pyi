@@ -245,6 +245,34 @@ class StatusReply(_message.Message):
     has_published: bool
     def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ...) -> None: ...
 
+class StandingRequest(_message.Message):
+    __slots__ = ("protocol_version", "island")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    island: str
+    def __init__(self, protocol_version: _Optional[int] = ..., island: _Optional[str] = ...) -> None: ...
+
+class StandingReply(_message.Message):
+    __slots__ = ("run", "timeline", "state", "start_step", "has_published", "inner_steps", "island", "syncer_address")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    START_STEP_FIELD_NUMBER: _ClassVar[int]
+    HAS_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    SYNCER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    timeline: int
+    state: str
+    start_step: int
+    has_published: bool
+    inner_steps: int
+    island: IslandStatus
+    syncer_address: str
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., state: _Optional[str] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., inner_steps: _Optional[int] = ..., island: _Optional[_Union[IslandStatus, _Mapping]] = ..., syncer_address: _Optional[str] = ...) -> None: ...
+
 class SyncerHelloRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]

@@ -7,6 +7,7 @@ tried in that order.
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -53,6 +54,28 @@ def is_wildcard(host: str) -> bool:
     """Whether `host` means every address of this machine, such as 0.0.0.0."""
     address = _ip(host)
     return address is not None and address.is_unspecified
+
+
+def is_own(host: str) -> bool:
+    """Whether an IP address is one of this machine's, as its network namespace sees it.
+
+    Nothing is sent: the kernel says from which address it would send there, and that is the same
+    one for its own addresses alone.
+    """
+    address = _ip(host)
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    if address is None or address.is_unspecified:
+        return False
+    if address.is_loopback:
+        return True
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(address), 9))
+            return _ip(probe.getsockname()[0]) == address
+    except OSError:  # no way there
+        return False
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

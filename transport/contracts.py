@@ -59,6 +59,10 @@ class IncomingCall(Protocol):
     def caller(self) -> Identity | None:
         """Who calls, by certificate or token; None where the transport asks for neither."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the call certainly came from this machine."""
+
     async def read_payload(self) -> Buffer:
         """Receive the whole payload, verified chunk by chunk.
 

@@ -336,6 +336,10 @@ class _KeptCall:
     def caller(self) -> Identity | None:
         return self._call.caller
 
+    @property
+    def is_local(self) -> bool:
+        return self._call.is_local
+
     async def read_payload(self) -> Buffer:
         if not self._payload:
             self._payload.append(await self._call.read_payload())

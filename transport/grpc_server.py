@@ -7,11 +7,12 @@ import errno
 import logging
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeAlias, cast
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
-from transport.addresses import is_loopback, split_address
+from transport.addresses import is_loopback, is_own, split_address
 from transport.contracts import Buffer, Handlers
 from transport.errors import FrameError, Overloaded, TransportError, Unauthorised
 from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes
@@ -319,6 +320,12 @@ class _GrpcCall:
         self.peer = stream.peer
         self.caller = caller
         self._attempt: Attempt | None = attempt
+
+    @property
+    def is_local(self) -> bool:
+        # gRPC writes ipv4:127.0.0.1:4711, and ipv6:%5B::1%5D:4711
+        host, _, _ = unquote(self.peer).partition(":")[2].rpartition(":")
+        return is_own(host)
 
     async def read_payload(self) -> Buffer:
         attempt, self._attempt = self._attempt, None

@@ -102,6 +102,17 @@ def through(relay: PeerAddress) -> tuple[str, ...]:
     return tuple(f"{way}/p2p/{relay.peer_id}/p2p-circuit" for way in relay.ways)
 
 
+def direct_host(way: str) -> str:
+    """Give the host of a way without relays, such as ``192.0.2.7``; empty: it has none."""
+    match = _TCP.fullmatch(way)
+    return match["host"] if match is not None else ""
+
+
+def is_relayed_way(way: str) -> bool:
+    """Whether a multiaddr leads through a relay."""
+    return "p2p-circuit" in way.split("/")
+
+
 def is_loopback_way(way: str) -> bool:
     """Whether a multiaddr leads no further than this machine."""
     match = _TCP.match(way)

@@ -10,7 +10,13 @@ from transport.errors import ConnectError, PeerReset, TransportError
 from transport.framing import DEFAULT_CHUNK_BYTES, check_call, check_chunk_bytes
 from transport.hivemind_address import parse_peer_address
 from transport.hivemind_daemon import Daemon, DaemonFailed, HivemindMissing, Stream, Swarm
-from transport.hivemind_wire import ACCEPTED, Opening, read_message, write_message
+from transport.hivemind_wire import (
+    ACCEPTED,
+    RELAYED_CHUNK_BYTES,
+    Opening,
+    read_message,
+    write_message,
+)
 from transport.pacing import Pacer
 from transport.requesting import Request
 from transport.transfer import Transfer
@@ -82,16 +88,21 @@ class HivemindTransport:
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
         try:
             async with self._deadlines.within(method, deadline_s):
-                request = Request(
-                    header,
-                    payload,
-                    transfer,
-                    max_reply_bytes=max_reply_bytes,
-                    chunk_bytes=self._chunk_bytes,
-                    pacer=self._pacer,
-                )
-                opening = Opening(method, self._token, deadline_s)
-                return await self._exchange(opening, request)
+                reader, writer, is_relayed = await self._open()
+                most = RELAYED_CHUNK_BYTES if is_relayed else self._chunk_bytes
+                try:
+                    request = Request(
+                        header,
+                        payload,
+                        transfer,
+                        max_reply_bytes=max_reply_bytes,
+                        chunk_bytes=min(most, self._chunk_bytes),
+                        pacer=self._pacer,
+                    )
+                    opening = Opening(method, self._token, deadline_s)
+                    return await self._exchange(opening, request, reader, writer)
+                finally:
+                    writer.transport.abort()
         except TransportError as error:
             if error.peer:
                 raise
@@ -106,8 +117,13 @@ class HivemindTransport:
         while self._ending:
             await asyncio.wait(self._ending)
 
-    async def _exchange(self, opening: Opening, request: Request) -> Reply:
-        reader, writer = await self._open()
+    async def _exchange(
+        self,
+        opening: Opening,
+        request: Request,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> Reply:
         try:
             writer.write(opening.to_bytes())
             sending = asyncio.get_running_loop().create_task(_send(writer, request))
@@ -117,7 +133,6 @@ class HivemindTransport:
                 await _end(sending)
         finally:
             request.close()
-            writer.transport.abort()
 
     async def _open(self) -> Stream:
         """Open a stream, by a new daemon where the one that runs does not try.
@@ -147,7 +162,7 @@ class HivemindTransport:
         daemon cannot be told otherwise: a peer that came back would wait that long.
         """
         age_s = asyncio.get_running_loop().time() - self._started_at
-        return not daemon.is_alive or (error.is_backoff and age_s >= _KEEP_S)
+        return not daemon.is_heard or (error.is_backoff and age_s >= _KEEP_S)
 
     def _start(self) -> asyncio.Task[Daemon]:
         """Return the start of the daemon; a call that gives up meanwhile does not stop it."""

@@ -93,14 +93,31 @@ async def read_reply(reader: asyncio.StreamReader) -> bytes:
     return reply
 
 
-async def read_stream_peer(reader: asyncio.StreamReader) -> str:
-    """Read who opened the stream that was handed over; the stream follows.
+async def read_stream_peer(reader: asyncio.StreamReader) -> PeerAddress:
+    """Read who opened the stream that was handed over, and from where; the stream follows.
 
     Raises:
         EOFError: If the daemon ends.
         ValueError: If it is no stream.
     """
-    return peer_id_from_bytes(_bytes(_parse(await _read(reader)), 1))
+    return _stream_peer(_parse(await _read(reader)))
+
+
+def parse_stream_peer(reply: bytes) -> PeerAddress:
+    """Read to whom, and by which way, a stream was opened from the answer to `open_request`.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    return _stream_peer(_parse(_bytes(_parse(reply), 3)))
+
+
+def _stream_peer(fields: dict[int, list[int | bytes]]) -> PeerAddress:
+    try:
+        ways: tuple[str, ...] = (multiaddr_from_bytes(_bytes(fields, 2)),)
+    except ValueError:  # of a kind that is unknown here
+        ways = ()
+    return PeerAddress(peer_id_from_bytes(_bytes(fields, 1)), ways)
 
 
 def parse_whereabouts(reply: bytes) -> Whereabouts:

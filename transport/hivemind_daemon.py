@@ -27,7 +27,7 @@ from typing import Any, TypeAlias, TypeVar
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from transport.framing import DEFAULT_CHUNK_BYTES
-from transport.hivemind_address import PeerAddress, parse_peer_address
+from transport.hivemind_address import PeerAddress, is_relayed_way, parse_peer_address
 from transport.hivemind_control import (
     DaemonRefused,
     Whereabouts,
@@ -36,6 +36,7 @@ from transport.hivemind_control import (
     connect_request,
     identify_request,
     open_request,
+    parse_stream_peer,
     parse_whereabouts,
     read_reply,
     read_stream_peer,
@@ -60,7 +61,8 @@ _LAST_LINES = 5
 _BACKOFF = "dial backoff"
 
 _T = TypeVar("_T")
-Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+#: Its two ends, and whether it goes through a relay.
+Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +72,8 @@ class Swarm:
     Attributes:
         initial_peers: Addresses of peers through which others are found.
         is_relayed: Whether a server asks the initial peers to relay calls to it: behind NAT, where
-            nobody can dial it. A relayed connection is cut after 128 KiB or two minutes, so this
-            is for small calls, which are tried again, and not for payloads.
+            nobody can dial it. A relayed connection is cut after 128 KiB or two minutes, so calls
+            go on over many of them, in small chunks, at some 1 Mbit/s.
         maps_port: Whether a server asks its router to forward its port (UPnP, NAT-PMP).
     """
 
@@ -163,6 +165,11 @@ class Daemon:
         """Whether the daemon's process runs."""
         return self._child.returncode is None
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the daemon runs and its sockets are there: whatever tidies /tmp takes them."""
+        return self.is_alive and (self._sockets / _CONTROL).exists()
+
     async def wait(self) -> None:
         """Return when the daemon has ended."""
         await self._child.wait()
@@ -189,15 +196,20 @@ class Daemon:
                     break  # the others are met meanwhile, for the next attempt
         request = open_request(peer.peer_id, PROTOCOL)
         try:
-            _, reader, writer = await self._ask(request, within_s=_REMOTE_S)
+            reply, reader, writer = await self._ask(request, within_s=_REMOTE_S)
         except DaemonFailed:
             self._known.discard(peer.peer_id)
             raise
         self._known.add(peer.peer_id)
-        return reader, writer
+        try:
+            ways = parse_stream_peer(reply).ways
+        except ValueError as error:
+            writer.transport.abort()
+            raise DaemonFailed(f"the libp2p daemon opened a stream to nobody: {error}") from error
+        return reader, writer, any(map(is_relayed_way, ways))
 
     async def accept(
-        self, handle: Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], None]
+        self, handle: Callable[[PeerAddress, asyncio.StreamReader, asyncio.StreamWriter], None]
     ) -> None:
         """Have `handle` called with the peer and the pipe of every stream that others open.
 

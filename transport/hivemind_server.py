@@ -10,13 +10,15 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from transport.addresses import split_address
+from transport.addresses import is_own, split_address
 from transport.contracts import Buffer, Handlers
 from transport.errors import FrameError, PeerReset, TransportError
 from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes
 from transport.hivemind_address import (
     PeerAddress,
+    direct_host,
     is_loopback_way,
+    is_relayed_way,
     parse_peer_address,
     tcp_port,
     through,
@@ -24,7 +26,14 @@ from transport.hivemind_address import (
 )
 from transport.hivemind_control import Whereabouts
 from transport.hivemind_daemon import Daemon, DaemonFailed, Swarm
-from transport.hivemind_wire import ACCEPTED, Opening, read_message, read_opening, write_message
+from transport.hivemind_wire import (
+    ACCEPTED,
+    RELAYED_CHUNK_BYTES,
+    Opening,
+    read_message,
+    read_opening,
+    write_message,
+)
 from transport.identity import Identity
 from transport.limits import Limits, Refusals, Turnstile
 from transport.pacing import Pacer
@@ -161,8 +170,11 @@ class HivemindServer:
             await daemon.meet()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(daemon.wait(), MEET_INTERVAL_S)
-            while not daemon.is_alive:
-                _log.warning("the libp2p daemon died, starting it again listen=%s", self._listen)
+            while not daemon.is_heard:
+                _log.warning(
+                    "the libp2p daemon died, or its sockets are gone; starting it again listen=%s",
+                    self._listen,
+                )
                 await daemon.stop()
                 try:
                     daemon, _ = await self._start_daemon()
@@ -178,11 +190,15 @@ class HivemindServer:
                 exc_info=error,
             )
 
-    def _take(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _take(
+        self, address: PeerAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        peer = address.peer_id
         if self._is_stopping or not self._has_room(peer):
             writer.transport.abort()
             return
-        task = asyncio.get_running_loop().create_task(self._serve(_Stream(peer, reader, writer)))
+        stream = _Stream(address, reader, writer)
+        task = asyncio.get_running_loop().create_task(self._serve(stream))
         self._calls.add(task)
         self._peers[peer] += 1
         task.add_done_callback(lambda task: self._done(task, peer))
@@ -279,7 +295,8 @@ class HivemindServer:
 
     async def _send(self, answer: Answer, stream: _Stream) -> None:
         """Write a reply to the end and hear the caller out: it hangs up when it has the reply."""
-        await answer.send(stream.write, self._chunk_bytes, self._pacer)
+        most = RELAYED_CHUNK_BYTES if stream.is_relayed else self._chunk_bytes
+        await answer.send(stream.write, min(most, self._chunk_bytes), self._pacer)
         async with asyncio.timeout(stream.silence_s):
             while await stream.reader.read(DEFAULT_CHUNK_BYTES):
                 pass
@@ -306,9 +323,11 @@ class _Stream:
     """The pipe of one call, nothing of it waited for without end."""
 
     def __init__(
-        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, address: PeerAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self.peer = peer
+        self.peer = address.peer_id
+        self.hosts = [direct_host(way) for way in address.ways]
+        self.is_relayed = any(map(is_relayed_way, address.ways))
         self.writer = writer
         self.reader = reader
         self.silence_s = 0.0
@@ -363,6 +382,10 @@ class _HivemindCall:
         self._has_all = asyncio.Event()
         if not self.payload_bytes:
             self._has_all.set()
+
+    @property
+    def is_local(self) -> bool:
+        return any(map(is_own, self._stream.hosts))
 
     async def read_payload(self) -> Buffer:
         attempt, self._attempt = self._attempt, None

@@ -21,6 +21,10 @@ from transport.framing import MAX_MESSAGE_BYTES
 #: never arrived, though a peer that dies may take the byte with it.
 ACCEPTED = b"\x01"
 
+#: Chunks over a relay, at most: it cuts a connection after 128 KiB, which 16 lanes may share, and
+#: each of them must get on by a chunk before.
+RELAYED_CHUNK_BYTES = 4 << 10
+
 MAX_METHOD_BYTES = 256
 MAX_TOKEN_BYTES = 1024
 

@@ -178,6 +178,7 @@ class _LoopbackCall:
         self.header = header
         self.peer = peer
         self.caller = None
+        self.is_local = True
         self.payload_bytes = len(payload)
         self._payload: bytearray | None = payload
 

@@ -75,7 +75,12 @@ def status(
         bool, typer.Option("--insecure", help="Ask beyond this machine without encryption.")
     ] = False,
 ) -> None:
-    """Show a run: its islands and their throughput, its fragments and their versions."""
+    """Show a run: its islands and their throughput, its fragments and their versions.
+
+    From another machine the coordinator tells it to the operator alone: --certs (made by `diloco
+    certs init`), --tokens (`diloco certs token operator`), or both, as the run file says. A run
+    with transport.insecure = true and no tokens tells it on the coordinator's own machine only.
+    """
     from diloco.launch.security import Security
     from transport.identity import Identity, Role
 

@@ -40,10 +40,10 @@ def doctor(
 ) -> None:
     """Look for what would break a run at this site or slow it down, and say how to mend it.
 
-    TCP (congestion control, slow start after idle, buffers); for a run also its certificates, with
-    --island the way to the coordinator (MTU, round trip, a call with this site's certificates,
-    clock), else the ports of coordinator and syncer. Nothing is changed. Islands and coordinators
-    look at their TCP at every start, too.
+    TCP (congestion control, slow start after idle, buffers); for a run also its certificates,
+    tokens and ports; with --island the ways to coordinator and syncer (MTU, round trip, a call with
+    this site's certificates and tokens, clock). Nothing is changed. Islands and coordinators look
+    at their TCP at every start, too.
 
     Read "state": broken: the run cannot work so, and the exit code is 1; slow: it works, and long
     or lossy paths carry less than they could. sysctl -w holds until the next boot: put the same
@@ -73,14 +73,10 @@ def tell_at_start(peers: str) -> None:
     Args:
         peers: HOST:PORT of them, or several, or a multiaddr.
     """
-    from diloco.launch.diagnosis import State, tcp_findings
-    from diloco.launch.machine_facts import are_local, gather
+    from diloco.launch.slow_tcp import slow_tcp
 
-    if are_local(peers):
-        return
-    for finding in tcp_findings(gather(None)):
-        if finding.state is State.SLOW:
-            typer.echo(f"warning: {finding.as_text()}", err=True)
+    for text in slow_tcp(peers):
+        typer.echo(f"warning: {text}", err=True)
 
 
 def _show(findings: list[Finding]) -> None:

@@ -147,7 +147,7 @@ def _showing(config: Config, name: str, address: str) -> Iterator[None]:
     from diloco.cli.tables import island_text
     from diloco.errors import CoordinatorUnavailable
     from diloco.launch.security import Security
-    from diloco.launch.status import ask_status
+    from diloco.launch.status import ask_standing
     from diloco.sync.io_thread import IoThread
     from transport.identity import Role
 
@@ -160,12 +160,10 @@ def _showing(config: Config, name: str, address: str) -> Iterator[None]:
 
     def tell() -> str:
         try:
-            return f"island {name} {island_text(io.run(ask_status(transport)), name)}"
-        except CoordinatorUnavailable:
-            return (
-                f"island {name}: the coordinator at {address} does not answer; if it does not "
-                f"run, start it: diloco coordinator RUN.toml"
-            )
+            standing = io.run(ask_standing(transport, name))
+        except CoordinatorUnavailable as error:
+            return f"island {name}: {' '.join(str(error).split())}"
+        return f"island {name} {island_text(standing.island, standing.inner_steps)}"
 
     io.start()
     try:

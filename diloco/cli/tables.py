@@ -68,24 +68,23 @@ def fragments_table(reply: StatusReply) -> Table:
 def run_text(reply: StatusReply) -> str:
     """Say in one line where the run and its islands stand."""
     islands = "; ".join(
-        f"{island.island} {island_text(reply, island.island)}"
+        f"{island.island} {island_text(island, reply.inner_steps)}"
         for island in sorted(reply.islands, key=lambda island: island.island_slot)
     )
     versions = ", ".join(str(fragment.version) for fragment in reply.fragments)
     return f"{reply.state}: {islands}; versions {versions or 'none yet'}"
 
 
-def island_text(reply: StatusReply, name: str) -> str:
+def island_text(island: IslandStatus, inner_steps: int) -> str:
     """Say in a few words where an island stands; before its first step, what it has moved."""
-    island = next((island for island in reply.islands if island.island == name), None)
-    if island is None or not island.HasField("last_report"):
-        return "joined" if island is not None and island.incarnation else "not joined"
+    if not island.HasField("last_report"):
+        return "joined" if island.incarnation else "not joined"
     report = island.last_report
     if report.state == _WAITING:
         moved = f"{format_bytes(report.bytes_up)} up, {format_bytes(report.bytes_down)} down"
         return f"{report.state}, {moved}"
     return (
-        f"{report.state}, step {report.inner_step}/{reply.inner_steps} "
+        f"{report.state}, step {report.inner_step}/{inner_steps} "
         f"loss {report.loss_nats:.3f} {report.tokens_per_s:,.0f} tokens/s"
     )
 

@@ -63,7 +63,7 @@ class HivemindConfig(Section):
         default=False,
         description="Whether coordinator and syncer have initial_peers relay calls to them: behind "
         "NAT, where nobody can dial them; a relayed connection is cut after 128 KiB or two "
-        "minutes, so only a syncer that can be dialled gets contributions",
+        "minutes, so payloads go on over many of them, at some 1 Mbit/s in all",
     )
     map_port: Local[bool] = Field(
         default=False,
@@ -108,7 +108,8 @@ class TransportConfig(Section):
     )
     insecure: Local[bool] = Field(
         default=False,
-        description="Whether unencrypted traffic beyond this machine is accepted; it is warned of",
+        description="Whether unencrypted traffic beyond this machine is accepted; it is warned of, "
+        "and without tokens `diloco status` is answered on the coordinator's machine alone",
     )
     link: Local[Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]] = Field(
         default="",

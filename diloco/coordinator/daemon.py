@@ -42,6 +42,8 @@ from protos.control_pb2 import (
     ReportRequest,
     RoundReport,
     RoundReportReply,
+    StandingReply,
+    StandingRequest,
     StatusReply,
     StatusRequest,
     SyncerAssignment,
@@ -117,6 +119,7 @@ class Coordinator:
             "control.report": self._report,
             "control.leave": self._leave,
             "control.status": self._status,
+            "control.standing": self._standing,
             "control.clock": self._clock,
             "control.syncer_hello": self._syncer_hello,
             "control.round_report": self._round_report,
@@ -323,6 +326,22 @@ class Coordinator:
         StatusRequest.FromString(call.header)
         return _reply(self.status())
 
+    async def _standing(self, call: IncomingCall) -> Reply:
+        island = StandingRequest.FromString(call.header).island
+        membership = self._membership
+        reply = StandingReply(
+            run=membership.run,
+            timeline=membership.timeline,
+            state=self._state(),
+            start_step=membership.start_step,
+            has_published=self._journal.has_rounds(membership.timeline),
+            inner_steps=self._inner_steps(),
+            syncer_address=self._syncer_address,
+        )
+        if island in membership.members:
+            reply.island.CopyFrom(self._island_status(island))
+        return _reply(reply)
+
     def status(self) -> StatusReply:
         """Everything an operator sees: islands, fragments, the syncer, the run's state."""
         membership, now = self._membership, _now()
@@ -333,27 +352,32 @@ class Coordinator:
             syncer_epoch=self._syncer_epoch,
             state=self._state(),
             message=membership.fatal_reason,
-            inner_steps=json.loads(self._policy_json)["run.inner_steps"],
+            inner_steps=self._inner_steps(),
             checkpoint_steps=membership.checkpoints,
             start_step=membership.start_step,
             has_published=self._journal.has_rounds(membership.timeline),
         )
-        for island, member in membership.members.items():
-            seen = self._islands.get(island)
-            status = IslandStatus(
-                island=island, incarnation=member.incarnation, island_slot=member.slot
-            )
-            if seen is not None:
-                status.last_report.CopyFrom(seen.report)
-                status.last_report.ClearField("grant")
-                status.report_age_s = now - seen.at
-            reply.islands.append(status)
+        reply.islands.extend(map(self._island_status, membership.members))
         for _, seen in sorted(self._fragments.items()):
             fragment = FragmentStatus()
             fragment.CopyFrom(seen.fragment)
             fragment.age_s += now - seen.at
             reply.fragments.append(fragment)
         return reply
+
+    def _island_status(self, island: str) -> IslandStatus:
+        member, seen = self._membership.members[island], self._islands.get(island)
+        status = IslandStatus(
+            island=island, incarnation=member.incarnation, island_slot=member.slot
+        )
+        if seen is not None:
+            status.last_report.CopyFrom(seen.report)
+            status.last_report.ClearField("grant")
+            status.report_age_s = _now() - seen.at
+        return status
+
+    def _inner_steps(self) -> int:
+        return int(json.loads(self._policy_json)["run.inner_steps"])
 
     def _keep(self, entries: Entries) -> None:
         """Make what membership decided durable, then true."""

@@ -1,8 +1,9 @@
 """Who may call what: one role a method, and an island only in its own name.
 
 Stands before every handler of coordinator, syncer and peers. Where callers are known (certificates
-or tokens) it compares them with the method's role and with the island that the header names; known
-or not, a header that is no message, or of another protocol version, goes no further. Grants
+or tokens) it compares them with the method's role and with the island that the header names; where
+they are not, what is for the operator alone is told on this machine only. Known or not, a header
+that is no message, or of another protocol version, goes no further. Grants
 (`diloco.coordinator.grants`) are checked behind it. A method without a rule is served to nobody.
 
 Source: protocol.md section 8.
@@ -23,6 +24,7 @@ from protos.control_pb2 import (
     LeaveRequest,
     ReportRequest,
     RoundReport,
+    StandingRequest,
     StatusRequest,
     SyncerHelloRequest,
 )
@@ -44,26 +46,36 @@ _IslandOf: TypeAlias = Callable[[Any], str]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one method asks of its caller; a role of None is any of the run."""
+    """What one method asks of its caller.
+
+    Attributes:
+        role: What the caller must be; None: anything of the run.
+        message: Of the header.
+        island_of: The island that a message speaks for, which must be the caller; None: none.
+        is_private: Whether strangers hear nothing even where callers are not known, because
+            plaintext was declared: beyond this machine the method then answers nobody.
+    """
 
     role: Role | None
     message: type[Message]
     island_of: _IslandOf | None = None
+    is_private: bool = False
 
 
 def _granted(message: Any) -> str:
     return str(message.grant.island)
 
 
-def _joining(message: Any) -> str:
+def _named(message: Any) -> str:
     return str(message.island)
 
 
 RULES: Mapping[str, Rule] = {
-    "control.join": Rule(Role.ISLAND, JoinRequest, _joining),
+    "control.join": Rule(Role.ISLAND, JoinRequest, _named),
     "control.report": Rule(Role.ISLAND, ReportRequest, _granted),
     "control.leave": Rule(Role.ISLAND, LeaveRequest, _granted),
-    "control.status": Rule(Role.OPERATOR, StatusRequest),
+    "control.status": Rule(Role.OPERATOR, StatusRequest, is_private=True),
+    "control.standing": Rule(Role.ISLAND, StandingRequest, _named),
     "control.clock": Rule(None, ClockRequest),
     "control.syncer_hello": Rule(Role.SYNCER, SyncerHelloRequest),
     "control.round_report": Rule(Role.SYNCER, RoundReport),
@@ -112,6 +124,14 @@ def _guarded(method: str, rule: Rule, handler: Handler) -> Handler:
             )
         if call.caller is not None:
             _insist(call.caller, method, rule, message)
+        elif rule.is_private and not call.is_local:
+            raise Unauthorised(
+                f"{method} is told beyond the coordinator's machine only to callers that are "
+                f"known, and this run asks nobody who he is: type it there (diloco status "
+                f"127.0.0.1:PORT), or make certificates (diloco certs init RUN.toml, "
+                f"transport.certs, --certs), or tokens (diloco certs token operator, "
+                f"transport.tokens, --tokens)"
+            )
         return await handler(call)
 
     return handle

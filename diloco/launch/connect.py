@@ -5,6 +5,7 @@ Source: design.md section 6.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Collection, Sequence
 
@@ -15,6 +16,7 @@ from diloco.launch.build import link_profile
 from diloco.launch.carrier_link import carrier_link
 from diloco.launch.peer import RunningPeer, start_peer
 from diloco.launch.security import Security
+from diloco.launch.slow_tcp import slow_tcp
 from diloco.outer.fragments import Plan
 from diloco.sync.connection import Connection
 from protos.control_pb2 import JoinReply
@@ -22,6 +24,8 @@ from transport.contracts import Transport
 from transport.identity import Role
 from transport.link import LinkProfile
 from transport.shaped import ShapedTransport
+
+logger = logging.getLogger(__name__)
 
 
 def connect(config: Config, coordinator: str = "") -> Connection:
@@ -60,8 +64,13 @@ class _Wires:
         self._address = address
         self._security = security
         self._profile = profile
+        self._is_tcp_told = False
 
     def coordinator(self) -> Transport:
+        if not self._is_tcp_told:  # here, because the leader alone speaks to the coordinator
+            self._is_tcp_told = True
+            for text in slow_tcp(self._address):
+                logger.warning("%s", text)
         # Not shaped: it carries a few hundred bytes a second.
         return self._security.transport(self._address, Role.COORDINATOR)
 

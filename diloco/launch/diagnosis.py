@@ -14,11 +14,11 @@ start after idle), tcp(7), ip-sysctl.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
 
+from diloco.launch.site_facts import Facts, PathFacts, TcpFacts
 from transport.addresses import is_loopback, split_address
 from transport.tls import WARN_DAYS
 from transport.units import format_bandwidth, format_bytes, format_duration
@@ -65,136 +65,18 @@ class Finding:
         return {key: str(value) for key, value in asdict(self).items()}
 
 
-@dataclass(frozen=True, slots=True)
-class TcpFacts:
-    """The kernel's TCP, as a new connection of this process gets it.
-
-    Attributes:
-        congestion_control: Algorithm of a sender.
-        available: Algorithms that are loaded.
-        slow_start_after_idle: Whether a connection begins slowly again after a pause.
-        send_bytes: Largest send buffer.
-        receive_bytes: Largest receive buffer.
-        mtu_probing: net.ipv4.tcp_mtu_probing: 0 never, 1 after a black hole, 2 always.
-    """
-
-    congestion_control: str
-    available: tuple[str, ...]
-    slow_start_after_idle: bool
-    send_bytes: int
-    receive_bytes: int
-    mtu_probing: int
-
-
-@dataclass(frozen=True, slots=True)
-class PathFacts:
-    """The way to one address of the coordinator.
-
-    Attributes:
-        address: HOST:PORT.
-        error: Why no connection was made; empty: one was.
-        rtt_s: Round trip, of the handshake.
-        congestion_control: Algorithm on this route; a route may have its own.
-        mtu_bytes: What the kernel takes for the longest packet.
-        answered_bytes: Longest unfragmented echo request that was answered; 0: none was.
-    """
-
-    address: str
-    error: str = ""
-    rtt_s: float = 0.0
-    congestion_control: str = ""
-    mtu_bytes: int = 0
-    answered_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CallFacts:
-    """A call to the coordinator, with this site's certificates and tokens.
-
-    Attributes:
-        address: Where it went.
-        error: Why there was no answer; empty: there was one.
-        clock_s: How far this clock is ahead of the coordinator's.
-        uncertain_s: By how much `clock_s` may be off: half of the call's duration.
-    """
-
-    address: str
-    error: str = ""
-    clock_s: float = 0.0
-    uncertain_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PortFacts:
-    """A port that this site's processes listen at.
-
-    Attributes:
-        key: Key of the run file.
-        address: HOST:PORT.
-        error: Why it cannot be bound; empty: it can.
-        is_ours: Whether a process of this very run holds it.
-    """
-
-    key: str
-    address: str
-    error: str = ""
-    is_ours: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CertificateFacts:
-    """What one identity of this site shows to others.
-
-    Attributes:
-        short: Identity, such as island/eu.
-        directory: Where its files lie.
-        error: Why they cannot be used; empty: they can.
-        days_left: Until the certificate expires.
-    """
-
-    short: str
-    directory: str
-    error: str = ""
-    days_left: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What was found out at a site; what does not apply is empty.
-
-    Attributes:
-        tcp: The kernel's TCP; None: this system does not say.
-        is_clock_kept: Whether something keeps this clock right (NTP); None: not said.
-        insecure: Whether the run file declares its network trusted.
-        certificates: Of every identity of this site.
-        ports: That this site's processes listen at.
-        coordinator: Its address, as far as it is known.
-        paths: To every address of the coordinator.
-        call: To the coordinator.
-    """
-
-    tcp: TcpFacts | None = None
-    is_clock_kept: bool | None = None
-    insecure: bool = False
-    certificates: tuple[CertificateFacts, ...] = ()
-    ports: tuple[PortFacts, ...] = ()
-    coordinator: str = ""
-    paths: tuple[PathFacts, ...] = ()
-    call: CallFacts | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Give them as JSON values, hence `Any`."""
-        return asdict(self)
-
-
 def diagnose(facts: Facts) -> list[Finding]:
     """Judge everything, in the order of the command's table."""
     return [
         *tcp_findings(facts),
-        *_path_findings(facts),
+        *_coordinator_findings(facts),
+        *_syncer_findings(facts),
+        *_mtu_findings(facts),
         *_clock_findings(facts),
         *_port_findings(facts),
         *_certificate_findings(facts),
+        *_token_findings(facts),
+        *_stranger_findings(facts),
     ]
 
 
@@ -204,8 +86,7 @@ def tcp_findings(facts: Facts) -> Iterator[Finding]:
     if tcp is None:
         yield Finding("tcp", State.UNKNOWN, "this system does not say how its TCP is set")
         return
-    open_paths = [path for path in facts.paths if not path.error]
-    algorithms = sorted({path.congestion_control for path in open_paths} - {""})
+    algorithms = sorted({path.congestion_control for path in facts.reached} - {""})
     algorithm = algorithms[0] if len(algorithms) == 1 else tcp.congestion_control
     is_loss_proof = algorithm in _LOSS_PROOF
     if is_loss_proof:
@@ -231,7 +112,7 @@ def tcp_findings(facts: Facts) -> Iterator[Finding]:
             f"long fast path",
             "sudo sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         )
-    yield from _buffer_findings(tcp, max((path.rtt_s for path in open_paths), default=0.0))
+    yield from _buffer_findings(tcp, max((path.rtt_s for path in facts.reached), default=0.0))
 
 
 def _buffer_findings(tcp: TcpFacts, rtt_s: float) -> Iterator[Finding]:
@@ -252,51 +133,75 @@ def _buffer_findings(tcp: TcpFacts, rtt_s: float) -> Iterator[Finding]:
         yield Finding(what, State.OK if is_enough else State.SLOW, found, "" if is_enough else mend)
 
 
-def _path_findings(facts: Facts) -> Iterator[Finding]:
-    if not facts.coordinator:
-        return
-    reached = [path for path in facts.paths if not path.error]
-    is_answered = facts.call is not None and not facts.call.error
-    for path in facts.paths:
-        if path.error and is_answered and not reached:
+def _coordinator_findings(facts: Facts) -> Iterator[Finding]:
+    if facts.is_proxied:
+        for path in facts.paths:
             found = f"{path.address} is not reached from here but answers calls: through grpc_proxy"
             yield Finding("coordinator", State.OK, found)
-            continue
-        if path.error:
-            # Another address that answers is enough: they are tried in order.
-            state = State.SLOW if reached else State.BROKEN
-            yield Finding(
-                "coordinator",
-                state,
-                f"{path.address} is not reached: {path.error}",
-                _mend_path(path),
-            )
-            continue
-        found = f"{path.address} is reached, round trip {format_duration(path.rtt_s)}"
-        yield Finding("coordinator", State.OK, found)
-        yield _mtu_finding(path, facts.tcp)
+    else:
+        yield from _path_findings("coordinator", "coordinator.address", facts.paths)
     call = facts.call
-    if call is not None and reached and call.error:
+    if call is None:
+        return
+    if not call.error:
+        yield Finding("call to the coordinator", State.OK, "answered")
+    elif not all(path.error for path in facts.paths):
         yield Finding(
             "call to the coordinator",
             State.BROKEN,
             call.error,
             "diloco certs show, where the CA is; on the coordinator's site: diloco doctor RUN.toml",
         )
-    elif call is not None and not call.error:
-        yield Finding("call to the coordinator", State.OK, "answered")
 
 
-def _mend_path(path: PathFacts) -> str:
+def _syncer_findings(facts: Facts) -> Iterator[Finding]:
+    call = facts.call
+    if not facts.asks_syncer or call is None or call.error:
+        return
+    if not call.syncer:
+        found = "the coordinator does not know yet where it is: look again when it has started one"
+        yield Finding("syncer", State.UNKNOWN, found)
+    elif facts.is_proxied:
+        found = f"{call.syncer}: calls to it go through grpc_proxy, which was not tried"
+        yield Finding("syncer", State.UNKNOWN, found)
+    elif not facts.syncer_paths:
+        found = f"{call.syncer} is reached through the libp2p network, which was not tried"
+        yield Finding("syncer", State.UNKNOWN, found)
+    else:
+        yield from _path_findings("syncer", "coordinator.syncer_address", facts.syncer_paths)
+
+
+def _path_findings(what: str, key: str, paths: Sequence[PathFacts]) -> Iterator[Finding]:
+    is_reached = not all(path.error for path in paths)
+    for path in paths:
+        if path.error:
+            # Another address that answers is enough: they are tried in order.
+            state = State.SLOW if is_reached else State.BROKEN
+            found = f"{path.address} is not reached: {path.error}"
+            yield Finding(what, state, found, _mend_path(path, key))
+        else:
+            found = f"{path.address} is reached, round trip {format_duration(path.rtt_s)}"
+            yield Finding(what, State.OK, found)
+
+
+def _mend_path(path: PathFacts, key: str) -> str:
     host, port = split_address(path.address)
     if "refused" in path.error.lower():
-        return "start it: diloco coordinator RUN.toml; or correct coordinator.address"
+        return f"start it: diloco coordinator RUN.toml; or correct {key}"
     if "resolve" in path.error.lower() or "name" in path.error.lower():
-        return f"getent hosts {host}; correct coordinator.address (--coordinator)"
+        given = f"{key} (--coordinator)" if key == "coordinator.address" else key
+        return f"getent hosts {host}; correct {given}"
     return (
         f"open TCP port {port} towards {host} in the firewalls between (nc -vz {host} {port} tries "
         f"it), or set grpc_proxy"
     )
+
+
+def _mtu_findings(facts: Facts) -> Iterator[Finding]:
+    """Judge the way to every host once."""
+    by_host = {split_address(path.address)[0]: path for path in reversed(facts.reached)}
+    for path in reversed(by_host.values()):
+        yield _mtu_finding(path, facts.tcp)
 
 
 def _mtu_finding(path: PathFacts, tcp: TcpFacts | None) -> Finding:
@@ -367,23 +272,38 @@ def _certificate_findings(facts: Facts) -> Iterator[Finding]:
         else:
             found = f"{shown.short} is valid for {shown.days_left:.0f} days"
             yield Finding("certificate", State.OK, found)
+
+
+def _token_findings(facts: Facts) -> Iterator[Finding]:
+    for held in facts.tokens:
+        if held.error:
+            mend = f"diloco certs token {held.short}, where the CA is; bring it to {held.directory}"
+            yield Finding("token", State.BROKEN, held.error, mend)
+        else:
+            yield Finding("token", State.OK, f"that of {held.short} can be read")
+
+
+def _stranger_findings(facts: Facts) -> Iterator[Finding]:
+    """Judge what keeps strangers out where there are no certificates."""
     if facts.certificates or not (facts.ports or facts.paths):
         return
     hosts = [split_address(port.address)[0] for port in facts.ports]
-    hosts += [split_address(path.address)[0] for path in facts.paths]
+    hosts += [split_address(path.address)[0] for path in (*facts.paths, *facts.syncer_paths)]
+    mend = "diloco certs init RUN.toml"
     if facts.insecure:
-        yield Finding(
-            "certificate",
-            State.SLOW,
-            "transport.insecure = true: whoever reaches the ports can read and change the traffic",
-            "diloco certs init RUN.toml",
-        )
+        found = "transport.insecure = true: "
+        if facts.is_libp2p:
+            found += "whoever reaches the ports can call"
+        else:
+            found += "whoever reaches the ports can read and change the traffic"
+        yield Finding("certificate", State.SLOW, found, mend)
     elif all(is_loopback(host) for host in hosts):
         yield Finding("certificate", State.OK, "none; everything is on this machine's loopback")
+    elif facts.is_libp2p and facts.tokens:
+        yield Finding("certificate", State.OK, "none: libp2p encrypts, tokens say who calls")
+    elif facts.is_libp2p:
+        found = "no tokens, and not all is loopback: libp2p encrypts, but knows no callers"
+        mend = "diloco certs token IDENTITY, for each of the run; then set transport.tokens"
+        yield Finding("token", State.BROKEN, found, mend)
     else:
-        yield Finding(
-            "certificate",
-            State.BROKEN,
-            "none, and not all is loopback",
-            "diloco certs init RUN.toml",
-        )
+        yield Finding("certificate", State.BROKEN, "none, and not all is loopback", mend)

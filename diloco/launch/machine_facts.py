@@ -1,4 +1,4 @@
-"""What a site is like: its kernel's TCP, the way to the coordinator, clock, ports, certificates.
+"""What a site is like: its kernel's TCP, the ways out, clock, ports, certificates, tokens.
 
 Reads and tries; judges nothing (`diagnosis` does). Every wait has an end.
 """
@@ -14,21 +14,26 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diloco.config.schema import Config
-from diloco.errors import ConfigError
+from diloco.durable import read_json
+from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.launch.address import find_coordinator
-from diloco.launch.diagnosis import (
+from diloco.launch.security import Security
+from diloco.launch.site_facts import (
     CallFacts,
     CertificateFacts,
     Facts,
     PathFacts,
     PortFacts,
     TcpFacts,
+    TokenFacts,
 )
-from diloco.launch.security import Security
 from diloco.launch.state_dir import StateDir, holder, read_endpoint
+from diloco.launch.status import ask_standing
 from protos.control_pb2 import ClockReply, ClockRequest
 from transport.addresses import is_loopback, split_address, split_candidates
 from transport.certificates import CertificateError
@@ -40,14 +45,31 @@ from transport.tls import Tls
 
 _PARAMETERS = Path("/proc/sys/net/ipv4")
 _CONNECT_S, _CALL_S, _PING_S = 5.0, 10.0, 0.5
-#: linux/in.h
-_IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_MTU = 10, 2, 14
-_ICMP_ECHO, _ICMP_ECHO_REPLY = 8, 0
-_IP_ICMP_BYTES = 28
-#: Sizes below the device's that tunnels leave; the last is what every IPv4 path carries.
+#: Sizes below the device's that tunnels leave.
 _PACKET_BYTES = (1500, 1492, 1450, 1420, 1380, 1280, 1200, 576)
 #: adjtimex(2): the kernel's word that nobody keeps the clock.
 _TIME_ERROR, _TIMEX_BYTES = 5, 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Ping:
+    """How one IP version asks for an echo that may not be fragmented (linux/in.h, in6.h)."""
+
+    protocol: int
+    level: int
+    discover: int
+    mtu: int
+    header_bytes: int  # IP and ICMP
+    lowest_bytes: int  # that every path carries
+    request: int
+    reply: int
+
+
+_PROBE_ONLY_WHOLE = 2  # IP_PMTUDISC_DO, IPV6_PMTUDISC_DO
+_PINGS = {
+    socket.AF_INET: _Ping(socket.IPPROTO_ICMP, socket.IPPROTO_IP, 10, 14, 28, 576, 8, 0),
+    socket.AF_INET6: _Ping(socket.IPPROTO_ICMPV6, socket.IPPROTO_IPV6, 23, 24, 48, 1280, 128, 129),
+}
 
 
 def read_tcp() -> TcpFacts | None:
@@ -98,23 +120,30 @@ def gather(config: Config | None, *, coordinator: str = "") -> Facts:
         if config.island_id:
             raise
         address = ""  # of a coordinator that was never started: this is its site
-    paths: tuple[PathFacts, ...] = ()
     call = None
     if address and (config.island_id or _is_running(config)):
-        paths = tuple(try_path(candidate) for candidate in _hosts_of(address))
         call = _try_call(config, address)
     else:
         address = ""
+    syncer = call.syncer if call is not None else ""
     return Facts(
         tcp=read_tcp(),
         is_clock_kept=_is_clock_kept(),
         insecure=config.transport.insecure,
         certificates=tuple(_certificates(config)),
-        ports=() if config.island_id else tuple(_ports(config)),
+        tokens=tuple(_tokens(config)),
+        is_libp2p=config.transport.kind == "hivemind",
+        ports=tuple(_ports(config)),
         coordinator=address,
-        paths=paths,
+        paths=tuple(map(try_path, _hosts_of(address))),
         call=call,
+        asks_syncer=bool(config.island_id) and _has_syncer(config),
+        syncer_paths=tuple(map(try_path, _hosts_of(syncer))),
     )
+
+
+def _has_syncer(config: Config) -> bool:
+    return config.outer.exchange == "syncer"
 
 
 def _is_running(config: Config) -> bool:
@@ -123,7 +152,9 @@ def _is_running(config: Config) -> bool:
 
 
 def _hosts_of(address: str) -> list[str]:
-    """Give the HOST:PORT that lead to the coordinator."""
+    """Give the HOST:PORT that lead to a server; none where it is unknown."""
+    if not address:
+        return []
     if not is_peer_address(address):
         return split_candidates(address)
     hosts = []
@@ -153,9 +184,7 @@ def try_path(address: str) -> PathFacts:
     except OSError as error:
         waited = f" after {time.monotonic() - began:.1f} s"
         return PathFacts(address, error=f"{error.strerror or error}{waited}")
-    mtu_bytes, answered_bytes = 0, 0
-    if family == socket.AF_INET:
-        mtu_bytes, answered_bytes = _probe_mtu(str(place[0]), rtt_s)
+    mtu_bytes, answered_bytes = _probe_mtu(family, place, rtt_s)
     return PathFacts(
         address=address,
         rtt_s=rtt_s,
@@ -170,80 +199,93 @@ def _congestion_control(connection: socket.socket) -> str:
     return text.rstrip(b"\0").decode()
 
 
-def _probe_mtu(host: str, rtt_s: float) -> tuple[int, int]:
+def _probe_mtu(family: socket.AddressFamily, place: Any, rtt_s: float) -> tuple[int, int]:
     """Send echo requests that may not be fragmented, from the longest down.
+
+    `place` is an address as getaddrinfo gives it, hence any.
 
     Returns:
         What the kernel takes for the longest packet afterwards (routers that refuse longer ones
         have told it by then), and the longest that was answered, 0 without any answer.
     """
+    ping, mtu_bytes = _PINGS[family], 0
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as known:
-            known.connect((host, 9))
-            mtu_bytes = known.getsockopt(socket.IPPROTO_IP, _IP_MTU)
-            longest = 0
-            with _echo_socket() as echo:
-                echo.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
-                echo.connect((host, 0))
-                sizes = [mtu_bytes, *(size for size in _PACKET_BYTES if size < mtu_bytes)]
-                if is_loopback(host):
-                    sizes = sizes[:1]
+        with socket.socket(family, socket.SOCK_DGRAM) as known:
+            known.connect(place)
+            mtu_bytes = known.getsockopt(ping.level, ping.mtu)
+            with _echo_socket(family) as echo:
+                echo.setsockopt(ping.level, ping.discover, _PROBE_ONLY_WHOLE)
+                echo.connect((place[0], 0, *place[2:]))
+                sizes = [mtu_bytes]
+                if not is_loopback(place[0]):
+                    sizes += [n for n in _PACKET_BYTES if ping.lowest_bytes <= n < mtu_bytes]
                 longest = max(_answered(echo, sizes, rtt_s), default=0)
-            return known.getsockopt(socket.IPPROTO_IP, _IP_MTU), longest
+            return known.getsockopt(ping.level, ping.mtu), longest
     except OSError:  # neither raw nor ping sockets are allowed to us
         return mtu_bytes, 0
 
 
-def _echo_socket() -> socket.socket:
+def _echo_socket(family: socket.AddressFamily) -> socket.socket:
     """Open a socket for echo requests: the kernel's own kind, or a raw one."""
     try:
-        return socket.socket(socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_ICMP)
+        return socket.socket(family, socket.SOCK_DGRAM, _PINGS[family].protocol)
     except PermissionError:
-        return socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+        return socket.socket(family, socket.SOCK_RAW, _PINGS[family].protocol)
 
 
 def _answered(echo: socket.socket, sizes: Sequence[int], rtt_s: float) -> set[int]:
     """Send an echo request of every length, twice, and see which are answered."""
+    ping = _PINGS[echo.family]
     answered: set[int] = set()
     for _ in range(2):
-        for size in sizes:
+        for number, size in enumerate(sizes):
             # What comes at once is an error: the kernel knows by now that it is too long.
             with contextlib.suppress(OSError):
-                echo.send(_echo_request(os.getpid() & 0xFFFF, size, size - _IP_ICMP_BYTES))
+                echo.send(_echo_request(ping.request, number, size - ping.header_bytes))
         until = time.monotonic() + _PING_S + 2 * rtt_s
-        while sizes[0] not in answered and (left := until - time.monotonic()) > 0:
+        while 0 not in answered and (left := until - time.monotonic()) > 0:
             if select.select([echo], [], [], left)[0]:
                 with contextlib.suppress(OSError):  # such as a router's word: too long
-                    answered.add(_answered_bytes(echo))
-    return answered & {*sizes}
+                    answered.add(_answered_number(echo, ping.reply))
+    return {size for number, size in enumerate(sizes) if number in answered}
 
 
-def _answered_bytes(echo: socket.socket) -> int:
-    """Read an answer: its number is the length that was asked; 0 if it is something else."""
-    answer = echo.recv(65536)
-    start = 4 * (answer[0] & 0x0F) if echo.type == socket.SOCK_RAW else 0
+def _answered_number(echo: socket.socket, reply: int) -> int:
+    """Read an answer: the number that the request bore; -1 if it is something else."""
+    answer = echo.recv(1 << 17)
+    # Raw sockets of IPv4 alone show the header of IP.
+    has_header = echo.type == socket.SOCK_RAW and echo.family == socket.AF_INET
+    start = 4 * (answer[0] & 0x0F) if has_header else 0
     kind, _, _, _, number = struct.unpack_from("!BBHHH", answer, start)
-    return int(number) if kind == _ICMP_ECHO_REPLY else 0
+    return int(number) if kind == reply else -1
 
 
-def _echo_request(identifier: int, sequence: int, num_bytes: int) -> bytes:
-    body = struct.pack("!BBHHH", _ICMP_ECHO, 0, 0, identifier, sequence) + bytes(num_bytes)
+def _echo_request(kind: int, number: int, num_bytes: int) -> bytes:
+    """Write an echo request; the checksum is IPv4's, the kernel writes that of IPv6 itself."""
+    body = struct.pack("!BBHHH", kind, 0, 0, os.getpid() & 0xFFFF, number) + bytes(num_bytes)
     total = sum(struct.unpack("!4H", body[:8]))
     total = (total & 0xFFFF) + (total >> 16)
     return body[:2] + struct.pack("!H", ~total & 0xFFFF) + body[4:]
 
 
-def _try_call(config: Config, address: str) -> CallFacts:
-    """Ask the coordinator what time it is, as this site's process would call it."""
+def _try_call(config: Config, address: str) -> CallFacts | None:
+    """Ask the coordinator what time it is, as this site's process would call it; None: none would.
+
+    An island also asks where the syncer is.
+    """
     role = Role.ISLAND if config.island_id else Role.SYNCER
+    if role is Role.SYNCER and not _has_syncer(config):
+        if config.transport.tokens:
+            return None  # the coordinator has none: it calls nobody
+        role = Role.COORDINATOR
     try:
         security = Security.of(config, role, config.island_id).knowing(address)
-        return asyncio.run(_ask_clock(security, address))
+        return asyncio.run(_ask(security, address, config.island_id))
     except ConfigError as error:
         return CallFacts(address, error=str(error))
 
 
-async def _ask_clock(security: Security, address: str) -> CallFacts:
+async def _ask(security: Security, address: str, island: str) -> CallFacts:
     transport = security.transport(address, Role.COORDINATOR)
     request = ClockRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
     try:
@@ -252,12 +294,17 @@ async def _ask_clock(security: Security, address: str) -> CallFacts:
         began = time.time()
         reply = await transport.call("control.clock", request, deadline_s=_CALL_S)
         took_s = time.time() - began
+        syncer = (await ask_standing(transport, island)).syncer_address if island else ""
     except TransportError as error:
         return CallFacts(address, error=str(error))
+    except CoordinatorUnavailable as error:
+        return CallFacts(address, error=str(error.__cause__))
     finally:
         await transport.close()
     theirs = ClockReply.FromString(reply.header).unix_s
-    return CallFacts(address, clock_s=began + took_s / 2 - theirs, uncertain_s=took_s / 2)
+    return CallFacts(
+        address, clock_s=began + took_s / 2 - theirs, uncertain_s=took_s / 2, syncer=syncer
+    )
 
 
 def _is_clock_kept() -> bool | None:
@@ -271,15 +318,18 @@ def _is_clock_kept() -> bool | None:
     return None if state < 0 else state != _TIME_ERROR
 
 
+def _identities(config: Config) -> list[Identity]:
+    """Give those of this site's processes."""
+    run = config.run.name
+    if config.island_id:
+        return [Identity(run, Role.ISLAND, config.island_id)]
+    servers = (Role.COORDINATOR, Role.SYNCER) if _has_syncer(config) else (Role.COORDINATOR,)
+    return [Identity(run, role) for role in servers]
+
+
 def _certificates(config: Config) -> Iterator[CertificateFacts]:
     directory = config.transport.certs
-    if not directory:
-        return
-    run, name = config.run.name, config.island_id
-    identities = [Identity(run, Role.ISLAND, name)]
-    if not name:
-        identities = [Identity(run, Role.COORDINATOR), Identity(run, Role.SYNCER)]
-    for identity in identities:
+    for identity in _identities(config) if directory else ():
         try:
             left = Tls(Path(directory), identity).days_left
         except CertificateError as error:
@@ -288,27 +338,50 @@ def _certificates(config: Config) -> Iterator[CertificateFacts]:
             yield CertificateFacts(identity.short, directory, days_left=left)
 
 
+def _tokens(config: Config) -> Iterator[TokenFacts]:
+    directory = config.transport.tokens
+    for identity in _identities(config) if directory else ():
+        error = ""
+        try:
+            is_peer = identity.role is Role.ISLAND and not _has_syncer(config)
+            Security.open(identity, certs="", tokens=directory, is_peer=is_peer)
+        except ConfigError as refusal:
+            error = str(refusal)
+        yield TokenFacts(identity.short, directory, error)
+
+
 def _ports(config: Config) -> Iterator[PortFacts]:
-    """Try every port that coordinator and syncer listen at; port 0 is the one drawn before."""
+    """Try every port that this site's processes listen at; port 0 is the one drawn before."""
     state = StateDir(Path(config.coordinator.state_dir))
-    chosen, telemetry = config.coordinator, config.telemetry
-    owned = (
-        ("coordinator.listen", chosen.listen, state.coordinator, state.coordinator_lock),
-        ("coordinator.syncer_listen", chosen.syncer_listen, state.bound, state.store_lock),
-        ("telemetry.coordinator_metrics", telemetry.coordinator_metrics, None,
-         state.coordinator_lock),
-        ("telemetry.syncer_metrics", telemetry.syncer_metrics, None, state.store_lock),
-    )  # fmt: skip
-    for key, address, record, lock in owned:
+    for key, address, before, lock in _listeners(config, state):
         if not address:
             continue
         host, port = split_address(address)
-        before = read_endpoint(record) if record is not None and port == 0 else None
-        if before is not None and not is_peer_address(before.address):
-            address = f"{host}:{split_address(before.address)[1]}"
+        if port == 0 and before and not is_peer_address(before):
+            address = f"{host}:{split_address(before)[1]}"
         error = _bind_error(address)
         is_held = bool(error) and lock.exists() and holder(lock) is not None
         yield PortFacts(key, address, error, is_held)
+
+
+def _listeners(config: Config, state: StateDir) -> Iterator[tuple[str, str, str, Path]]:
+    """Give key and value of every address, the one bound before, and what its owner locks."""
+    chosen, telemetry, island = config.coordinator, config.telemetry, config.island_id
+    if island:
+        if not _has_syncer(config):
+            peer, listen = state.peer(island), config.island.peer_listen
+            yield f"islands.{island}.peer_listen", listen, _bound(peer), peer.store_lock
+        return
+    earlier, lock = read_endpoint(state.coordinator), state.coordinator_lock
+    yield "coordinator.listen", chosen.listen, earlier.address if earlier else "", lock
+    yield "telemetry.coordinator_metrics", telemetry.coordinator_metrics, "", lock
+    if _has_syncer(config):
+        yield "coordinator.syncer_listen", chosen.syncer_listen, _bound(state), state.store_lock
+        yield "telemetry.syncer_metrics", telemetry.syncer_metrics, "", state.store_lock
+
+
+def _bound(state: StateDir) -> str:
+    return str(read_json(state.bound) or "")
 
 
 def _bind_error(address: str) -> str:

@@ -47,13 +47,13 @@ from diloco.launch.logs import log_to
 from diloco.launch.record import RankRecord
 from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
-from diloco.launch.status import look
+from diloco.launch.status import ask_standing
 from diloco.launch.warm_start import WarmStart, find_warm_start
 from diloco.sync.connection import Connection
 from diloco.sync.groups import make_groups
 from diloco.sync.registration import IslandState
 from diloco.sync.session import DiLoCo
-from protos.control_pb2 import JoinReply
+from protos.control_pb2 import JoinReply, StandingReply
 from transport.identity import Role
 
 logger = logging.getLogger(__name__)
@@ -183,8 +183,15 @@ class _Rank:
         def start_step() -> int | None:
             security = Security.of(config, Role.ISLAND, config.island_id).knowing(address)
             transport = security.transport(address, Role.COORDINATOR)
-            status = connection.io.run(look(transport, patience_s=patience_s))
-            return status.start_step if status.timeline or status.has_published else None
+
+            async def ask() -> StandingReply:
+                try:
+                    return await ask_standing(transport, config.island_id, patience_s=patience_s)
+                finally:
+                    await transport.close()
+
+            standing = connection.io.run(ask())
+            return standing.start_step if standing.timeline or standing.has_published else None
 
         # The default group would give up while the leader still waits for the coordinator.
         groups = make_groups(None, patience_s=patience_s)

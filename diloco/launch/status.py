@@ -1,48 +1,62 @@
-"""How a run stands: what its coordinator tells anybody who asks. Imports no torch."""
+"""How a run stands: what its coordinator tells an operator, and an island. Imports no torch."""
 
 from __future__ import annotations
 
 import random
 
+from google.protobuf.message import Message
+
 from diloco.errors import CoordinatorUnavailable
-from protos.control_pb2 import StatusReply, StatusRequest
+from protos.control_pb2 import StandingReply, StandingRequest, StatusReply, StatusRequest
 from transport.contracts import PROTOCOL_VERSION, Reply, Transport
-from transport.errors import TransportError
+from transport.errors import TransportError, Unauthorised
 from transport.retry import RetryPolicy, retry
 
 _CALL_S = 5.0
 
 
 async def ask_status(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
-    """Ask a coordinator how its run stands.
+    """Ask a coordinator, as an operator, how its run stands.
 
     Raises:
-        CoordinatorUnavailable: If it does not answer in time, `patience_s` of trying included.
+        CoordinatorUnavailable: If it does not answer in time, `patience_s` of trying included, or
+            refuses.
     """
-    header = StatusRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
+    request = StatusRequest(protocol_version=PROTOCOL_VERSION)
+    reply = await _ask(transport, "control.status", request, patience_s)
+    return StatusReply.FromString(reply.header)
+
+
+async def ask_standing(
+    transport: Transport, island: str, *, patience_s: float = 0.0
+) -> StandingReply:
+    """Ask a coordinator, as an island, how the run and this island stand.
+
+    Raises:
+        CoordinatorUnavailable: As `ask_status`.
+    """
+    request = StandingRequest(protocol_version=PROTOCOL_VERSION, island=island)
+    reply = await _ask(transport, "control.standing", request, patience_s)
+    return StandingReply.FromString(reply.header)
+
+
+async def _ask(transport: Transport, method: str, request: Message, patience_s: float) -> Reply:
+    header = request.SerializeToString()
 
     async def attempt() -> Reply:
-        return await transport.call("control.status", header, deadline_s=_CALL_S)
+        return await transport.call(method, header, deadline_s=_CALL_S)
 
     policy = RetryPolicy(max_wait_s=1.0, budget_s=patience_s)
     try:
-        reply = await (retry(attempt, policy, random.Random()) if patience_s else attempt())
+        return await (retry(attempt, policy, random.Random()) if patience_s else attempt())
+    except Unauthorised as error:
+        raise CoordinatorUnavailable(
+            f"the coordinator at {transport.peer} refused to answer: {error}\n"
+            f"What is wrong with this site's certificate or token: diloco doctor RUN.toml"
+        ) from error
     except TransportError as error:
         raise CoordinatorUnavailable(
             f"no coordinator answered at {transport.peer}: {error}\n"
             f"Is the address the one that the coordinator printed? If it does not run, start it: "
             f"diloco coordinator RUN.toml"
         ) from error
-    return StatusReply.FromString(reply.header)
-
-
-async def look(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
-    """Ask a coordinator once, and close the connection.
-
-    Raises:
-        CoordinatorUnavailable: As `ask_status`.
-    """
-    try:
-        return await ask_status(transport, patience_s=patience_s)
-    finally:
-        await transport.close()

@@ -28,16 +28,21 @@ from diloco.cli.tables import (
     status_view,
 )
 from diloco.errors import ConfigError, CoordinatorUnavailable
-from diloco.launch.status import ask_status
+from diloco.launch.status import ask_standing, ask_status
 from protos.control_pb2 import (
     FragmentStatus,
     Grant,
     IslandStatus,
     ReportRequest,
+    StandingReply,
+    StandingRequest,
     StatusReply,
 )
+from tests.guarded_server import serving
+from tests.transport.pki import COORDINATOR, EAST, Pki
 from transport.contracts import IncomingCall, Reply, Transport
-from transport.grpc_server import GrpcServer
+from transport.grpc_client import GrpcTransport
+from transport.identity import Identity, Role
 
 REPLY = StatusReply(
     run="demo",
@@ -81,6 +86,19 @@ REPLY = StatusReply(
 )
 
 
+async def status(_: IncomingCall) -> Reply:
+    return Reply(REPLY.SerializeToString())
+
+
+async def standing(call: IncomingCall) -> Reply:
+    name = StandingRequest.FromString(call.header).island
+    own = next(island for island in REPLY.islands if island.island == name)
+    return Reply(StandingReply(island=own, inner_steps=REPLY.inner_steps).SerializeToString())
+
+
+ANSWERS = {"control.status": status, "control.standing": standing}
+
+
 def shown(renderable: object, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(renderable)
@@ -100,30 +118,9 @@ def app() -> typer.Typer:
 
 @pytest.fixture
 def coordinator() -> Iterator[str]:
-    """Address of a server that answers `control.status` with REPLY."""
-
-    async def answer(_: IncomingCall) -> Reply:
-        return Reply(REPLY.SerializeToString())
-
-    async def serve() -> None:
-        server = GrpcServer("127.0.0.1:0", {"control.status": answer})
-        await server.start()
-        address.append(server.address)
-        stop.append((asyncio.get_running_loop(), done := asyncio.Event()))
-        ready.set()
-        await done.wait()
-        await server.stop(0)
-
-    address: list[str] = []
-    stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-    ready = threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert ready.wait(20)
-    yield address[0]
-    loop, done = stop[0]
-    loop.call_soon_threadsafe(done.set)
-    thread.join()
+    """Address of a coordinator that answers operators and islands with REPLY."""
+    with serving(ANSWERS) as address:
+        yield address
 
 
 def test_islands_stand_in_slot_order_with_what_they_last_reported() -> None:
@@ -219,20 +216,32 @@ def test_one_line_says_where_every_island_stands() -> None:
         "running: east training, step 120/325 loss 2.346 15,360 tokens/s; west waiting, 3 MiB up, "
         "5 KiB down; north not joined; versions 5, 0"
     )
-    assert island_text(REPLY, "west") == "joined"
-    assert island_text(REPLY, "south") == "not joined"
+    assert island_text(REPLY.islands[0], 325) == "joined"
+    assert island_text(IslandStatus(), 325) == "not joined"
 
 
-@pytest.mark.parametrize("is_reachable", [True, False], ids=["reachable", "away"])
+@pytest.mark.parametrize(
+    ("is_there", "words"),
+    [
+        pytest.param(True, "island east training, step 120/325 loss", id="there"),
+        pytest.param(False, "does not run, start it: diloco coordinator", id="away"),
+    ],
+)
 def test_an_island_says_where_it_stands_while_it_lives(
-    coordinator: str, is_reachable: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    is_there: bool,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    address = coordinator if is_reachable else "127.0.0.1:1"
+    pki = Pki(tmp_path, "two-islands")
+    who = Identity("two-islands", Role.ISLAND, "east")
+    pki.issue(who)
+    tls = pki.tls(Identity("two-islands", Role.COORDINATOR))
     looks = threading.Semaphore(0)
 
-    async def counted(transport: Transport) -> StatusReply:
+    async def counted(transport: Transport, name: str) -> StandingReply:
         looks.release()
-        return await ask_status(transport)
+        return await ask_standing(transport, name)
 
     def run_island(*_: object) -> int:
         # At the second look the first has been shown.
@@ -240,19 +249,35 @@ def test_an_island_says_where_it_stands_while_it_lives(
         return 0
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("diloco.launch.status.ask_status", counted)
+    monkeypatch.setattr("diloco.launch.status.ask_standing", counted)
     monkeypatch.setattr("diloco.launch.island.run_island", run_island)
     monkeypatch.setattr(island, "_LINE_EVERY_S", 0.05)
     typed = typer.Typer()
     island.register(typed)
     run_file = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
-    arguments = ["island", str(run_file), "--island", "east", "--coordinator", address]
 
-    result = CliRunner().invoke(typed, arguments)
+    with serving(ANSWERS, tls) as address:
+        arguments = ["island", str(run_file), "--island", "east", "--coordinator"]
+        arguments += [address if is_there else "127.0.0.1:1"]
+        result = CliRunner().invoke(typed, [*arguments, "--set", f"transport.certs={tmp_path}"])
 
-    words = "island east training, step 120/325 loss" if is_reachable else "does not answer; if"
     assert result.exit_code == 0, result.output
     assert words in result.stderr, result.output
+
+
+def test_a_coordinator_that_refuses_is_not_taken_for_dead(tmp_path: Path) -> None:
+    pki = Pki(tmp_path)
+
+    async def ask(address: str) -> None:
+        transport = GrpcTransport(address, tls=pki.tls(EAST))
+        try:
+            await ask_status(transport)
+        finally:
+            await transport.close()
+
+    refusal = pytest.raises(CoordinatorUnavailable, match=r"refused to answer: .*role operator")
+    with serving(ANSWERS, pki.tls(COORDINATOR)) as address, refusal:
+        asyncio.run(ask(address))
 
 
 def test_coordinator_that_cannot_be_reached_is_named_with_the_next_command() -> None:

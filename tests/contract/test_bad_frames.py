@@ -63,7 +63,7 @@ async def raw_hivemind(address: str) -> AsyncIterator[Say]:
     daemon = await Daemon.start(Swarm())
 
     async def say(messages: list[bytes]) -> bytes:
-        reader, writer = await daemon.open(parse_peer_address(address))
+        reader, writer, _ = await daemon.open(parse_peer_address(address))
         writer.write(Opening("echo", "", DEADLINE_S).to_bytes())
         for message in messages:
             await write_message(writer, message)

@@ -102,6 +102,10 @@ class Desk:
         reply = control.RoundReportReply.FromString(await self.call("round_report", request))
         return list(reply.checkpoint_steps)
 
+    async def standing(self, island: str) -> control.StandingReply:
+        request = control.StandingRequest(protocol_version=PROTOCOL_VERSION, island=island)
+        return control.StandingReply.FromString(await self.call("standing", request))
+
     def state(self) -> str:
         return self.coordinator.status().state
 
@@ -357,6 +361,36 @@ def test_what_is_published_is_known_though_the_syncer_has_not_yet_reported(play:
 
         status = desk.coordinator.status()
         assert (status.has_published, list(status.fragments)) == (True, [])
+
+    play(story)
+
+
+def test_an_island_is_told_of_the_run_and_of_itself_alone(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        before = await desk.standing("east")
+        assert (before.run, before.state, before.island.incarnation) == (
+            "demo", "waiting for islands", 0,
+        )  # fmt: skip
+        east = (await desk.join("east", start_step=7)).grant
+        west = (await desk.join("west", start_step=7)).grant
+        await desk.report(east, inner_step=9, state="training")
+        await desk.report(west, inner_step=8, state="waiting")
+        await desk.round_report(record={"timeline": 0, "fragment_id": 0, "version": 1})
+
+        told = await desk.standing("east")
+
+        whole = desk.coordinator.status()
+        (own,) = [island for island in whole.islands if island.island == "east"]
+        assert own.last_report.inner_step == 9
+        assert told == control.StandingReply(
+            run="demo",
+            state="running",
+            start_step=7,
+            has_published=True,
+            inner_steps=100,
+            island=own,
+        )
+        assert not (await desk.standing("south")).HasField("island")
 
     play(story)
 

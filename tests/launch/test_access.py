@@ -28,8 +28,11 @@ WHO = {Role.ISLAND: EAST, Role.SYNCER: SYNCER, Role.OPERATOR: OPERATOR}
 class Call:
     peer, payload_bytes = "test", 0
 
-    def __init__(self, method: str, header: bytes, caller: Identity | None) -> None:
+    def __init__(
+        self, method: str, header: bytes, caller: Identity | None, *, is_local: bool = False
+    ) -> None:
         self.method, self.header, self.caller = method, header, caller
+        self.is_local = is_local
 
     async def read_payload(self) -> bytes:
         return b""
@@ -50,9 +53,9 @@ def message(method: str, island: str, version: int = PROTOCOL_VERSION) -> Messag
     return built
 
 
-def ask(method: str, caller: Identity | None, header: bytes) -> bytes:
-    handlers = guarded({method: reached})
-    return asyncio.run(handlers[method](Call(method, header, caller))).header
+def ask(method: str, caller: Identity | None, header: bytes, *, is_local: bool = False) -> bytes:
+    call = Call(method, header, caller, is_local=is_local)
+    return asyncio.run(guarded({method: reached})[method](call)).header
 
 
 def test_every_method_of_every_service_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +96,18 @@ def test_headers_that_are_none_go_no_further(method: str) -> None:
             ask(method, None, message(method, "east", 99).SerializeToString())
 
 
+def test_where_nobody_is_known_an_operators_methods_are_for_this_machine_alone() -> None:
+    for method, rule in RULES.items():
+        header = message(method, "east").SerializeToString()
+
+        assert ask(method, None, header, is_local=True) == b"reached"
+        if rule.role is Role.OPERATOR:
+            with pytest.raises(Unauthorised, match=r"diloco status 127.*diloco certs token oper"):
+                ask(method, None, header)
+        else:
+            assert ask(method, None, header) == b"reached"
+
+
 def test_the_identity_of_the_connection_decides(tmp_path: Path) -> None:
     pki = Pki(tmp_path / "certs")
     handlers = guarded(dict.fromkeys(RULES, reached))
@@ -107,9 +122,11 @@ def test_the_identity_of_the_connection_decides(tmp_path: Path) -> None:
             return (await west.call(method, header, deadline_s=30.0)).header
 
         assert await call("fragment.submit", "west") == b"reached"
+        assert await call("control.standing", "west") == b"reached"
         for method, island in [
             ("fragment.submit", "east"),
             ("control.join", "east"),
+            ("control.standing", "east"),
             ("control.status", ""),
             ("control.round_report", ""),
         ]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,8 +14,10 @@ from diloco.errors import ConfigError
 from diloco.launch.connect import _Wires
 from diloco.launch.security import Security
 from diloco.launch.state_dir import Endpoint, StateDir
+from simulations.emulate.namespaces import Namespaces, inside
 from tests.run_files import write_run
 from tests.served_run import ServedRun
+from tests.simulations.emulated_site import needs_namespaces
 from tests.sync.test_session import make_model
 from transport.errors import ConnectError
 from transport.grpc_client import GrpcTransport
@@ -71,6 +74,38 @@ def test_the_coordinator_is_found(tmp_path: Path, source: str) -> None:
             outer.finish()
 
     assert len(served.joins) == 1
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("address", "is_leader", "times"),
+    [
+        pytest.param("192.0.2.7:4711", True, 1, id="leader"),
+        pytest.param("192.0.2.7:4711", False, 0, id="other-rank"),
+        pytest.param("127.0.0.1:4711", True, 0, id="on-this-machine"),
+    ],
+)
+def test_a_loop_of_ones_own_is_warned_of_a_slow_tcp_once_by_its_leader(
+    address: str,
+    is_leader: bool,
+    times: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(Security, "transport", Mock())
+    overrides = ["transport.insecure=true"]
+    config = diloco.load_config(write_run(tmp_path, {"east": ""}), overrides, island="east")
+    with Namespaces(["here"]) as spaces, inside(spaces.path("here")):
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
+        with diloco.connect(config, address) as connection:
+            wires = connection._wires
+            for _ in range(2 if is_leader else 0):  # as an all-reduce island does
+                wires.coordinator()
+            wires.syncer("192.0.2.7:4712", island_rank=0, carriers=[0])
+
+    told = [r for r in caplog.records if "tcp_congestion_control=bbr" in r.getMessage()]
+    assert [r.levelname for r in told] == ["WARNING"] * times
 
 
 def test_what_cannot_be_reached_is_told_with_its_address(tmp_path: Path) -> None:

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.launch.diagnosis import (
+from diloco.launch.diagnosis import State, diagnose
+from diloco.launch.site_facts import (
     CallFacts,
     CertificateFacts,
     Facts,
     PathFacts,
     PortFacts,
-    State,
     TcpFacts,
-    diagnose,
+    TokenFacts,
 )
 
 GOOD_TCP = TcpFacts("bbr", ("reno", "bbr"), False, 64 << 20, 64 << 20, 0)
@@ -25,8 +25,11 @@ GOOD = Facts(
     certificates=(CertificateFacts("island/east", "certs", days_left=90),),
     coordinator=PATH.address,
     paths=(PATH,),
-    call=CallFacts(PATH.address, clock_s=0.01, uncertain_s=0.05),
+    call=CallFacts(PATH.address, clock_s=0.01, uncertain_s=0.05, syncer="10.0.0.5:4712"),
+    asks_syncer=True,
+    syncer_paths=(replace(PATH, address="10.0.0.5:4712"),),
 )
+LIBP2P = replace(GOOD, certificates=(), is_libp2p=True)
 
 
 def test_a_good_site_has_nothing_to_mend() -> None:
@@ -36,7 +39,7 @@ def test_a_good_site_has_nothing_to_mend() -> None:
     assert not any(finding.mend for finding in findings)
     assert [finding.what for finding in findings] == [
         "congestion control", "slow start after idle", "send buffer", "receive buffer",
-        "coordinator", "MTU", "call to the coordinator", "clock", "certificate",
+        "coordinator", "call to the coordinator", "syncer", "MTU", "clock", "certificate",
     ]  # fmt: skip
 
 
@@ -47,6 +50,22 @@ def tcp(**changes: object) -> Facts:
 
 def path(**changes: object) -> Facts:
     return replace(GOOD, paths=(replace(PATH, **changes),))  # type: ignore[arg-type]
+
+
+def syncer(**changes: object) -> Facts:
+    (reached,) = GOOD.syncer_paths
+    return replace(GOOD, syncer_paths=(replace(reached, **changes),))  # type: ignore[arg-type]
+
+
+def test_the_way_to_a_host_is_judged_once_and_an_all_reduce_has_no_syncer() -> None:
+    elsewhere = replace(PATH, address="10.0.0.6:4712")
+
+    def found(facts: Facts) -> list[str]:
+        return [finding.what for finding in diagnose(facts)]
+
+    assert found(GOOD).count("MTU") == 1
+    assert found(replace(GOOD, syncer_paths=(elsewhere,))).count("MTU") == 2
+    assert "syncer" not in found(replace(GOOD, asks_syncer=False, syncer_paths=()))
 
 
 def port(**changes: object) -> Facts:
@@ -85,7 +104,9 @@ def port(**changes: object) -> Facts:
             'sudo sysctl -w net.ipv4.tcp_rmem="4096 131072 67108864"', id="receive-buffer",
         ),
         pytest.param(
-            replace(tcp(send_bytes=4 << 20), paths=(replace(PATH, rtt_s=0.01),)),
+            replace(
+                tcp(send_bytes=4 << 20), paths=(replace(PATH, rtt_s=0.01),), syncer_paths=()
+            ),
             "send buffer", State.OK, "over 10 ms", "", id="enough-for-a-short-path",
         ),
         pytest.param(
@@ -177,8 +198,49 @@ def port(**changes: object) -> Facts:
             "diloco certs init", id="no-certificates",
         ),
         pytest.param(
-            replace(GOOD, certificates=(), paths=(replace(PATH, address="127.0.0.1:1"),)),
+            replace(
+                GOOD, certificates=(), paths=(replace(PATH, address="127.0.0.1:1"),),
+                syncer_paths=(),
+            ),
             "certificate", State.OK, "on this machine's loopback", "", id="loopback",
+        ),
+        pytest.param(
+            syncer(error="timed out after 5.0 s"), "syncer", State.BROKEN,
+            "10.0.0.5:4712 is not reached: timed out", "open TCP port 4712 towards 10.0.0.5",
+            id="firewall-before-the-syncer",
+        ),
+        pytest.param(
+            syncer(error="Connection refused after 0.1 s"), "syncer", State.BROKEN, "refused",
+            "correct coordinator.syncer_address", id="syncer-elsewhere",
+        ),
+        pytest.param(
+            replace(GOOD, call=CallFacts("a:1"), syncer_paths=()), "syncer", State.UNKNOWN,
+            "does not know yet where it is", "", id="no-syncer-yet",
+        ),
+        pytest.param(
+            replace(path(error="timed out"), syncer_paths=(replace(PATH, error="timed out"),)),
+            "syncer", State.UNKNOWN, "go through grpc_proxy, which was not tried", "",
+            id="syncer-behind-a-proxy",
+        ),
+        pytest.param(
+            replace(GOOD, call=CallFacts("a:1", syncer="/p2p/QmQ"), syncer_paths=()), "syncer",
+            State.UNKNOWN, "through the libp2p network", "", id="syncer-by-its-identity",
+        ),
+        pytest.param(
+            replace(GOOD, tokens=(TokenFacts("island/a", "c", "it is open to all"),)), "token",
+            State.BROKEN, "it is open to all", "diloco certs token island/a", id="bad-token",
+        ),
+        pytest.param(
+            replace(LIBP2P, tokens=(TokenFacts("island/a", "c"),)), "certificate", State.OK,
+            "libp2p encrypts, tokens say who calls", "", id="libp2p-with-tokens",
+        ),
+        pytest.param(
+            LIBP2P, "token", State.BROKEN, "knows no callers", "transport.tokens",
+            id="libp2p-without-tokens",
+        ),
+        pytest.param(
+            replace(LIBP2P, insecure=True), "certificate", State.SLOW, "can call",
+            "diloco certs init", id="libp2p-insecure",
         ),
     ],
 )  # fmt: skip

@@ -107,6 +107,14 @@ def test_a_restarted_peer_is_where_and_who_it_was(tmp_path: Path) -> None:
     assert asyncio.run(start_and_stop(first)) == first
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_port_is_mapped_where_the_run_file_says_so(tmp_path: Path, wanted: bool) -> None:
+    config = run(tmp_path, HIVEMIND, f"transport.hivemind.map_port={str(wanted).lower()}")
+
+    swarm = Security.of(config, Role.COORDINATOR).swarm
+    assert swarm is not None and swarm.maps_port is wanted
+
+
 def test_others_are_found_through_the_coordinator(tmp_path: Path) -> None:
     peer = f"/dns/relay.example.org/tcp/1/p2p/{OTHER}"
     config = run(tmp_path, HIVEMIND, f"transport.hivemind.initial_peers=['{peer}']")

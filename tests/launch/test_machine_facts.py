@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import datetime
 import json
 import os
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,17 @@ from typer.testing import CliRunner
 from diloco.cli.doctor import tell_at_start
 from diloco.cli.main import app
 from diloco.config.load import load_config
-from diloco.launch.access import guarded
+from diloco.durable import write_json
 from diloco.launch.machine_facts import gather, read_tcp, try_path
-from diloco.launch.state_dir import StateDir, acquire, write_pid
-from protos.control_pb2 import ClockReply
+from diloco.launch.run_ca import RunCa
+from diloco.launch.state_dir import Endpoint, StateDir, acquire, write_pid
+from protos.control_pb2 import ClockReply, StandingReply
 from simulations.emulate.namespaces import Namespaces, inside
+from tests.guarded_server import serving
 from tests.run_files import write_run
 from tests.simulations.emulated_site import needs_namespaces
 from tests.transport.pki import COORDINATOR, EAST, SYNCER, Pki
 from transport.contracts import IncomingCall, Reply
-from transport.grpc_server import GrpcServer
 from transport.tls import Tls
 
 
@@ -37,33 +37,18 @@ def run_file(tmp_path: Path) -> Path:
     return write_run(tmp_path, {"east": "", "west": ""})
 
 
-@contextlib.contextmanager
-def serving(tls: Tls | None = None, ahead_s: float = 0.0) -> Iterator[str]:
-    """A server whose clock is ahead of ours, in a thread; gives its address."""
+def coordinator(
+    tls: Tls | None = None, ahead_s: float = 0.0, syncer: str = ""
+) -> contextlib.AbstractContextManager[str]:
+    """A coordinator whose clock is ahead of ours, and that knows a syncer; gives its address."""
 
     async def clock(_: IncomingCall) -> Reply:
         return Reply(ClockReply(unix_s=time.time() + ahead_s).SerializeToString())
 
-    addresses: list[str] = []
-    is_up, is_over = threading.Event(), threading.Event()
+    async def standing(_: IncomingCall) -> Reply:
+        return Reply(StandingReply(syncer_address=syncer).SerializeToString())
 
-    async def serve() -> None:
-        server = GrpcServer("127.0.0.1:0", guarded({"control.clock": clock}), tls=tls)
-        await server.start()
-        addresses.append(server.address)
-        is_up.set()
-        while not is_over.is_set():
-            await asyncio.sleep(0.02)
-        await server.stop(0.0)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert is_up.wait(30)
-        yield addresses[0]
-    finally:
-        is_over.set()
-        thread.join()
+    return serving({"control.clock": clock, "control.standing": standing}, tls)
 
 
 def doctor(*words: object) -> tuple[int, dict[str, list[dict[str, str]]]]:
@@ -96,21 +81,29 @@ def test_tcp_is_read_where_the_process_is() -> None:
 
 
 @needs_namespaces
-def test_a_black_hole_for_long_packets_is_found() -> None:
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("10.99.0.1/24", "10.99.0.2"), ("fd99::1/64", "fd99::2")],
+    ids=["IPv4", "IPv6"],
+)
+def test_a_black_hole_for_long_packets_is_found(one: str, other: str) -> None:
     """A device drops in silence what is longer than its own MTU, as a badly set tunnel does."""
+    nodad = ["nodad"] if ":" in other else []
     with Namespaces(["near", "far"]) as spaces:
         near, far = spaces.name("near"), spaces.name("far")
         for line in [
             f"link add hole netns {near} type veth peer name hole netns {far}",
-            f"-n {near} address add 10.99.0.1/24 dev hole",
-            f"-n {far} address add 10.99.0.2/24 dev hole",
+            " ".join([f"-n {near} address add {one} dev hole", *nodad]),
+            " ".join([f"-n {far} address add {other}/{one[-2:]} dev hole", *nodad]),
             f"-n {far} link set hole mtu 1400 up",
             f"-n {near} link set hole up",
         ]:
             subprocess.run(["ip", *line.split()], check=True)
         with inside(spaces.path("far")):
-            listener = socket.create_server(("10.99.0.2", 0))
-        address = "{}:{}".format(*listener.getsockname())
+            family = socket.AF_INET6 if nodad else socket.AF_INET
+            listener = socket.create_server((other, 0), family=family)
+        port = listener.getsockname()[1]
+        address = f"[{other}]:{port}" if nodad else f"{other}:{port}"
 
         with listener, inside(spaces.path("near")):
             path = try_path(address)
@@ -122,7 +115,7 @@ def test_a_black_hole_for_long_packets_is_found() -> None:
 def test_an_island_with_good_certificates_is_answered(run_file: Path, tmp_path: Path) -> None:
     pki = Pki(tmp_path / "certs")
     pki.issue(EAST)
-    with serving(pki.tls(COORDINATOR)) as address:
+    with coordinator(pki.tls(COORDINATOR)) as address:
         code, found = doctor(
             run_file, "--island", "east", "--coordinator", address,
             "--set", f"transport.certs={pki.directory}",
@@ -165,7 +158,7 @@ def test_a_bad_certificate_is_broken(
 ) -> None:
     pki = Pki(tmp_path / "certs")
     pki.issue(EAST)
-    with serving(pki.tls(COORDINATOR)) as address:
+    with coordinator(pki.tls(COORDINATOR)) as address:
         spoil(pki)
         code, findings = doctor(
             run_file, "--island", "east", "--coordinator", address,
@@ -178,7 +171,7 @@ def test_a_bad_certificate_is_broken(
 
 
 def test_a_clock_that_is_an_hour_off_is_broken(run_file: Path) -> None:
-    with serving(ahead_s=3600.0) as address:
+    with coordinator(ahead_s=3600.0) as address:
         code, found = doctor(run_file, "--island", "east", "--coordinator", address)
 
     assert code == 1
@@ -218,6 +211,109 @@ def test_a_port_that_another_process_has_is_broken_and_our_own_is_not(
     assert [f["state"] for f in found["port"]] == ["broken", "ok"]
     assert "ss -ltnp" in found["port"][0]["mend"]
     assert own.is_ours
+
+
+def test_ports_drawn_by_an_earlier_start_are_the_ones_that_are_tried(
+    run_file: Path, tmp_path: Path
+) -> None:
+    state = StateDir(tmp_path / "state")
+    state.create()
+    Endpoint("127.0.0.1:4711", 1).write(state.coordinator)
+    write_json(state.bound, "127.0.0.1:4712")
+
+    ports = gather(load_config(run_file)).ports
+
+    assert {port.key: port.address for port in ports} == {
+        "coordinator.listen": "127.0.0.1:4711",
+        "coordinator.syncer_listen": "127.0.0.1:4712",
+    }
+
+
+def test_the_port_of_an_island_that_others_reach_is_tried(run_file: Path, tmp_path: Path) -> None:
+    island = [run_file, "--island", "east", "--set", "outer.exchange=allreduce"]
+    peer = StateDir(tmp_path / "state").peer("east")
+    peer.store.mkdir(parents=True)
+    with coordinator() as address, socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"islands.east.peer_listen=127.0.0.1:{taken.getsockname()[1]}"
+        island += ["--coordinator", address]
+        code, found = doctor(*island, "--set", listen)
+        taken.close()
+        free, elsewhere = doctor(*island, "--set", listen)
+        write_json(peer.bound, "127.0.0.1:4713")
+        _, before = doctor(*island, "--set", "islands.east.peer_listen=127.0.0.1:0")
+
+    assert (code, [f["state"] for f in found["port"]]) == (1, ["broken"])
+    assert "islands.east.peer_listen" in found["port"][0]["found"]
+    assert (free, [f["state"] for f in elsewhere["port"]]) == (0, ["ok"])
+    assert "127.0.0.1:4713" in before["port"][0]["found"]
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["there", "away"])
+def test_the_way_to_the_syncer_is_tried_as_the_coordinator_tells_it(
+    run_file: Path, is_there: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        syncer = f"127.0.0.1:{listener.getsockname()[1]}"
+        if not is_there:
+            listener.close()
+        with coordinator(syncer=syncer) as address:
+            code, found = doctor(run_file, "--island", "east", "--coordinator", address)
+
+    assert (code, [f["state"] for f in found["syncer"]]) == (
+        (0, ["ok"]) if is_there else (1, ["broken"])
+    )
+    assert syncer in found["syncer"][0]["found"]
+
+
+@pytest.mark.parametrize("missing", ["", "tokens.json", "syncer.token"])
+def test_over_libp2p_tokens_stand_for_certificates(
+    run_file: Path, tmp_path: Path, missing: str
+) -> None:
+    certs = tmp_path / "certs"
+    ca = RunCa(certs, lambda: datetime.datetime.now(datetime.UTC))
+    ca.create("test", 100)
+    for short in ("coordinator", "syncer", "island/east"):
+        ca.make_token(short)
+    if missing:
+        (certs / missing).unlink()
+    settings = [
+        "transport.kind=hivemind", f"transport.tokens={certs}",
+        "coordinator.listen=0.0.0.0:0", "coordinator.syncer_listen=0.0.0.0:0",
+    ]  # fmt: skip
+
+    code, found = doctor(run_file, *(word for value in settings for word in ("--set", value)))
+
+    assert code == (1 if missing else 0), found
+    broken = [f for f in found["token"] if f["state"] == "broken"]
+    assert bool(broken) == bool(missing)
+    assert all(missing in f["found"] and "diloco certs token" in f["mend"] for f in broken)
+    assert [f["state"] for f in found["certificate"]] == ["ok"]
+
+
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["certificates", "tokens-too"])
+def test_an_all_reduce_asks_nobody_for_a_syncer(
+    run_file: Path, tmp_path: Path, has_tokens: bool
+) -> None:
+    pki = Pki(tmp_path / "certs")
+    tls = pki.tls(COORDINATOR)
+    state = StateDir(tmp_path / "state")
+    state.create()
+    lock = acquire(state.coordinator_lock)  # as the coordinator that runs here does
+    write_pid(lock, 1)
+    settings = ["outer.exchange=allreduce", f"transport.certs={pki.directory}"]
+    if has_tokens:
+        (pki.directory / "tokens.json").write_text("{}")
+        settings.append(f"transport.tokens={pki.directory}")
+    with coordinator(tls) as address:
+        Endpoint(address, 1).write(state.coordinator)
+        code, found = doctor(run_file, *(word for value in settings for word in ("--set", value)))
+    os.close(lock)
+
+    assert code == 0, found
+    assert [f["found"].split()[0] for f in found["certificate"]] == ["coordinator"]
+    assert "syncer" not in found and "syncer" not in str(found["port"])
+    # The coordinator has a token by which others are known, none to call itself with.
+    assert ("call to the coordinator" in found) != has_tokens
 
 
 def test_the_coordinators_site_judges_both_its_certificates(run_file: Path, tmp_path: Path) -> None:

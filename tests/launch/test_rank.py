@@ -18,8 +18,12 @@ from diloco.errors import DilocoError, IslandFailed, RunStopped
 from diloco.launch.connect import connect
 from diloco.launch.job import Job
 from diloco.launch.rank import _Rank, run_rank
+from protos.control_pb2 import StandingReply
 from tests.distributed import run_ranks
+from tests.guarded_server import serving
 from tests.run_files import run_to_end, write_run
+from tests.transport.pki import COORDINATOR, EAST, Pki
+from transport.contracts import IncomingCall, Reply
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -71,6 +75,33 @@ def test_all_ranks_wait_for_a_coordinator_that_is_away_and_end_alike(tmp_path: P
     assert leader[:2] == ("CoordinatorUnavailable", 30)
     assert other[:2] == ("IslandFailed", 30)
     assert f"no coordinator answered at {NOBODY}" in other[2]
+
+
+@pytest.mark.parametrize(
+    ("told", "start_step"),
+    [
+        pytest.param(StandingReply(start_step=7, has_published=True), 7, id="published"),
+        pytest.param(StandingReply(start_step=9, timeline=1), 9, id="resumed"),
+    ],
+)
+def test_a_warm_start_under_certificates_is_told_where_the_run_began(
+    tmp_path: Path, told: StandingReply, start_step: int
+) -> None:
+    pki = Pki(tmp_path / "certs")
+    pki.issue(EAST)
+    overrides = ["run.warm_start=./gone", f"transport.certs={pki.directory}"]
+    config = load_config(write_run(tmp_path, {"east": ""}), overrides, island="east")
+
+    async def standing(call: IncomingCall) -> Reply:
+        assert call.caller == EAST
+        return Reply(told.SerializeToString())
+
+    with serving({"control.standing": standing}, pki.tls(COORDINATOR)) as address:
+        rank = _Rank(config, Job(0, 1, ""), address, tmp_path)
+        with connect(config, address) as connection:
+            found = rank._find_warm_start(connection)
+
+    assert found == (None, start_step)
 
 
 @pytest.mark.parametrize(

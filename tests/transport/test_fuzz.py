@@ -170,7 +170,7 @@ def calls(draw: st.DrawFn) -> tuple[str, bytes, bytes]:
 class Call:
     """A call as handlers see it."""
 
-    peer = "fuzz"
+    peer, is_local = "fuzz", False
 
     def __init__(self, method: str, header: bytes, payload: bytes, caller: Identity | None) -> None:
         self.method, self.header, self.caller = method, header, caller

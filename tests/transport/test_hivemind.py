@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,15 @@ from transport.errors import ConnectError, FrameError, PeerReset, TransportError
 from transport.framing import FrameReader
 from transport.hivemind_address import PeerAddress, parse_peer_address, tcp_port
 from transport.hivemind_client import HivemindTransport
-from transport.hivemind_daemon import Daemon, DaemonFailed, HivemindMissing, Swarm, daemon_path
+from transport.hivemind_daemon import (
+    Daemon,
+    DaemonFailed,
+    HivemindMissing,
+    Swarm,
+    _arguments,
+    daemon_path,
+)
+from transport.hivemind_directory import PLACE, PREFIX
 from transport.hivemind_server import HivemindServer
 from transport.hivemind_wire import ACCEPTED, Opening, read_message
 from transport.identity import Identity, Role
@@ -32,6 +41,10 @@ async def echo(call: IncomingCall) -> Reply:
     return Reply(call.header, await call.read_payload())
 
 
+async def whence(call: IncomingCall) -> Reply:
+    return Reply(f"{call.is_local}".encode())
+
+
 async def whoami(call: IncomingCall) -> Reply:
     return Reply((call.caller.uri if call.caller else "nobody").encode())
 
@@ -40,7 +53,8 @@ def serving(
     directory: Path, claim: Callable[[HivemindServer], Awaitable[None]], **options: object
 ) -> None:
     async def run() -> None:
-        server = make(directory, {"echo": echo, "whoami": whoami}, **options)
+        handlers = {"echo": echo, "whoami": whoami, "whence": whence}
+        server = make(directory, handlers, **options)
         await server.start()
         try:
             await claim(server)
@@ -136,6 +150,8 @@ def test_a_servers_daemon_that_dies_is_started_again_where_it_was(tmp_path: Path
         (before,) = daemons_of(os.getpid())
         transport = HivemindTransport(server.address)
         await echoed(transport)
+        here = await transport.call("whence", b"", deadline_s=DEADLINE_S)
+        assert here.header == b"True"
         os.kill(before, signal.SIGKILL)
         await echoed(transport)
         assert before not in daemons_of(os.getpid())
@@ -159,6 +175,39 @@ def test_a_callers_daemon_that_dies_is_replaced_by_the_next_call(tmp_path: Path)
         await transport.close()
 
     serving(tmp_path, claim)
+
+
+def test_a_daemon_whose_sockets_vanish_is_replaced_at_either_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by something that tidies /tmp."""
+    monkeypatch.setattr("transport.hivemind_server.MEET_INTERVAL_S", 0.1)
+
+    async def claim(server: HivemindServer) -> None:
+        own = {*PLACE.glob(f"{PREFIX}*")}
+        transport = HivemindTransport(server.address)
+        await echoed(transport)
+        (callers,) = {*PLACE.glob(f"{PREFIX}*")} - own
+        shutil.rmtree(callers)
+        await transport.call("echo", b"", deadline_s=DEADLINE_S)
+
+        assert server._daemon is not None
+        shutil.rmtree(server._daemon._sockets)
+        await echoed(transport)
+        await transport.close()
+
+    serving(tmp_path, claim)
+    assert daemons_of(os.getpid()) == []
+
+
+def test_a_port_is_mapped_by_a_server_that_was_told_to_and_by_nobody_else(tmp_path: Path) -> None:
+    def switches(maps_port: bool, listen: str) -> list[str]:
+        given = _arguments(Swarm(maps_port=maps_port), listen, None, tmp_path)
+        return [argument for argument in given if argument.startswith("-natPortMap")]
+
+    assert switches(True, "/ip4/0.0.0.0/tcp/4711") == ["-natPortMap=1"]
+    assert switches(False, "/ip4/0.0.0.0/tcp/4711") == ["-natPortMap=0"]
+    assert switches(True, "") == ["-natPortMap=0"]  # a caller listens at no port
 
 
 def test_a_peer_is_found_by_its_identity_alone(tmp_path: Path) -> None:
@@ -257,7 +306,7 @@ def test_streams_that_are_no_calls_are_told_so_and_the_server_goes_on(
         daemon = await Daemon.start(Swarm())
         for sent, reason in garbage.items():
             caplog.clear()
-            reader, writer = await daemon.open(parse_peer_address(server.address))
+            reader, writer, _ = await daemon.open(parse_peer_address(server.address))
             writer.write(sent)
             async with asyncio.timeout(DEADLINE_S):
                 assert await reader.readexactly(len(ACCEPTED)) == ACCEPTED

@@ -49,7 +49,7 @@ def test_a_stranger_holds_half_of_the_streams_and_others_get_in(
         stranger = await Daemon.start(Swarm())
         streams = [await stranger.open(parse_peer_address(server.address)) for _ in range(12)]
         async with asyncio.timeout(DEADLINE_S):
-            answers = await asyncio.gather(*(reader.read(1) for reader, _ in streams))
+            answers = await asyncio.gather(*(reader.read(1) for reader, _, _ in streams))
         assert answers.count(ACCEPTED) == 4
         assert answers.count(b"") == 8
         assert len(server._calls) == 4
@@ -58,7 +58,7 @@ def test_a_stranger_holds_half_of_the_streams_and_others_get_in(
         transport = HivemindTransport(server.address)
         await echoed(transport)
         await transport.close()
-        for _, writer in streams:
+        for _, writer, _ in streams:
             writer.transport.abort()
         await stranger.stop()
 
@@ -75,7 +75,7 @@ def test_refused_streams_that_never_end_are_cut_off(
         stranger = await Daemon.start(Swarm())
         streams = []
         for _ in range(8):
-            reader, writer = await stranger.open(parse_peer_address(server.address))
+            reader, writer, _ = await stranger.open(parse_peer_address(server.address))
             writer.write(refused)
             streams.append((reader, writer))
 
@@ -105,7 +105,7 @@ def test_a_caller_that_takes_nothing_is_not_written_to_without_end() -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            stream = _Stream(NOBODY, *await asyncio.open_connection(sock=ours))
+            stream = _Stream(PeerAddress(NOBODY, ()), *await asyncio.open_connection(sock=ours))
             stream.silence_s = 0.05
             async with asyncio.timeout(DEADLINE_S):
                 with pytest.raises(TimeoutError):

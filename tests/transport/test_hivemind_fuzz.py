@@ -22,8 +22,18 @@ Reading = Callable[[asyncio.StreamReader], Awaitable[object]]
 
 #: What reads bytes of strangers, and what it may raise.
 STRANGERS: tuple[Reading, ...] = (read_opening, read_message)
+
+
+async def parse_stream_peer(reader: asyncio.StreamReader) -> object:
+    return hivemind_control.parse_stream_peer(await reader.read())
+
+
 #: What reads bytes of this process's own daemon.
-OWN: tuple[Reading, ...] = (hivemind_control.read_reply, hivemind_control.read_stream_peer)
+OWN: tuple[Reading, ...] = (
+    hivemind_control.read_reply,
+    hivemind_control.read_stream_peer,
+    parse_stream_peer,
+)
 
 
 async def read(reading: Reading, data: bytes) -> object:

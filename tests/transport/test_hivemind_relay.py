@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from simulations.emulate.namespaces import inside
-from tests.transport.test_hivemind import DEADLINE_S, echo, make
-from transport.errors import ConnectError, PeerReset
+from tests.transport.test_hivemind import DEADLINE_S, echo, make, whence
 from transport.hivemind_address import PeerAddress, parse_peer_address, tcp_port
 from transport.hivemind_client import HivemindTransport
 from transport.hivemind_daemon import Swarm
 from transport.retry import RetryPolicy, retry
+from transport.transfer import Transfer
 
 HERE = f"dh{os.getpid()}"
 
@@ -67,7 +67,8 @@ def test_a_server_behind_nat_is_called_through_a_relay(
         )
         with inside(row["server"]):
             swarm = Swarm(initial_peers=(to_server,), is_relayed=True)
-            server = make(tmp_path / "server", {"echo": echo}, "10.99.2.2:0", swarm=swarm)
+            handlers = {"echo": echo, "whence": whence}
+            server = make(tmp_path / "server", handlers, "10.99.2.2:0", swarm=swarm)
             await server.start()
         *direct, relayed = parse_peer_address(server.address).ways
         assert all("10.99.2.2" in way for way in direct)
@@ -88,8 +89,24 @@ def test_a_server_behind_nat_is_called_through_a_relay(
                     random.Random(0),
                 )
                 assert reply.payload == payload
-            with pytest.raises((PeerReset, ConnectError)):
-                await transport.call("echo", b"", bytes(1 << 20), deadline_s=DEADLINE_S)
+            elsewhere = await transport.call("whence", b"", deadline_s=DEADLINE_S)
+            assert elsewhere.header == b"False"
+            # More than one connection carries: both ways it goes on over many.
+            large, transfer = random.Random(0).randbytes(512 << 10), Transfer()
+            reply = await retry(
+                lambda: transport.call(
+                    "echo",
+                    b"",
+                    large,
+                    deadline_s=DEADLINE_S,
+                    max_reply_bytes=len(large),
+                    transfer=transfer,
+                ),
+                RetryPolicy(budget_s=60.0),
+                random.Random(0),
+                progress=lambda: transfer.acknowledged_bytes + transfer.received_bytes,
+            )
+            assert reply.payload == large
             await transport.close()
         for peer in (server, relay):
             await peer.stop(0.0)

@@ -7,6 +7,8 @@ import contextlib
 import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,8 +17,10 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from simulations.emulate.namespaces import Namespaces, inside
+from tests.simulations.emulated_site import needs_namespaces
 from tests.transport.pki import COORDINATOR, EAST, Pki
-from transport.addresses import split_address, split_candidates
+from transport.addresses import is_own, split_address, split_candidates
 from transport.contracts import IncomingCall, Reply
 from transport.errors import ConnectError, HandlerFailed
 from transport.grpc_client import GrpcTransport
@@ -49,6 +53,74 @@ async def served(
 
 async def ask(transport: GrpcTransport) -> str:
     return (await transport.call("name", b"", deadline_s=DEADLINE_S)).header.decode()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "::ffff:127.0.0.1"])
+def test_this_machines_addresses_are_known(host: str) -> None:
+    assert is_own(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["192.0.2.7", "2001:db8::7", "0.0.0.0", "::", "example.org", "", "::ffff:192.0.2.7"]
+)
+def test_addresses_elsewhere_are_not_taken_for_ours(host: str) -> None:
+    assert not is_own(host)
+
+
+_ASK = """
+import asyncio, sys
+from transport.grpc_client import GrpcTransport
+
+async def ask(address):
+    transport = GrpcTransport(address)
+    print((await transport.call("whence", b"", deadline_s=30.0)).header.decode())
+    await transport.close()
+
+for address in sys.argv[1:]:
+    asyncio.run(ask(address))
+"""
+
+
+@needs_namespaces
+def test_a_server_tells_calls_of_its_own_machine_from_others() -> None:
+    async def whence(call: IncomingCall) -> Reply:
+        return Reply(f"{call.is_local}".encode())
+
+    async def answers(node: str, port: str) -> list[str]:
+        places = [f"{host}:{port}" for host in ("10.98.0.1", "[fd98::1]")]
+        child = await asyncio.create_subprocess_exec(
+            *spaces.enter(node), sys.executable, "-c", _ASK, *places, stdout=asyncio.subprocess.PIPE
+        )
+        said, _ = await child.communicate()
+        return said.decode().split()
+
+    async def run() -> tuple[list[str], list[str]]:
+        server = GrpcServer("[::]:0", {"whence": whence}, insecure=True)
+        await server.start()
+        port = server.address.rpartition(":")[2]
+        try:
+            return await answers("near", port), await answers("far", port)
+        finally:
+            await server.stop(0.0)
+
+    with Namespaces(["near", "far"]) as spaces:
+        near, far = spaces.name("near"), spaces.name("far")
+        for line in [
+            f"link add wire netns {near} type veth peer name wire netns {far}",
+            f"-n {near} address add 10.98.0.1/24 dev wire",
+            f"-n {far} address add 10.98.0.2/24 dev wire",
+            f"-n {near} address add fd98::1/64 dev wire nodad",
+            f"-n {far} address add fd98::2/64 dev wire nodad",
+            f"-n {near} link set lo up",
+            f"-n {far} link set lo up",  # gRPC speaks IPv6 only where ::1 is there
+            f"-n {near} link set wire up",
+            f"-n {far} link set wire up",
+        ]:
+            subprocess.run(["ip", *line.split()], check=True)
+        with inside(spaces.path("near")):
+            here, elsewhere = asyncio.run(run())
+
+    assert (here, elsewhere) == (["True", "True"], ["False", "False"])
 
 
 @contextmanager

@@ -12,9 +12,14 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtensionOID
 
 from tests.transport.pki import COORDINATOR, EAST, OPERATOR, RUN, SYNCER, WEST, Pki, days_ago
-from transport.certificates import CertificateError, issue, make_authority
+from transport.certificates import CertificateError, certificate_pem, issue, make_authority
 from transport.contracts import IncomingCall, Reply
 from transport.errors import ConnectError, Unauthorised
 from transport.grpc_client import GrpcTransport
@@ -69,6 +74,28 @@ async def ask_raw(address: str, pem: bytes | None, ca: bytes) -> None:
         await asyncio.wait_for(call.read(), DEADLINE_S)
 
 
+def self_signed_pem(identity: Identity) -> bytes:
+    """Certificate and key of somebody who says himself that he is `identity`."""
+    shown = issue(make_authority(RUN, days_ago(1), 90), identity, days_ago(0), 30).certificate
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = x509.CertificateBuilder(
+        issuer_name=shown.subject,
+        subject_name=shown.subject,
+        public_key=key.public_key(),
+        serial_number=shown.serial_number,
+        not_valid_before=shown.not_valid_before_utc,
+        not_valid_after=shown.not_valid_after_utc,
+        extensions=[
+            extension
+            for extension in shown.extensions
+            if extension.oid != ExtensionOID.AUTHORITY_KEY_IDENTIFIER
+        ],
+    )
+    return certificate_pem(builder.sign(key, hashes.SHA256())) + key.private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+    )
+
+
 def test_the_server_knows_its_caller(pki: Pki) -> None:
     async def claim(address: str) -> None:
         assert await ask_once(address, pki.tls(EAST)) == f"diloco://{RUN}/island/east"
@@ -82,17 +109,16 @@ def test_strangers_are_refused_in_the_handshake_and_the_log_says_why(
 ) -> None:
     ca = (pki.directory / "ca.pem").read_bytes()
     foreign = issue(make_authority(RUN, days_ago(1), 90), EAST, days_ago(0), 30).pem
-    own = make_authority(RUN, days_ago(1), 90)
-    self_signed = issue(own, Identity(RUN, Role.CA), days_ago(0), 30).pem
     expired = issue(pki.authority, EAST, days_ago(60), 30).pem
     strangers = {
         "certificate has expired": expired,
         "unable to get local issuer certificate": foreign,
+        "self signed certificate": self_signed_pem(EAST),
         "PEER_DID_NOT_RETURN_A_CERTIFICATE": None,
     }
 
     async def claim(address: str) -> None:
-        for pem in (*strangers.values(), self_signed):
+        for pem in strangers.values():
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask_raw(address, pem, ca)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

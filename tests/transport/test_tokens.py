@@ -27,6 +27,10 @@ async def whoami(call: IncomingCall) -> Reply:
     return Reply(call.caller.short.encode() if call.caller else b"nobody")
 
 
+async def echo(call: IncomingCall) -> Reply:
+    return Reply(b"", await call.read_payload())
+
+
 def write_table(directory: Path, tokens: dict[Identity, str]) -> Path:
     path = directory / TABLE_FILE
     before = path.stat().st_mtime_ns if path.exists() else 0
@@ -39,7 +43,8 @@ def serving(
     table: TokenTable, claim: Callable[[str], Awaitable[None]], tls: Tls | None = None
 ) -> None:
     async def run() -> None:
-        server = GrpcServer("127.0.0.1:0", {"whoami": whoami}, tokens=table, tls=tls)
+        handlers = {"whoami": whoami, "echo": echo}
+        server = GrpcServer("127.0.0.1:0", handlers, tokens=table, tls=tls)
         await server.start()
         try:
             await claim(server.address)
@@ -73,6 +78,32 @@ def test_a_token_names_its_caller_and_a_wrong_one_is_refused(
         serving(table, claim)
     assert "call refused method=whoami" in caplog.text
     assert not any(secret in caplog.text for secret in (token, wrong, digest_of(token)))
+
+
+def test_a_token_is_judged_once_a_stream_however_many_chunks_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = make_token()
+    table = TokenTable(write_table(tmp_path, {EAST: token}))
+    judged: list[str] = []
+    payload = bytes(5 << 20)
+
+    def identify(given: str) -> Identity:
+        judged.append(given)
+        return TokenTable.identify(table, given)
+
+    async def claim(address: str) -> None:
+        transport = GrpcTransport(address, token=token, chunk_bytes=64 << 10)
+        for _ in range(2):
+            reply = await transport.call(
+                "echo", b"", payload, deadline_s=DEADLINE_S, max_reply_bytes=len(payload)
+            )
+            assert reply.payload == payload
+        await transport.close()
+
+    monkeypatch.setattr(table, "identify", identify)
+    serving(table, claim)
+    assert judged == [token] * 2
 
 
 def test_a_replaced_token_is_refused_at_its_next_call(tmp_path: Path) -> None:
