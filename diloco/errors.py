@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from diloco.refusals import Cause
+
 
 class DilocoError(Exception):
     """Base of all errors that this product raises on purpose."""
@@ -63,6 +65,15 @@ class CodecError(DilocoError):
     """A payload cannot be encoded or decoded."""
 
     exit_code = 20
+
+
+class PayloadRefused(CodecError):
+    """A payload that arrived cannot be counted; `cause` is what is wrong with it."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        """Keep the cause, by which it is counted."""
+        super().__init__(message)
+        self.cause = cause
 
 
 class AggregationError(DilocoError):

@@ -56,7 +56,7 @@ class Grant(_message.Message):
     def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., island: _Optional[str] = ..., incarnation: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., expiry_unix_s: _Optional[float] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan_json", "num_ranks", "start_id", "corpus_sha256", "start_step")
+    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan_json", "num_ranks", "start_id", "corpus_sha256", "start_step", "tokenizer_digest")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     ISLAND_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class JoinRequest(_message.Message):
     START_ID_FIELD_NUMBER: _ClassVar[int]
     CORPUS_SHA256_FIELD_NUMBER: _ClassVar[int]
     START_STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run: str
     island: str
@@ -75,7 +76,8 @@ class JoinRequest(_message.Message):
     start_id: str
     corpus_sha256: str
     start_step: int
-    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ..., corpus_sha256: _Optional[str] = ..., start_step: _Optional[int] = ...) -> None: ...
+    tokenizer_digest: str
+    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ..., corpus_sha256: _Optional[str] = ..., start_step: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ...) -> None: ...
 
 class SyncerAssignment(_message.Message):
     __slots__ = ("address", "fragment_ids")
@@ -217,8 +219,20 @@ class FragmentStatus(_message.Message):
     phase: str
     def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ...) -> None: ...
 
+class RefusalCount(_message.Message):
+    __slots__ = ("service", "island", "cause", "count")
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    service: str
+    island: str
+    cause: str
+    count: int
+    def __init__(self, service: _Optional[str] = ..., island: _Optional[str] = ..., cause: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
 class StatusReply(_message.Message):
-    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step", "has_published")
+    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step", "has_published", "refusals")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +245,7 @@ class StatusReply(_message.Message):
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     HAS_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     islands: _containers.RepeatedCompositeFieldContainer[IslandStatus]
@@ -243,7 +258,8 @@ class StatusReply(_message.Message):
     checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
     start_step: int
     has_published: bool
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ...) -> None: ...
+    refusals: _containers.RepeatedCompositeFieldContainer[RefusalCount]
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ...) -> None: ...
 
 class StandingRequest(_message.Message):
     __slots__ = ("protocol_version", "island")
@@ -298,7 +314,7 @@ class SyncerHelloReply(_message.Message):
     def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
-    __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code")
+    __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +322,7 @@ class RoundReport(_message.Message):
     RECORD_JSON_FIELD_NUMBER: _ClassVar[int]
     FATAL_REASON_FIELD_NUMBER: _ClassVar[int]
     FATAL_EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     syncer_epoch: int
@@ -313,7 +330,8 @@ class RoundReport(_message.Message):
     record_json: str
     fatal_reason: str
     fatal_exit_code: int
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., record_json: _Optional[str] = ..., fatal_reason: _Optional[str] = ..., fatal_exit_code: _Optional[int] = ...) -> None: ...
+    refusals: _containers.RepeatedCompositeFieldContainer[RefusalCount]
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., record_json: _Optional[str] = ..., fatal_reason: _Optional[str] = ..., fatal_exit_code: _Optional[int] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ...) -> None: ...
 
 class RoundReportReply(_message.Message):
     __slots__ = ("checkpoint_steps",)

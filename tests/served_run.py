@@ -161,6 +161,7 @@ class ServedRun:
             identity_json=request.identity_json,
             plan_json=request.plan_json,
             corpus_sha256=request.corpus_sha256,
+            tokenizer_digest=request.tokenizer_digest,
             start_step=request.start_step,
             start_id=request.start_id,
         )

@@ -51,6 +51,7 @@ class AllReduceRun:
     def __post_init__(self) -> None:
         self.network = LoopbackNetwork()
         self.lost: list[tuple[str, int]] = []
+        self.refused: list[tuple[str, str]] = []
         self.statuses: list[FragmentStatus] = []
         self.num_starts = 0
         self.num_deciders = 0
@@ -81,6 +82,7 @@ class AllReduceRun:
             ),
             on_status=self.statuses.append,
             on_lost=lambda reason, code: self.lost.append((reason, code)),
+            on_refused=lambda island, cause: self.refused.append((island, cause)),
         )
         handlers = self.intercept("decider", self.decider.handlers)
         self.decider_server = self.network.server("decider", handlers)
@@ -97,7 +99,7 @@ class AllReduceRun:
         plan = self.setting.plan()
         joined = self.membership.join(
             run=RUN, island=name, identity_json="{}", plan_json=plan.to_json(), corpus_sha256="",
-            start_step=0, start_id=str(self.num_starts),
+            tokenizer_digest="", start_step=0, start_id=str(self.num_starts),
         )  # fmt: skip
         self.journal.write(joined.entries)
         self.membership.apply(joined.entries)

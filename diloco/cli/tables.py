@@ -18,8 +18,11 @@ _TEXTS = frozenset({"island", "state", "phase", "digest", "contributors"})
 
 
 def status_view(reply: StatusReply) -> RenderableType:
-    """Show everything: the run, its islands, its fragments."""
-    return Group(run_line(reply), islands_table(reply), fragments_table(reply))
+    """Show everything: the run, its islands, its fragments, and what was refused, if anything."""
+    parts: list[RenderableType] = [run_line(reply), islands_table(reply), fragments_table(reply)]
+    if reply.refusals:
+        parts.append(refusals_line(reply))
+    return Group(*parts)
 
 
 def run_line(reply: StatusReply) -> Text:
@@ -63,6 +66,17 @@ def fragments_table(reply: StatusReply) -> Table:
     for fragment in reply.fragments:
         table.add_row(*_fragment_cells(fragment))
     return table
+
+
+def refusals_line(reply: StatusReply) -> Text:
+    """Show what coordinator and syncer have refused since they started, by whom and why."""
+    line = Text("refused", style="yellow")
+    for refusal in reply.refusals:
+        who = refusal.island or "unknown"
+        line.append(f"  {who} {refusal.cause} {refusal.count}").append(
+            f" ({refusal.service})", "dim"
+        )
+    return line
 
 
 def run_text(reply: StatusReply) -> str:

@@ -17,6 +17,7 @@ from diloco.config.network import (
     host_of,
 )
 from diloco.config.outer import OuterConfig
+from diloco.peer_texts import MOST_ENDING, MOST_REASON, MOST_TEXT
 from transport.hivemind_address import is_peer_address, parse_peer_address
 from transport.units import parse_duration
 
@@ -101,14 +102,16 @@ class IslandConfig(Section):
 def announced_bytes(num_fragments: int, num_lanes: int, islands: Collection[str]) -> int:
     """Bound what the decider of an all-reduce says at once, in bytes.
 
-    Either every fragment closes with a contribution of every island (a poll's reply: 34 bytes a
-    lane's digest), or one commit record is asked for (JSON: 68 bytes a digest).
+    Either every fragment closes (a poll's reply), or one commit record is asked for (JSON). In both
+    each island is a contributor, with a digest of 34 or 68 bytes a lane, or refused, with a reason;
+    a reply has an outcome for each fragment and an address for each island beside it.
     """
-    names = sum(map(len, islands))
-    num_digests = num_lanes * len(islands)
-    closing = 160 + 3 * names + 80 * len(islands) + 34 * num_digests
-    known = 500 + 2 * names + 200 * len(islands)
-    record = 500 + names + 200 * len(islands) + 68 * (num_digests + num_lanes)
+    names, num_islands = sum(map(len, islands)), len(islands)
+    contributor, refused = 80 + 34 * num_lanes, 10 + MOST_REASON
+    closing = 160 + 3 * names + num_islands * max(contributor, refused) + MOST_REASON
+    known = 500 + 2 * names + num_islands * (100 + MOST_TEXT) + MOST_ENDING
+    written = num_islands * max(200 + 68 * num_lanes, 10 + 2 * MOST_REASON)
+    record = 500 + names + written + 68 * num_lanes
     return max(num_fragments * closing + known, record)
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
@@ -20,6 +21,8 @@ from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Entries, JoinVerdict, Membership
 from diloco.errors import Fenced, QuorumLost
+from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
+from diloco.refusals import Cause
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
@@ -38,6 +41,7 @@ from protos.control_pb2 import (
     JoinRequest,
     LeaveReply,
     LeaveRequest,
+    RefusalCount,
     ReportReply,
     ReportRequest,
     RoundReport,
@@ -57,6 +61,10 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
 _MAX_START_ID = 64
+#: Differences that one refusal names.
+_MOST_LINES = 16
+#: Checkpoints that a report may name: more than any island keeps.
+_MOST_CHECKPOINTS = 1000
 #: What an island may say that it is doing: operators read it, and metrics are named by it.
 ISLAND_STATES = frozenset({"", "waiting", "training", "flushing", "finished", "stopped", "failed"})
 
@@ -108,6 +116,8 @@ class Coordinator:
         self._fragments: dict[int, _Seen] = {}
         self._syncer_address = ""
         self._syncer_epoch = 0
+        self._refusals: Counter[tuple[str, Cause]] = Counter()
+        self._syncer_refusals: list[RefusalCount] = []
         self.instead_of_syncer = ""  # for people, where there is none
         self.ended = asyncio.Event()
 
@@ -138,6 +148,10 @@ class Coordinator:
         """End the run for good: rounds cannot go on."""
         self._keep(self._failed(reason, exit_code))
         self.ended.set()
+
+    def refused(self, island: str, cause: Cause) -> None:
+        """Count a refusal; `island` is empty where nobody has proved whose call it was."""
+        self._refusals[island, cause] += 1
 
     def fragment_stands(self, status: FragmentStatus) -> None:
         """Take note of how a fragment stands, for people."""
@@ -188,8 +202,10 @@ class Coordinator:
                 f"you speak protocol version {request.protocol_version}, this coordinator "
                 f"{PROTOCOL_VERSION}: install the same version of diloco everywhere"
             )
+            self.refused("", Cause.PROTOCOL_VERSION)
             return _reply(JoinReply(status=JOIN_STATUS_VERSION_MISMATCH, message=message))
         if len(request.start_id) > _MAX_START_ID:
+            self.refused("", Cause.FRAME)
             raise FrameError(
                 f"a start id of {len(request.start_id)} characters; {_MAX_START_ID} are allowed"
             )
@@ -199,14 +215,19 @@ class Coordinator:
             identity_json=request.identity_json,
             plan_json=request.plan_json,
             corpus_sha256=request.corpus_sha256,
+            tokenizer_digest=request.tokenizer_digest,
             start_step=request.start_step,
             start_id=request.start_id,
         )
         self._keep(joined.entries)
         if joined.verdict is not JoinVerdict.ACCEPTED:
             logger.warning("join refused, island=%.100r verdict=%s", request.island, joined.verdict)
+            assert joined.cause is not None
+            # By its own word: callers are known where the run has certificates or tokens.
+            is_known = request.island in self._membership.members
+            self.refused(request.island if is_known else "", joined.cause)
             self._end_if_over()
-            return _reply(JoinReply(status=_STATUS[joined.verdict], message=joined.message))
+            return _reply(JoinReply(status=_STATUS[joined.verdict], message=_lines(joined.message)))
         self._heard[request.island] = _now()
         if joined.entries:
             logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
@@ -236,11 +257,19 @@ class Coordinator:
     async def _report(self, call: IncomingCall) -> Reply:
         request = ReportRequest.FromString(call.header)
         if not self._is_granted(request.grant, ROLE_ISLAND):
+            self.refused("", Cause.GRANT)
             return _reply(ReportReply(stop=True, reason="the grant is not valid", exit_code=30))
-        if request.state not in ISLAND_STATES:
-            raise FrameError(f"a report's state is {request.state[:40]!r}")
         grant, membership = request.grant, self._membership
+        if request.state not in ISLAND_STATES:
+            self.refused(grant.island, Cause.FRAME)
+            raise FrameError(f"a report's state is {request.state[:40]!r}")
+        if (count := len(request.checkpoint_steps)) > _MOST_CHECKPOINTS:
+            self.refused(grant.island, Cause.FRAME)
+            raise FrameError(f"a report of {count} checkpoints; {_MOST_CHECKPOINTS} are allowed")
+        request.message = bounded_text(request.message)
         if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
+            cause = membership.cause_against(grant.island, grant.incarnation, grant.timeline)
+            self.refused(grant.island, cause)
             return _reply(
                 ReportReply(stop=True, reason=self._fenced(grant), exit_code=Fenced.exit_code)
             )
@@ -286,17 +315,26 @@ class Coordinator:
             grant.island, grant.incarnation, grant.timeline
         ):
             logger.info(
-                "left, island=%s exit_code=%d: %s", grant.island, request.exit_code, request.reason
-            )
+                "left, island=%s exit_code=%d: %s",
+                grant.island, request.exit_code, bounded_text(request.reason),
+            )  # fmt: skip
             self._keep(
                 membership.left(grant.island, request.exit_code, is_stopped=request.is_stopped)
             )
             self._end_if_over()
+        else:
+            self.refused(
+                "", membership.cause_against(grant.island, grant.incarnation, grant.timeline)
+            )
         return _reply(LeaveReply())
 
     async def _syncer_hello(self, call: IncomingCall) -> Reply:
         request = SyncerHelloRequest.FromString(call.header)
         self._insist_on_syncer(request.grant)
+        if len(request.address) > MOST_TEXT:
+            raise FrameError(
+                f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed"
+            )
         if request.address:
             self._syncer_address = request.address
             self._syncer_epoch = request.syncer_epoch
@@ -310,14 +348,31 @@ class Coordinator:
     async def _round_report(self, call: IncomingCall) -> Reply:
         report = RoundReport.FromString(call.header)
         self._insist_on_syncer(report.grant)
+        known = set(self._fragment_ids())
+        if strangers := [f.fragment_id for f in report.fragments if f.fragment_id not in known]:
+            raise FrameError(f"a report of fragment {strangers[0]}; the plan has {len(known)}")
         self._syncer_epoch = report.syncer_epoch
+        self._syncer_refusals = _counted(report.refusals, self._membership.islands)
         for fragment in report.fragments:
-            self.fragment_stands(fragment)
+            self.fragment_stands(self._bounded(fragment))
         if report.record_json:
             self._journal.index_round(*_indexed(report.record_json), report.record_json)
         if report.fatal_reason:
-            self.lose(report.fatal_reason, report.fatal_exit_code)
+            self.lose(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
         return _reply(RoundReportReply(checkpoint_steps=self._membership.checkpoints))
+
+    def _bounded(self, fragment: FragmentStatus) -> FragmentStatus:
+        """Cut what a report says of a fragment to what can be true of it."""
+        islands = self._membership.islands
+        return FragmentStatus(
+            fragment_id=fragment.fragment_id,
+            version=fragment.version,
+            attempt=fragment.attempt,
+            digest=bounded_text(fragment.digest),
+            contributors=sorted(set(fragment.contributors).intersection(islands)),
+            age_s=fragment.age_s,
+            phase=bounded_text(fragment.phase),
+        )
 
     async def _clock(self, call: IncomingCall) -> Reply:
         return _reply(ClockReply(unix_s=self._unix_clock()))
@@ -363,6 +418,9 @@ class Coordinator:
             fragment.CopyFrom(seen.fragment)
             fragment.age_s += now - seen.at
             reply.fragments.append(fragment)
+        for (island, cause), count in sorted(self._refusals.items()):
+            reply.refusals.add(service="coordinator", island=island, cause=cause, count=count)
+        reply.refusals.extend(self._syncer_refusals)
         return reply
 
     def _island_status(self, island: str) -> IslandStatus:
@@ -428,6 +486,7 @@ class Coordinator:
     def _insist_on_syncer(self, grant: Grant) -> None:
         is_current = grant.timeline == self._membership.timeline
         if not (is_current and self._is_granted(grant, ROLE_SYNCER)):
+            self.refused("", Cause.GRANT if is_current else Cause.TIMELINE)
             raise PermissionError("the syncer's grant is not valid for this run and its timeline")
 
 
@@ -437,6 +496,28 @@ def _reply(message: Message) -> Reply:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _lines(message: str) -> str:
+    """Cut a refusal, line by line: it repeats what the caller has said."""
+    lines = message.split("\n")
+    shown = [bounded_text(line) for line in lines[:_MOST_LINES]]
+    if len(lines) > _MOST_LINES:
+        shown.append(f"and {len(lines) - _MOST_LINES} lines more")
+    return "\n".join(shown)
+
+
+def _counted(reported: Iterable[RefusalCount], islands: Collection[str]) -> list[RefusalCount]:
+    """Return what a syncer has refused, by the islands and causes that there are."""
+    causes = set(map(str, Cause))
+    counts: Counter[tuple[str, str]] = Counter()
+    for each in reported:
+        if each.cause in causes and (not each.island or each.island in islands):
+            counts[each.island, each.cause] = each.count
+    return [
+        RefusalCount(service="syncer", island=island, cause=cause, count=count)
+        for (island, cause), count in sorted(counts.items())
+    ]
 
 
 def _indexed(record_json: str) -> tuple[int, int, int]:

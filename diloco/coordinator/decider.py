@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.round_journal import (
-    DIGEST_BYTES,
     JournalUnwritable,
     RoundJournal,
     SavedRound,
@@ -35,6 +34,8 @@ from diloco.coordinator.round_journal import (
 )
 from diloco.errors import AggregationError, QuorumLost
 from diloco.outer.fragments import Plan
+from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
+from diloco.refusals import Cause
 from diloco.rounds.allreduce import (
     AllReduceRounds,
     Assigned,
@@ -44,8 +45,14 @@ from diloco.rounds.allreduce import (
     commit_record,
 )
 from diloco.rounds.allreduce_messages import arrivals_of, assignment_message
-from diloco.rounds.messages import SUBMIT_STATUS, key_of, outcome_message
-from diloco.rounds.state import Admission, Lost, RecordExpiry, RoundRules
+from diloco.rounds.messages import (
+    SUBMIT_STATUS,
+    digest_problem,
+    key_of,
+    keys_of,
+    outcome_message,
+)
+from diloco.rounds.state import Admission, Lost, RecordExpiry, RoundKey, RoundRules
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
 from protos.control_pb2 import ROLE_ISLAND, FragmentStatus, Grant
@@ -55,8 +62,8 @@ from transport.errors import FrameError
 logger = logging.getLogger(__name__)
 
 _MAX_POLL_S = 60.0
-_MOST_ADDRESS = 1000
 _NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
+_NO_FRAGMENT = "the run has no such fragment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,7 @@ class Decider:
         is_granted: Callable[[Grant], bool],
         on_status: Callable[[FragmentStatus], None],
         on_lost: Callable[[str, int], None],
+        on_refused: Callable[[str, Cause], None],
     ) -> None:
         """Assign only; the journal must be open and its entries applied to `membership`.
 
@@ -114,6 +122,7 @@ class Decider:
             is_granted: Whether a grant is an island's, valid and of its newest start.
             on_status: Hears how a fragment stands after every change.
             on_lost: Hears, once, why the run cannot go on, and the exit code.
+            on_refused: Hears of every refusal: the island, and why.
         """
         self._membership = membership
         self._journal = RoundJournal(journal, membership.timeline)
@@ -123,6 +132,7 @@ class Decider:
         self._is_granted = is_granted
         self._on_status = on_status
         self._on_lost = on_lost
+        self._on_refused = on_refused
         self._standings: dict[int, _Standing] = {}
         self._peers: dict[str, wire.Peer] = {}
         self._unreached: dict[str, list[str]] = {}
@@ -218,12 +228,16 @@ class Decider:
         request = wire.PollRequest.FromString(call.header)
         if not self._accepts(request.grant):
             return _reply(wire.PollReply(is_fenced=True, message=_NOT_CURRENT))
-        if len(request.address) > _MOST_ADDRESS:
+        if request.address != bounded_text(request.address):
             raise FrameError(
-                f"an address of {len(request.address)} characters; {_MOST_ADDRESS} are allowed"
+                f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed, "
+                f"printable ones"
             )
+        keys = keys_of(request.outstanding, len(self._standings))
         island = request.grant.island
-        self._unreached[island] = list(request.unreached)
+        self._unreached[island] = sorted(
+            set(request.unreached).intersection(self._membership.islands)
+        )
         peer = wire.Peer(
             island=island,
             incarnation=request.grant.incarnation,
@@ -235,16 +249,16 @@ class Decider:
             self._notify()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
-                while not self._is_news(request):
+                while not self._is_news(request, keys):
                     await self._changed.wait()
-        return _reply(self._poll_reply(request))
+        return _reply(self._poll_reply(request, keys))
 
-    def _is_news(self, request: wire.PollRequest) -> bool:
+    def _is_news(self, request: wire.PollRequest, keys: Iterable[RoundKey]) -> bool:
         if (request.decider_id, request.sequence) != (self._id, self._sequence):
             return True
-        return bool(self._outcomes(request)) or not self._is_granted(request.grant)
+        return bool(self._outcomes(request.grant, keys)) or not self._is_granted(request.grant)
 
-    def _poll_reply(self, request: wire.PollRequest) -> wire.PollReply:
+    def _poll_reply(self, request: wire.PollRequest, keys: Iterable[RoundKey]) -> wire.PollReply:
         if not self._is_granted(request.grant):
             message = f"a newer start of island {request.grant.island!r} has joined"
             return wire.PollReply(is_fenced=True, message=message)
@@ -255,18 +269,18 @@ class Decider:
                 self._announcement(standing, request.grant.island)
                 for standing in self._standings.values()
             ],
-            outcomes=self._outcomes(request),
+            outcomes=self._outcomes(request.grant, keys),
             peers=self._peers.values(),
             peer_grant=self._peer_grant(request.grant),
             fatal=self._fatal,
         )
 
-    def _outcomes(self, request: wire.PollRequest) -> list[fragment_pb2.Outcome]:
+    def _outcomes(self, grant: Grant, keys: Iterable[RoundKey]) -> list[fragment_pb2.Outcome]:
         found = []
-        for key in request.outstanding:
+        for key in keys:
             standing = self._standings.get(key.fragment_id)
             outcome = standing and standing.rounds.rounds.outcome(
-                key_of(key), request.grant.island, request.grant.incarnation
+                key, grant.island, grant.incarnation
             )
             if outcome:
                 found.append(outcome_message(outcome))
@@ -289,21 +303,43 @@ class Decider:
     async def _declare(self, call: IncomingCall) -> Reply:
         request = wire.DeclareRequest.FromString(call.header)
         reply = fragment_pb2.SubmitReply()
-        admission = Admission.FENCED
-        if self._accepts(request.grant):
-            admission = Admission.INVALID
-            standing = self._standings.get(request.key.fragment_id)
-            lanes = arrivals_of(request)
-            if standing is not None and len(lanes) == standing.rounds.rounds.rules.num_lanes:
-                admission, instructions = standing.rounds.declared(lanes, _now())
-                self._perform(standing, instructions)
-                rounds, grant = standing.rounds.rounds, request.grant
-                outcome = rounds.outcome(key_of(request.key), grant.island, grant.incarnation)
-                if outcome is not None:
-                    reply.outcome.CopyFrom(outcome_message(outcome))
-                reply.message = f"{key_of(request.key)} is {standing.rounds.phase}"
-        reply.status = SUBMIT_STATUS[admission]
+        if not self._accepts(request.grant):
+            reply.status, reply.message = SUBMIT_STATUS[Admission.FENCED], _NOT_CURRENT
+            return _reply(reply)
+        standing = self._standings.get(request.key.fragment_id)
+        if standing is None:
+            reply.status = SUBMIT_STATUS[Admission.INVALID]
+            reply.message = self._refuse(request.grant, Cause.KEY, _NO_FRAGMENT)
+            return _reply(reply)
+        if problem := self._digests_problem(standing, request.lane_digests):
+            reply.status, reply.message = SUBMIT_STATUS[Admission.INVALID], problem
+            self._refuse(request.grant, Cause.DIGEST, problem)
+            return _reply(reply)
+        rounds, grant, lanes = standing.rounds.rounds, request.grant, arrivals_of(request)
+        admission, instructions = standing.rounds.declared(lanes, _now())
+        if (objection := rounds.objection(lanes[0])) is not None:
+            self._refuse(grant, objection.cause, objection.words)
+        elif admission is Admission.CONFLICT:
+            self._refuse(grant, Cause.CONFLICT, f"a second contribution to {lanes[0].key}")
+        self._perform(standing, instructions)
+        outcome = rounds.outcome(lanes[0].key, grant.island, grant.incarnation)
+        if outcome is not None:
+            reply.outcome.CopyFrom(outcome_message(outcome))
+        reply.status, reply.message = SUBMIT_STATUS[admission], rounds.story_of(lanes[0])
         return _reply(reply)
+
+    def _digests_problem(self, standing: _Standing, digests: Sequence[bytes]) -> str:
+        """Say why these cannot be the digests of a fragment's lanes; empty if they can."""
+        num_lanes = standing.rounds.rounds.rules.num_lanes
+        if len(digests) != num_lanes:
+            return f"{len(digests)} digests of lanes, the fragment has {num_lanes} lanes"
+        return digest_problem(digests)
+
+    def _refuse(self, grant: Grant, cause: Cause, words: str) -> str:
+        """Count a refusal of what an island says with a good grant; returns the words."""
+        logger.debug("refused, island=%s cause=%s: %s", grant.island, cause, words)
+        self._on_refused(grant.island, cause)
+        return words
 
     async def _decline(self, call: IncomingCall) -> Reply:
         request = fragment_pb2.DeclineRequest.FromString(call.header)
@@ -327,10 +363,15 @@ class Decider:
         if standing is not None:
             voter = request.grant.island, request.grant.incarnation, request.assignment_id
             if request.broken:
-                logger.error("result refused, island=%s: %s", voter[0], request.broken)
+                broken = bounded_text(request.broken)
+                logger.error("result refused, island=%s: %s", voter[0], broken)
                 instructions = standing.rounds.broken(
-                    *voter, request.broken, _now(), malformed=request.malformed
+                    *voter, broken, _now(), malformed=request.malformed
                 )
+            elif problem := self._digests_problem(standing, request.lane_digests) or digest_problem(
+                [request.state_digest]
+            ):
+                return _ack(self._refuse(request.grant, Cause.DIGEST, problem))
             else:
                 prepared = Prepared(tuple(request.lane_digests), request.state_digest)
                 instructions = standing.rounds.prepared(*voter, prepared, _now())
@@ -343,7 +384,7 @@ class Decider:
             return _ack(_NOT_CURRENT, is_fenced=True)
         standing = self._standings.get(request.fragment_id)
         if standing is None:
-            return _ack("the run has no such fragment")
+            return _ack(self._refuse(request.grant, Cause.KEY, _NO_FRAGMENT))
         if not request.record_json:
             self._found_nothing(standing, request.grant)
             return _ack("")
@@ -351,8 +392,8 @@ class Decider:
             record = read_record(request.record_json, request.fragment_id)
             if refusal := self._found_refusal(standing, record, request.grant.island):
                 return _ack(refusal)
-            if len(request.state_digest) != DIGEST_BYTES:
-                raise FrameError(f"a state's digest of {len(request.state_digest)} bytes")
+            if problem := digest_problem([request.state_digest]):
+                return _ack(self._refuse(request.grant, Cause.DIGEST, problem))
             self._write(standing, SavedRound(record, request.state_digest))
             found = standing.rounds.rounds.founded(record["version"], 0, {}, _now())
             self._perform(standing, list(found))
@@ -475,6 +516,7 @@ class Decider:
 
     def _end(self, reason: str, code: int) -> None:
         if self._fatal is None:  # the first reason stays, so that all islands hear the same
+            reason = bounded_text(reason, MOST_ENDING)
             self._fatal = fragment_pb2.Fatal(exit_code=code, reason=reason)
             self._on_lost(reason, code)
 
@@ -508,6 +550,8 @@ class Decider:
     def _accepts(self, grant: Grant) -> bool:
         """Check a grant; a new start of an island fences its earlier ones in every round."""
         if not self._is_granted(grant):
+            cause = self._membership.cause_against(grant.island, grant.incarnation, grant.timeline)
+            self._on_refused("", cause)
             return False
         self._begin()
         for standing in self._standings.values():

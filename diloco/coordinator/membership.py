@@ -22,8 +22,13 @@ from enum import StrEnum
 
 from diloco.errors import PlanMismatch
 from diloco.outer.fragments import Plan, plan_difference
+from diloco.refusals import Cause
 
 Entries = tuple[tuple[str, str], ...]
+
+#: Bytes of the largest plan manifest: it goes on to the syncer in one header, with names beside it.
+MOST_PLAN_BYTES = 7 << 17
+_MOST_DIGEST = 256
 
 #: Starts of one island that are remembered, the newest: an island that starts again and again does
 #: not fill the journal. One that joins again after so many later ones counts as another start.
@@ -43,11 +48,15 @@ class JoinVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Outcome of a join: verdict, granted incarnation, and what to write and apply in any case."""
+    """Outcome of a join: verdict, granted incarnation, and what to write and apply in any case.
+
+    A refusal has a message, which names the field and both values, and a cause.
+    """
 
     verdict: JoinVerdict
     message: str = ""
     incarnation: int = 0
+    cause: Cause | None = None
     entries: Entries = ()
 
 
@@ -104,6 +113,7 @@ class Membership:
     num_checkpoints: int
     plan_json: str = ""
     corpus_sha256: str = ""
+    tokenizer_digest: str = ""
     start_step: int = 0
     timeline: int = 0
     resume_step: int = 0
@@ -128,6 +138,8 @@ class Membership:
                     self.plan_json = value
                 case "corpus":
                     self.corpus_sha256 = value
+                case "tokenizer":
+                    self.tokenizer_digest = value
                 case "start":
                     self.start_step = int(value)
                 case "timeline":
@@ -155,6 +167,7 @@ class Membership:
         identity_json: str,
         plan_json: str,
         corpus_sha256: str,
+        tokenizer_digest: str,
         start_step: int,
         start_id: str,
     ) -> Joined:
@@ -165,30 +178,55 @@ class Membership:
         whose checkpoint is complete there is nothing to start for: the island has left.
         """
         if run != self.run:
-            return Joined(JoinVerdict.WRONG_RUN, f"this is run {self.run!r}, you asked for {run!r}")
+            message = f"run: {self.run!r} here, {run!r} there: you asked for another run"
+            return Joined(JoinVerdict.WRONG_RUN, message, cause=Cause.RUN)
         member = self.members.get(island)
         if member is None:
             names = ", ".join(self.islands)
             return Joined(
                 JoinVerdict.UNKNOWN_ISLAND,
                 f"island {island!r} is not in the coordinator's configuration, which has {names}",
+                cause=Cause.ISLAND,
             )
         if differing := self.identity_difference(self.identity_json, identity_json):
             return Joined(
                 JoinVerdict.FINGERPRINT_MISMATCH,
                 f"the configuration of island {island!r} (there) differs from the run's (here):\n  "
                 + "\n  ".join(differing),
+                cause=Cause.IDENTITY,
             )
         try:
+            if len(plan_json) > MOST_PLAN_BYTES:
+                raise PlanMismatch(
+                    f"its manifest has {len(plan_json)} bytes; {MOST_PLAN_BYTES} are allowed"
+                )
             Plan.from_json(plan_json)
         except PlanMismatch as error:
             message = f"island {island!r} sent no usable plan: {error}"
-            return Joined(JoinVerdict.PLAN_MISMATCH, message)
+            return Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)
         if self.plan_json and plan_json != self.plan_json:
             return Joined(
                 JoinVerdict.PLAN_MISMATCH,
                 f"the plan of island {island!r} (there) differs from the run's (here):\n  "
                 + "\n  ".join(plan_difference(self.plan_json, plan_json)),
+                cause=Cause.PLAN,
+            )
+        for name, digest in (("text", corpus_sha256), ("tokenizer", tokenizer_digest)):
+            if len(digest) > _MOST_DIGEST:
+                return Joined(
+                    JoinVerdict.FINGERPRINT_MISMATCH,
+                    f"the {name} of island {island!r} has a digest of {len(digest)} characters; "
+                    f"{_MOST_DIGEST} are allowed",
+                    cause=Cause(name),
+                )
+        # Before the text, whose digest covers it. None was said: a training loop of somebody's own.
+        if self.tokenizer_digest and tokenizer_digest != self.tokenizer_digest:
+            return Joined(
+                JoinVerdict.FINGERPRINT_MISMATCH,
+                f"data.tokenizer of island {island!r} has digest {tokenizer_digest!r} (there), the "
+                f"run's has {self.tokenizer_digest!r} (here): the same tokenizer.json and "
+                "data.separator are needed everywhere",
+                cause=Cause.TOKENIZER,
             )
         if self.plan_json and corpus_sha256 != self.corpus_sha256:
             return Joined(
@@ -196,13 +234,15 @@ class Membership:
                 f"the text of island {island!r} has digest {corpus_sha256} (there), the run's has "
                 f'{self.corpus_sha256} (here): data.source = "stdlib" needs the same release of '
                 "Python on every island, [data.sources] the same files under the same names (or "
-                "one commit, set as revision) and the same tokenizer",
+                "one commit, set as revision)",
+                cause=Cause.TEXT,
             )
         if self.plan_json and start_step != self.start_step:
             return Joined(
                 JoinVerdict.FINGERPRINT_MISMATCH,
                 f"island {island!r} starts at inner step {start_step} (there), the run started at "
                 f"{self.start_step} (here): run.warm_start must name the same source everywhere",
+                cause=Cause.START_STEP,
             )
         incarnation = member.incarnations.get(start_id, member.incarnation + 1)
         is_newest = incarnation >= member.incarnation
@@ -214,6 +254,7 @@ class Membership:
                 f"the run is stopped after inner step {self.stop_step}, and this island has its "
                 f"checkpoint: once the coordinator has ended, diloco coordinator RUN.toml --resume",
                 entries=self.left(island, 0, is_stopped=True),
+                cause=Cause.STOPPED,
             )
         oldest = incarnation - REMEMBERED_STARTS
         starts = {s: n for s, n in member.incarnations.items() if n > oldest}
@@ -221,6 +262,7 @@ class Membership:
         entries = (
             ("plan", plan_json),
             ("corpus", corpus_sha256),
+            ("tokenizer", tokenizer_digest),
             ("start", str(start_step)),
             _island_entry(island, joined),
         )
@@ -228,7 +270,7 @@ class Membership:
         return Joined(
             JoinVerdict.ACCEPTED,
             incarnation=incarnation,
-            entries=entries[3 if self.plan_json else 0 :] + self._reopened(island),
+            entries=entries[4 if self.plan_json else 0 :] + self._reopened(island),
         )
 
     def is_current(self, island: str, incarnation: int, timeline: int) -> bool:
@@ -239,6 +281,15 @@ class Membership:
             and member.incarnation == incarnation
             and timeline == member.timeline == self.timeline
         )
+
+    def cause_against(self, island: str, incarnation: int, timeline: int) -> Cause:
+        """Say what is wrong with a grant that was refused; it need not be signed."""
+        member = self.members.get(island)
+        if member is None:
+            return Cause.GRANT
+        if timeline != self.timeline:
+            return Cause.TIMELINE
+        return Cause.INCARNATION if incarnation < member.incarnation else Cause.GRANT
 
     def left(self, island: str, exit_code: int, *, is_stopped: bool) -> Entries:
         """Note how the current start of an island ended.

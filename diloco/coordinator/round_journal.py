@@ -20,10 +20,9 @@ import blake3
 
 from diloco.coordinator.journal import Journal
 from diloco.errors import DilocoError
+from diloco.rounds.messages import DIGEST_BYTES
 from diloco.rounds.state import PastRound
 from transport.errors import FrameError
-
-DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +152,8 @@ def insist_on_initial(record: Mapping[str, Any], num_lanes: int) -> None:
     digests: Any = record.get("lane_digests")  # JSON
     try:
         lanes = [bytes.fromhex(digest) for digest in digests]
+        # Spaces between the digits would be read, too, however many.
+        is_exact = [lane.hex() for lane in lanes] == digests
     except (TypeError, ValueError) as error:
         raise FrameError("the lanes' digests of a founding record are no digests") from error
     initial = {
@@ -168,7 +169,8 @@ def insist_on_initial(record: Mapping[str, Any], num_lanes: int) -> None:
         "refused": {},
         "last_included": {},
     }
-    if [len(lane) for lane in lanes] != [DIGEST_BYTES] * num_lanes or record != initial:
+    has_lanes = [len(lane) for lane in lanes] == [DIGEST_BYTES] * num_lanes
+    if not (is_exact and has_lanes and record == initial):
         raise FrameError(f"a founding record of {num_lanes} lanes is not of initial parameters")
 
 

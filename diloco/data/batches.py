@@ -87,6 +87,7 @@ class Data(Protocol):
 
     Attributes:
         digest: Hex digest; islands whose digests differ train on different text.
+        tokenizer_digest: Names the tokenizer; equal for equal ones.
         num_documents: Documents, training and held-out; 0 when a stream was not counted.
         vocab_size: Token ids are below this.
         sequence_length: Predicted tokens of a sequence.
@@ -94,6 +95,9 @@ class Data(Protocol):
 
     @property
     def digest(self) -> str: ...  # noqa: D102
+
+    @property
+    def tokenizer_digest(self) -> str: ...  # noqa: D102
 
     @property
     def num_documents(self) -> int: ...  # noqa: D102

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from diloco.data.batches import Evaluation, Position, dp_slice, evaluation_starts
 from diloco.data.counter_hash import counter_hash
+from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -141,6 +142,7 @@ class TextData:
         self.corpus = corpus
         self.sequence_length = sequence_length
         self.digest = corpus.sha256
+        self.tokenizer_digest = ByteTokenizer.digest
         self.num_documents = corpus.num_documents
         self._seed = seed
 

@@ -61,6 +61,7 @@ class StreamData:
         }
         self.sequence_length = config.sequence_length
         self.vocab_size = self._tokenizer.vocab_size
+        self.tokenizer_digest = self._tokenizer.digest
         self.recipe = _recipe(config, seed, self._tokenizer)
         self.parts = {name: source.parts for name, source in self._sources.items()}
         _insist_on_one_source_each(self._sources)

@@ -245,6 +245,7 @@ def _build_decider(
         is_granted=coordinator.is_island,
         on_status=coordinator.fragment_stands,
         on_lost=coordinator.lose,
+        on_refused=coordinator.refused,
     )
 
 

@@ -150,6 +150,7 @@ class _Rank:
                 transport=connection,
                 start_step=start_step,
                 data_digest=data.digest,
+                tokenizer_digest=data.tokenizer_digest,
                 overwrite_initial=bool(config.run.warm_start),
                 on_event=self.record.write,
             )

@@ -5,10 +5,15 @@ Used at both ends: by the syncer and by an island's exchange. Nothing is decided
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from diloco.rounds.state import Admission, LaneArrival, Outcome, OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
+from transport.errors import FrameError
+
+DIGEST_BYTES = 32
+#: Round keys that one question may name for each fragment; an island has one outstanding of each.
+_MOST_KEYS = 16
 
 _OUTCOME_KIND = {
     OutcomeKind.INCLUDED: wire.OUTCOME_KIND_INCLUDED,
@@ -42,6 +47,28 @@ def key_message(key: RoundKey) -> wire.RoundKey:
 def key_of(message: wire.RoundKey) -> RoundKey:
     """Return the round key that arrived."""
     return RoundKey(message.timeline, message.fragment_id, message.version, message.attempt)
+
+
+def keys_of(messages: Sequence[wire.RoundKey], num_fragments: int) -> list[RoundKey]:
+    """Return the distinct keys that a question names.
+
+    Raises:
+        FrameError: If they are more than an island of this run can ask about.
+    """
+    if len(messages) > (most := _MOST_KEYS * num_fragments):
+        raise FrameError(
+            f"{len(messages)} round keys in one question; {most} are allowed: {_MOST_KEYS} for "
+            f"each of the {num_fragments} fragments"
+        )
+    return list(dict.fromkeys(map(key_of, messages)))
+
+
+def digest_problem(digests: Iterable[bytes]) -> str:
+    """Say which digest is none, by its size; empty when all have `DIGEST_BYTES`."""
+    for index, digest in enumerate(digests):
+        if len(digest) != DIGEST_BYTES:
+            return f"digest {index} has {len(digest)} bytes, a digest has {DIGEST_BYTES}"
+    return ""
 
 
 def outcome_message(outcome: Outcome) -> wire.Outcome:

@@ -3,7 +3,8 @@
 The coordinator's index of rounds is fed from here and never consulted to decide one, so nothing in
 this module may hold a round up: events only leave a mark, one task does the telling, and a
 coordinator that is away is tried again for ever. Every record header is told in order until it is
-acknowledged; states are told as they are when their turn comes, however often they changed.
+acknowledged, one that is too large for a message without what makes it so; states are told as they
+are when their turn comes, however often they changed.
 
 Source: protocol.md sections 4 (commit point) and 8.
 """
@@ -22,6 +23,7 @@ from google.protobuf.message import Message
 from protos.control_pb2 import (
     FragmentStatus,
     Grant,
+    RefusalCount,
     RoundReport,
     RoundReportReply,
     SyncerHelloReply,
@@ -30,6 +32,7 @@ from protos.control_pb2 import (
 from protos.fragment_pb2 import FragmentState
 from transport.contracts import PROTOCOL_VERSION, Reply, Transport
 from transport.errors import TransportError
+from transport.framing import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ HELLO_INTERVAL_S = 2.0
 _SPACING_S = 0.1
 _RETRY_WAIT_S = 0.25
 _DEADLINE_S = 5.0
+#: Of a record's header in a report, which says other things, too.
+_MOST_HEADER_BYTES = MAX_HEADER_BYTES * 3 // 4
 
 
 class Rounds(Protocol):
@@ -46,6 +51,10 @@ class Rounds(Protocol):
     @property
     def states(self) -> Sequence[FragmentState]:
         """Public state of every fragment."""
+
+    @property
+    def refusals(self) -> Sequence[RefusalCount]:
+        """What was refused since the start, by island and cause."""
 
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
@@ -175,7 +184,7 @@ class Reporter:
         await self._hello(address)
         while self._records:
             header = self._records[0]
-            await self._report(rounds, json.dumps(header, sort_keys=True))
+            await self._report(rounds, _told_of(header))
             self._records.popleft()
             self._indexed[header["fragment_id"]] = header["version"]
         self._complete = await self._report(rounds, "")
@@ -192,6 +201,7 @@ class Reporter:
             record_json=record_json,
             fatal_reason=reason,
             fatal_exit_code=exit_code,
+            refusals=rounds.refusals,
         )
         reply = await self._call("control.round_report", report)
         return RoundReportReply.FromString(reply.header).checkpoint_steps
@@ -225,3 +235,21 @@ class Reporter:
             logger.warning("coordinator does not answer, trying on: %s", error)
             self._is_away = True
         await self.close()
+
+
+def _told_of(header: Mapping[str, Any]) -> str:
+    """Return what is told of a record: its header, or what of it has room in a message.
+
+    The record itself stays whole. Reasons go first, then all lists: an index needs neither.
+    """
+    text = json.dumps(header, sort_keys=True)
+    for dropped in (("refused",), ("refused", "lane_digests", "contributors")):
+        if len(text) <= _MOST_HEADER_BYTES:
+            break
+        logger.warning(
+            "a record's header is too large to be reported, fragment=%s version=%s bytes=%d: told "
+            "without %s",
+            header["fragment_id"], header["version"], len(text), ", ".join(dropped),
+        )  # fmt: skip
+        text = json.dumps({k: v for k, v in header.items() if k not in dropped}, sort_keys=True)
+    return text

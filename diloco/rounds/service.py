@@ -21,8 +21,10 @@ import torch
 
 from diloco.compression.base import Codec, from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
-from diloco.errors import AggregationError, CodecError
+from diloco.errors import AggregationError, CodecError, PayloadRefused
 from diloco.outer.fragments import Fragment
+from diloco.peer_texts import bounded_text
+from diloco.refusals import Cause
 from diloco.rounds.merge import Merger, Spooled, drop
 from diloco.rounds.publication import MOST_TOGETHER, PublicationRules
 from diloco.rounds.record import RecordInvalid
@@ -142,16 +144,19 @@ class FragmentService:
         """Judge a lane by its header, read and verify it, count it; refuse a malformed one."""
         admission = self.rounds.admit(lane)
         if admission not in (Admission.ACCEPTED, Admission.CONFLICT):
+            self._count_refusal(lane, admission)
             return admission
         spooled: SpooledLane | None = None
         if admission is Admission.ACCEPTED:
             try:
                 spooled = await self._read(lane, codec_name, call)
-            except CodecError as error:
+            except PayloadRefused as error:
                 logger.warning("lane refused, key=%s island=%s: %s", lane.key, lane.island, error)
+                self._hooks.meter.refusal(lane.island, error.cause)
                 self.refuse(lane.key, lane.island, lane.incarnation, str(error))
                 return self.rounds.admit(lane)
         admission, instructions = self.rounds.lane_received(lane, _now())
+        self._count_refusal(lane, admission)
         if spooled is not None and admission is Admission.ACCEPTED:
             self._spool.setdefault(lane.island, {})[lane.lane_id] = spooled
             self._hooks.meter.received(lane.key.fragment_id, lane.island, spooled.num_bytes)
@@ -159,6 +164,12 @@ class FragmentService:
             spooled.drop()
         self._perform(instructions)
         return admission
+
+    def _count_refusal(self, lane: LaneArrival, admission: Admission) -> None:
+        if (objection := self.rounds.objection(lane)) is not None:
+            self._hooks.meter.refusal(lane.island, objection.cause)
+        elif admission is Admission.CONFLICT:
+            self._hooks.meter.refusal(lane.island, Cause.CONFLICT)
 
     def refuse(self, key: RoundKey, island: str, incarnation: int, reason: str) -> None:
         """Take an island out of the attempt: it declined, or sent what cannot be counted."""
@@ -168,15 +179,13 @@ class FragmentService:
         """Receive, verify and spool a lane.
 
         Raises:
-            CodecError: If it cannot be counted; says why.
+            PayloadRefused: If it cannot be counted; says why.
         """
-        expected = self._publication.uplink_codec
-        if codec_name != expected:
-            raise CodecError(f"codec {codec_name!r}, the run's uplink codec is {expected!r}")
+        insist_on_codec(codec_name, self._publication.uplink_codec)
         spool = self._hooks.spool
         async with spool.arrival(call.payload_bytes):
             return await self._verified(
-                expected, lane.lane_id, lane.digest, call, lambda p: spool.put(p, lane.digest)
+                codec_name, lane.lane_id, lane.digest, call, lambda p: spool.put(p, lane.digest)
             )
 
     async def _verified(
@@ -191,8 +200,7 @@ class FragmentService:
         numel = self._fragment.lanes[lane_id].numel
         codec = lane_codec(codec_name, self._fragment, lane_id)
         wire_bytes = codec.wire_bytes(numel)
-        if call.payload_bytes != wire_bytes:
-            raise CodecError(f"{call.payload_bytes} bytes, the plan asks {wire_bytes}")
+        insist_on_size(call.payload_bytes, wire_bytes)
         payload = await call.read_payload()
 
         def check() -> _T:
@@ -209,14 +217,17 @@ class FragmentService:
         Returns:
             What is wrong with it; empty when it was taken, or version 0 is durable already.
         """
-        if header.lane_id >= len(self._fragment.lanes):
-            return f"there is no lane {header.lane_id}"
+        meter, island = self._hooks.meter, header.grant.island
+        if header.lane_id >= (num_lanes := len(self._fragment.lanes)):
+            meter.refusal(island, Cause.LANE)
+            return f"there is no lane {header.lane_id}, the fragment has {num_lanes}"
         try:
             async with self._hooks.spool.arrival(call.payload_bytes):
                 payload = await self._verified(
                     "float32", header.lane_id, header.digest, call, lambda payload: payload
                 )
-        except CodecError as error:
+        except PayloadRefused as error:
+            meter.refusal(island, error.cause)
             return f"initial parameters refused: {error}"
         async with self._founding:
             incarnation = header.grant.incarnation
@@ -370,15 +381,41 @@ async def fetch_lanes(
     return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), together
 
 
+def insist_on_codec(codec_name: str, expected: str) -> None:
+    """Insist that a lane is encoded as the run's are.
+
+    Raises:
+        PayloadRefused: If it is not.
+    """
+    if codec_name != expected:
+        shown = bounded_text(codec_name, 40)
+        raise PayloadRefused(
+            Cause.CODEC, f"codec {shown!r}, the run's uplink codec is {expected!r}"
+        )
+
+
+def insist_on_size(num_bytes: int, expected: int) -> None:
+    """Insist on the size that the plan asks, before anything of a payload is read.
+
+    Raises:
+        PayloadRefused: If it is another.
+    """
+    if num_bytes != expected:
+        raise PayloadRefused(Cause.SIZE, f"{num_bytes} bytes, the plan asks {expected}")
+
+
 def verify_payload(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
     """Insist that a payload is what its header says and would decode to finite values.
 
     Raises:
-        CodecError: If it is not.
+        PayloadRefused: If it is not.
     """
     if blake3.blake3(payload).digest() != digest:
-        raise CodecError("the payload does not match the digest in its header")
-    codec.check(from_bytes(payload), numel)
+        raise PayloadRefused(Cause.DIGEST, "the payload does not match the digest in its header")
+    try:
+        codec.check(from_bytes(payload), numel)
+    except CodecError as error:
+        raise PayloadRefused(Cause.CONTENT, str(error)) from error
 
 
 def _no_lane(status: wire.FetchStatus, message: str) -> wire.FetchReply:

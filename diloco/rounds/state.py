@@ -16,9 +16,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from diloco.peer_texts import MOST_REASON, bounded_text
+from diloco.refusals import Cause
 from diloco.rounds.timing import FixedTiming, Timing
 
 
@@ -80,6 +82,15 @@ class Admission(StrEnum):
     FENCED = "fenced"
     NOT_OPEN = "not_open"
     INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """What is wrong with a lane, whenever it comes: as it is answered, counted and said."""
+
+    admission: Admission
+    cause: Cause
+    words: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +340,8 @@ class FragmentRounds:
             reason: Of its expiry, where it is known.
         """
         self._require(Phase.UNFOUNDED, "founded")
-        self.version, self.attempt, self.past = version, attempt, dict(past)
+        self.version, self.attempt = version, attempt
+        self.past = {base: _bounded(remembered) for base, remembered in past.items()}
         self.last_included = dict(last_included or {})
         self.phase = Phase.WAITING
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
@@ -368,21 +380,13 @@ class FragmentRounds:
     def admit(self, lane: LaneArrival) -> Admission:
         """Judge a lane by its header, before its payload is read; changes nothing."""
         key = lane.key
-        if key.timeline != self.timeline or self.is_fenced(lane.island, lane.incarnation):
-            return Admission.FENCED
-        if self.is_finishing and not lane.is_flush and key == self.key:
-            return Admission.INVALID
-        if key.fragment_id != self.fragment_id or not 0 <= lane.lane_id < self.rules.num_lanes:
-            return Admission.INVALID
-        if lane.weight_tokens < 0 or (lane.weight_tokens == 0 and not lane.is_flush):
-            return Admission.INVALID
+        if (objection := self.objection(lane)) is not None:
+            return objection.admission
         if self.phase is Phase.UNFOUNDED:
             return Admission.NOT_OPEN
         if key.version > self.version:
             # The store lost a version: polls tell the island so, and end it.
             return Admission.NOT_OPEN
-        if key.version == self.version and key.attempt > self.attempt:
-            return Admission.INVALID
         if self.outcome(key, lane.island, lane.incarnation) is not None:
             return Admission.OVER
         if self.phase is Phase.WAITING:
@@ -396,6 +400,49 @@ class FragmentRounds:
             if lane.lane_id in held.lanes:
                 return Admission.REPEAT
         return Admission.ACCEPTED if self.is_open else Admission.NOT_OPEN
+
+    def objection(self, lane: LaneArrival) -> Objection | None:
+        """Say why a lane is fenced or malformed; None if it is neither."""
+        key, p, num_lanes = lane.key, self.fragment_id, self.rules.num_lanes
+        if key.timeline != self.timeline:
+            words = f"the run is in timeline {self.timeline}, not {key.timeline}"
+            return Objection(Admission.FENCED, Cause.TIMELINE, words)
+        if self.is_fenced(lane.island, lane.incarnation):
+            words = (
+                f"a newer start has joined: incarnation {self.incarnations[lane.island]} of island "
+                f"{lane.island!r}, this is {lane.incarnation}"
+            )
+            return Objection(Admission.FENCED, Cause.INCARNATION, words)
+        cause, words = Cause.KEY, ""
+        if key.fragment_id != p:
+            words = f"this is fragment {p}, not {key.fragment_id}"
+        elif not 0 <= lane.lane_id < num_lanes:
+            cause, words = Cause.LANE, f"fragment {p} has {num_lanes} lanes, none is {lane.lane_id}"
+        elif lane.weight_tokens < 0 or (lane.weight_tokens == 0 and not lane.is_flush):
+            cause, words = Cause.WEIGHT, f"a weight of {lane.weight_tokens} tokens counts nothing"
+        elif self.is_finishing and not lane.is_flush and key == self.key:
+            words = f"fragment {p} has merged the run's tokens: it takes flushes only"
+        elif (
+            self.phase is not Phase.UNFOUNDED
+            and key.version == self.version
+            and key.attempt > self.attempt
+        ):
+            words = (
+                f"attempt {self.attempt} at version {self.version} of fragment {p} is open, not "
+                f"{key.attempt}"
+            )
+        return Objection(Admission.INVALID, cause, words) if words else None
+
+    def story_of(self, lane: LaneArrival) -> str:
+        """Say in words where a lane that was judged stands."""
+        key = lane.key
+        if (objection := self.objection(lane)) is not None:
+            return objection.words
+        if self.phase is not Phase.UNFOUNDED and key.version > self.version:
+            return (
+                f"version {self.version} of fragment {self.fragment_id} is open, not {key.version}"
+            )
+        return f"{key} is {self.phase}"
 
     def lane_received(self, lane: LaneArrival, now: float) -> tuple[Admission, list[Instruction]]:
         """Count a lane whose payload was received and verified."""
@@ -428,7 +475,10 @@ class FragmentRounds:
     def refused(
         self, key: RoundKey, island: str, incarnation: int, reason: str, now: float
     ) -> list[Instruction]:
-        """Take an island out of this attempt: its contribution is malformed, or it declined."""
+        """Take an island out of this attempt: its contribution is malformed, or it declined.
+
+        The reason, which may be a peer's own words, is kept and announced up to `MOST_REASON`.
+        """
         if (
             key != self.key
             or not self.is_open
@@ -441,7 +491,7 @@ class FragmentRounds:
         held = self.contributions.pop(island, None)
         if held is not None:
             instructions.append(DropLanes(key, island, held.incarnation))
-        self.left[island] = reason
+        reason = self.left[island] = bounded_text(reason, MOST_REASON)
         self._tell(now, f"{island} left the attempt: {reason}")
         # It waits for the round's end too: those that are still to come may be dead.
         self._begin_deadline(now)
@@ -674,6 +724,7 @@ class FragmentRounds:
     ) -> list[Instruction]:
         self._missing = self._absent() if missing is None else missing
         self.phase = Phase.EXPIRING
+        reason = bounded_text(reason)
         self._expiry_reason = reason
         self._tell(now, f"expired {self.key}: {reason}")
         return [RecordExpiry(self.key, reason, self._missing, self._broken_in_a_row)]
@@ -707,6 +758,11 @@ class InvalidTransition(Exception):
         """Carry the event, where the machine stood, and what led there."""
         lines = "\n  ".join(story)
         super().__init__(f"{event}({key}) in phase {phase} of {current}; story:\n  {lines}")
+
+
+def _bounded(past: PastRound) -> PastRound:
+    refused = {island: bounded_text(why, MOST_REASON) for island, why in past.refused.items()}
+    return replace(past, refused=refused)
 
 
 def _is_same_contribution(held: Contribution, lane: LaneArrival) -> bool:

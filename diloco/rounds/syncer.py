@@ -20,17 +20,19 @@ from typing import Any, Protocol
 from google.protobuf.message import Message
 
 from diloco.outer.fragments import Plan
-from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, outcome_message
+from diloco.refusals import Cause
+from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, keys_of, outcome_message
 from diloco.rounds.pins import forget_pins
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.service import FragmentService, Hooks, Worker
 from diloco.rounds.spool import Spool
-from diloco.rounds.state import Admission, FragmentRounds, Lost, RoundRules
+from diloco.rounds.state import Admission, FragmentRounds, Lost, RoundKey, RoundRules
 from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
-from protos.control_pb2 import Grant
+from protos.control_pb2 import Grant, RefusalCount
 from transport.contracts import PROTOCOL_VERSION, Buffer, Handler, Handlers, IncomingCall, Reply
+from transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +166,14 @@ class Syncer:
         """Public state of every fragment."""
         return [service.state(wants_initial=False) for service in self._services.values()]
 
+    @property
+    def refusals(self) -> list[RefusalCount]:
+        """What was refused since the start, by island and cause."""
+        return [
+            RefusalCount(service="syncer", island=island, cause=cause, count=count)
+            for (island, cause), count in sorted(self.meter.counts.refusals.items())
+        ]
+
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
         return str(self._services[fragment_id].rounds.phase)
@@ -220,13 +230,12 @@ class Syncer:
             reply.message = _NOT_CURRENT
         elif service is None:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
-            reply.message = _NO_FRAGMENT
+            reply.message = self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT)
         else:
             lane = arrival_of(header)
             admission = await service.receive(lane, header.codec, call)
             reply.status = SUBMIT_STATUS[admission]
-            is_fenced = admission is Admission.FENCED
-            reply.message = _NOT_CURRENT if is_fenced else f"{lane.key} is {service.rounds.phase}"
+            reply.message = service.rounds.story_of(lane)
             outcome = service.rounds.outcome(lane.key, lane.island, lane.incarnation)
             if outcome is not None:
                 reply.outcome.CopyFrom(outcome_message(outcome))
@@ -239,7 +248,7 @@ class Syncer:
         if not await self._accept_grant(grant, request.protocol_version):
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
-            return self._ack(_NO_FRAGMENT)
+            return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
         # Before its round is open a decline does nothing: the island repeats it until the outcome.
         reason = f"declined: {request.reason}"
         service.refuse(key_of(request.key), grant.island, grant.incarnation, reason)
@@ -251,7 +260,7 @@ class Syncer:
         if not await self._accept_grant(header.grant, header.protocol_version):
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
-            return self._ack(_NO_FRAGMENT)
+            return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
@@ -263,13 +272,19 @@ class Syncer:
         request = wire.PollRequest.FromString(call.header)
         if not await self._accept_grant(request.grant, request.protocol_version):
             return _reply(self._fenced(_NOT_CURRENT))
+        keys = keys_of(request.outstanding, len(self._services))
+        if len(request.known) > len(self._services):
+            raise FrameError(
+                f"{len(request.known)} fragments are known to the caller; there are "
+                f"{len(self._services)}"
+            )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
-                while not is_news(request, self._poll_reply(request)):
+                while not is_news(request, self._poll_reply(request, keys)):
                     await self._changed.wait()
-        return _reply(self._poll_reply(request))
+        return _reply(self._poll_reply(request, keys))
 
-    def _poll_reply(self, request: wire.PollRequest) -> wire.PollReply:
+    def _poll_reply(self, request: wire.PollRequest, keys: Sequence[RoundKey]) -> wire.PollReply:
         island, incarnation = request.grant.island, request.grant.incarnation
         if not self._is_current(request.grant):
             return self._fenced(f"a newer start of island {island!r} has joined")
@@ -281,9 +296,9 @@ class Syncer:
             ],
             fatal=self.fatal,
         )
-        for key in request.outstanding:
+        for key in keys:
             service = self._services.get(key.fragment_id)
-            outcome = service and service.rounds.outcome(key_of(key), island, incarnation)
+            outcome = service and service.rounds.outcome(key, island, incarnation)
             if outcome:
                 reply.outcomes.append(outcome_message(outcome))
         for known in request.known:
@@ -316,10 +331,11 @@ class Syncer:
             return self._ack(_NOT_CURRENT, is_fenced=True)
         versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
         if versions.keys() != self._stores.keys():
-            return self._ack(
+            problem = (
                 f"a checkpoint holds a version of each of the {len(self._stores)} fragments, "
-                f"{sorted(versions)} were named"
+                f"{len(versions)} were named: {sorted(versions)[:8]}"
             )
+            return self._ack(self._refuse(request.grant, Cause.PIN, problem))
 
         def pin() -> None:
             for fragment_id, version in versions.items():
@@ -329,6 +345,7 @@ class Syncer:
             await self._worker.run(pin)
         except PinRefused as error:
             logger.warning("pin refused, island=%s: %s", request.grant.island, error)
+            self.meter.refusal(request.grant.island, Cause.PIN)
             return self._ack(str(error), is_fenced=not self._is_current(request.grant))
         self._last_pin[request.grant.island] = request.checkpoint_step
         return self._ack("")
@@ -337,9 +354,14 @@ class Syncer:
 
     async def _accept_grant(self, grant: Grant, protocol_version: int) -> bool:
         """Check a grant; make its incarnation durable before anything of it is accepted."""
-        if protocol_version != PROTOCOL_VERSION or not self._is_granted(grant):
+        if protocol_version != PROTOCOL_VERSION:
+            self.meter.refusal("", Cause.PROTOCOL_VERSION)
             return False
-        if grant.timeline != self._rules.timeline or grant.island not in self._rules.islands:
+        if not self._is_granted(grant) or grant.island not in self._rules.islands:
+            self.meter.refusal("", Cause.GRANT)
+            return False
+        if grant.timeline != self._rules.timeline:
+            self.meter.refusal(grant.island, Cause.TIMELINE)
             return False
         async with self._granting:
             if grant.incarnation > self._incarnations.get(grant.island, 0):
@@ -349,7 +371,15 @@ class Syncer:
                 for service in self._services.values():
                     service.granted(grant.island, grant.incarnation)
                 self._notify()
-        return self._is_current(grant)
+        if not self._is_current(grant):
+            self.meter.refusal(grant.island, Cause.INCARNATION)
+            return False
+        return True
+
+    def _refuse(self, grant: Grant, cause: Cause, words: str) -> str:
+        """Count a refusal of what an island says with a good grant; returns the words."""
+        self.meter.refusal(grant.island, cause)
+        return words
 
     def _is_current(self, grant: Grant) -> bool:
         """Whether this start, of an accepted grant, is still the newest of its island."""

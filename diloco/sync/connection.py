@@ -183,7 +183,15 @@ class Connection:
 
     # -- the run ---------------------------------------------------------------------------------
 
-    def join(self, plan: Plan, *, num_ranks: int, start_step: int, data_digest: str) -> JoinReply:
+    def join(
+        self,
+        plan: Plan,
+        *,
+        num_ranks: int,
+        start_step: int,
+        data_digest: str,
+        tokenizer_digest: str,
+    ) -> JoinReply:
         """Join the run, as the island's leader.
 
         Raises:
@@ -201,6 +209,7 @@ class Connection:
                 num_ranks=num_ranks,
                 start_id=secrets.token_hex(16),
                 start_step=start_step,
+                tokenizer_digest=tokenizer_digest,
                 needs_syncer=config.outer.exchange == "syncer",
             ),
             rpc_deadline_s=config.transport.rpc_timeout_s,

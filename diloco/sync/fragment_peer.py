@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from diloco.compression.lanes import lane_codec
 from diloco.errors import AggregationError, CodecError, CoordinatorUnavailable, QuorumLost
 from diloco.outer.fragments import Fragment
+from diloco.peer_texts import bounded_text
 from diloco.rounds.allreduce import Announced, Assignment, Duty, duty
 from diloco.rounds.allreduce_messages import announced_of
 from diloco.rounds.messages import key_message, outcome_of
@@ -353,7 +354,7 @@ class FragmentPeer:
                 wire.PreparedRequest(
                     fragment_id=self.fragment.fragment_id,
                     assignment_id=assignment.id,
-                    broken=str(error),
+                    broken=bounded_text(str(error)),
                     malformed=(
                         error.contributor if isinstance(error, ContributionMalformed) else ""
                     ),

@@ -27,11 +27,19 @@ from google.protobuf.message import Message
 
 from diloco.errors import CodecError, Fenced, error_of_exit_code
 from diloco.outer.fragments import Plan
-from diloco.rounds.messages import key_message, key_of, outcome_message, outcome_of
+from diloco.peer_texts import bounded_text
+from diloco.rounds.messages import key_message, key_of, keys_of, outcome_message, outcome_of
 from diloco.rounds.pins import forget_pins
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.record import RecordInvalid
-from diloco.rounds.service import Worker, fetch_lanes, verify_payload
+from diloco.rounds.service import (
+    Worker,
+    fetch_lanes,
+    insist_on_codec,
+    insist_on_size,
+    verify_payload,
+)
+from diloco.rounds.state import RoundKey
 from diloco.rounds.store import PinRefused
 from diloco.rounds.syncer import is_news
 from diloco.sync.fragment_peer import FragmentPeer, Own
@@ -250,13 +258,11 @@ class Peer:
     async def _verified(
         self, fragment: FragmentPeer, header: wire.SubmitHeader, call: IncomingCall
     ) -> Buffer:
-        lane_id, expected = header.lane_id, self._rules.publication.uplink_codec
+        lane_id = header.lane_id
         numel = fragment.fragment.lanes[lane_id].numel
         codec = fragment.replica.codec(lane_id)
-        if header.codec != expected:
-            raise CodecError(f"codec {header.codec!r}, the run's uplink codec is {expected!r}")
-        if call.payload_bytes != codec.wire_bytes(numel):
-            raise CodecError(f"{call.payload_bytes} bytes, the plan asks {codec.wire_bytes(numel)}")
+        insist_on_codec(header.codec, self._rules.publication.uplink_codec)
+        insist_on_size(call.payload_bytes, codec.wire_bytes(numel))
         payload = await call.read_payload()
         await self._worker.run(lambda: verify_payload(payload, header.digest, codec, numel))
         return payload
@@ -268,11 +274,11 @@ class Peer:
             return self._ack(_NOT_OWN, is_fenced=True)
         if fragment is None:
             return self._ack(_NO_FRAGMENT)
-        own, key = fragment.own, key_of(request.key)
+        own, key, reason = fragment.own, key_of(request.key), bounded_text(request.reason)
         if own is None or own.key < key:
-            fragment.begin(Own(key, decline_reason=request.reason))
+            fragment.begin(Own(key, decline_reason=reason))
         elif own.key == key and len(own.lanes) < len(fragment.fragment.lanes):
-            own.decline_reason = request.reason  # a rank whose lanes are valid was quicker
+            own.decline_reason = reason  # a rank whose lanes are valid was quicker
             self._tasks.notify()
         return self._ack("")
 
@@ -301,22 +307,24 @@ class Peer:
                     syncer_epoch=self._grant.incarnation, is_fenced=True, message=_NOT_OWN
                 )
             )
+        keys = keys_of(request.outstanding, len(self._fragments))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
-                while not is_news(request, self._poll_reply(request)):
+                while not is_news(request, self._poll_reply(keys)):
                     await self._tasks.news.wait()
-        return _reply(self._poll_reply(request))
+        return _reply(self._poll_reply(keys))
 
-    def _poll_reply(self, request: wire.PollRequest) -> wire.PollReply:
+    def _poll_reply(self, keys: Sequence[RoundKey]) -> wire.PollReply:
         reply = wire.PollReply(
             syncer_epoch=self._grant.incarnation,
             fragments=[fragment.state() for fragment in self._fragments.values()],
         )
         if (failure := self._tasks.failure) is not None:
             reply.fatal.exit_code, reply.fatal.reason = failure.exit_code, str(failure)
-        for key in request.outstanding:
-            own = self._fragments[key.fragment_id].own
-            if own is not None and own.outcome is not None and own.key == key_of(key):
+        for key in keys:
+            fragment = self._fragments.get(key.fragment_id)
+            own = None if fragment is None else fragment.own
+            if own is not None and own.outcome is not None and own.key == key:
                 reply.outcomes.append(outcome_message(own.outcome))
         return reply
 
@@ -339,6 +347,11 @@ class Peer:
         if not self._is_own(request.grant):
             return self._ack(_NOT_OWN, is_fenced=True)
         versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
+        if versions.keys() != self._fragments.keys():
+            return self._ack(
+                f"a checkpoint holds a version of each of the {len(self._fragments)} fragments, "
+                f"{len(versions)} were named: {sorted(versions)[:8]}"
+            )
         complete = self._complete_checkpoints()
 
         def pin() -> None:

@@ -20,6 +20,7 @@ import blake3
 from google.protobuf.message import DecodeError, Message
 
 from diloco.errors import CoordinatorUnavailable
+from diloco.peer_texts import bounded_text
 from diloco.sync.calls import SLOWEST_BPS
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
@@ -214,7 +215,7 @@ class PeerCalls:
         except DecodeError:
             return b"", "its answer cannot be read"
         if answer.status != wire.LANE_STATUS_OK:
-            return b"", answer.message or "not yet"
+            return b"", bounded_text(answer.message) or "not yet"
         if len(reply.payload) != num_bytes:
             return b"", f"{len(reply.payload)} bytes came, {num_bytes} were expected"
         if blake3.blake3(reply.payload).digest() != answer.digest:

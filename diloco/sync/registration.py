@@ -101,6 +101,7 @@ class Island:
     num_ranks: int
     start_id: str
     start_step: int = 0
+    tokenizer_digest: str = ""
     needs_syncer: bool = True
 
 
@@ -156,6 +157,7 @@ class Registration:
             num_ranks=island.num_ranks,
             start_id=island.start_id,
             start_step=island.start_step,
+            tokenizer_digest=island.tokenizer_digest,
         ).SerializeToString()
         until = loop.time() + self._policy.budget_s
         while True:

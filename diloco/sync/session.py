@@ -94,6 +94,7 @@ class DiLoCo:
         group: dist.ProcessGroup | None = None,
         start_step: int = 0,
         data_digest: str = "",
+        tokenizer_digest: str = "",
         overwrite_initial: bool = True,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
@@ -111,6 +112,7 @@ class DiLoCo:
                 alone where there is none.
             start_step: Inner step at which a new run starts, a warm start's; equal on all islands.
             data_digest: Of the training text; where given, islands with another are refused.
+            tokenizer_digest: Of the tokenizer; likewise, and by its name.
             overwrite_initial: Whether initial parameters that differ from the run's are replaced,
                 with an event, or refused.
             on_event: Hears every event at once, in whichever thread; `step` returns the same.
@@ -138,7 +140,7 @@ class DiLoCo:
         self.plan = build_plan(outer, self._trained.named)
         shards = LaneShards(self.plan, self._trained.named, group=self._groups.shards)
         warm_up(self.plan, (outer.uplink, outer.downlink))  # nobody waits for this island yet
-        reply = self._join(start_step, data_digest)
+        reply = self._join(start_step, data_digest, tokenizer_digest)
         self.island_slot = reply.island_slot
         self.timeline = reply.grant.timeline
         self.resume_step = reply.resume_step if reply.is_resumed else None
@@ -159,7 +161,7 @@ class DiLoCo:
             self.start_step = self._loop.inner_step
             self._begin()
 
-    def _join(self, start_step: int, data_digest: str) -> JoinReply:
+    def _join(self, start_step: int, data_digest: str, tokenizer_digest: str) -> JoinReply:
         """Let the leader join, and everybody have the answer."""
 
         def join() -> bytes:
@@ -168,6 +170,7 @@ class DiLoCo:
                 num_ranks=self._groups.num_ranks,
                 start_step=start_step,
                 data_digest=data_digest,
+                tokenizer_digest=tokenizer_digest,
             )
             return reply.SerializeToString()
 

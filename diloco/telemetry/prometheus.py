@@ -277,6 +277,7 @@ _FRAGMENT_GAUGES: Sequence[tuple[str, str, Callable[[FragmentStatus], float]]] =
     ("contributors", "Islands in the newest version", lambda f: len(f.contributors)),
     ("version_age_seconds", "Time since the newest version", lambda f: f.age_s),
 )
+_REFUSALS = "Calls refused; no island: nobody has proved whose they were"
 
 
 def coordinator_metrics(status: StatusReply) -> Iterator[Metric]:
@@ -291,6 +292,9 @@ def coordinator_metrics(status: StatusReply) -> Iterator[Metric]:
         yield _gauge("run_checkpoint_inner_step", what, [], [([], newest)])
     yield _gauge("run_syncer_epoch", "Starts of the syncer", [], [([], status.syncer_epoch)])
     yield from _island_metrics(status.islands)
+    own = [r for r in status.refusals if r.service == "coordinator"]
+    refusals = [([r.island, r.cause], float(r.count)) for r in own]
+    yield _counter("coordinator_refusals", _REFUSALS, ["island", "cause"], refusals)
     by_fragment = [(str(f.fragment_id), f) for f in status.fragments]
     for name, what, read in _FRAGMENT_GAUGES:
         samples = [([fragment], read(f)) for fragment, f in by_fragment]
@@ -348,6 +352,8 @@ def syncer_metrics(
         for outcome, counted in (("included", counts.included), ("refused", counts.refused))
         for (p, island), count in sorted(counted.items())
     ]
+    refusals = [([island, why], float(n)) for (island, why), n in sorted(counts.refusals.items())]
+    yield _counter("syncer_refusals", _REFUSALS, ["island", "cause"], refusals)
     what = "Contributions to published versions"
     yield _counter("syncer_contributions", what, [*both, "outcome"], outcomes)
     for name, what, by_both in (

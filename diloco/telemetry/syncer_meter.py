@@ -12,15 +12,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from diloco.refusals import Cause
+
 
 @dataclass(slots=True)
 class SyncerCounts:
-    """Sums since the start, by fragment, or by fragment and island; seconds of the worker."""
+    """Sums since the start, by fragment, or by fragment and island; seconds of the worker.
+
+    `refused` are contributions to published versions, `refusals` whatever was refused, by island
+    (empty: of none that had proved it) and cause.
+    """
 
     published: Counter[int] = field(default_factory=Counter)
     expired: Counter[int] = field(default_factory=Counter)
     included: Counter[tuple[int, str]] = field(default_factory=Counter)
     refused: Counter[tuple[int, str]] = field(default_factory=Counter)
+    refusals: Counter[tuple[str, Cause]] = field(default_factory=Counter)
     received_bytes: Counter[tuple[int, str]] = field(default_factory=Counter)
     sent_bytes: Counter[tuple[int, str]] = field(default_factory=Counter)
     merge_s: dict[int, float] = field(default_factory=dict)
@@ -53,6 +60,11 @@ class SyncerMeter:
         """Count an attempt without a result."""
         with self._lock:
             self._counts.expired[fragment_id] += 1
+
+    def refusal(self, island: str, cause: Cause) -> None:
+        """Count a call, or what it carried, that was refused."""
+        with self._lock:
+            self._counts.refusals[island, cause] += 1
 
     def received(self, fragment_id: int, island: str, num_bytes: int) -> None:
         """Count the payload of a lane that was accepted."""

@@ -11,10 +11,13 @@ from diloco.config.island import announced_bytes
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.launch.forecast import forecast
+from diloco.peer_texts import MOST_ENDING, MOST_REASON, MOST_TEXT
 from diloco.rounds.allreduce import Assignment, Prepared, commit_record
 from diloco.rounds.allreduce_messages import assignment_message
-from diloco.rounds.state import Contributor, RoundKey
+from diloco.rounds.messages import outcome_message
+from diloco.rounds.state import Contributor, Outcome, OutcomeKind, RoundKey
 from protos import allreduce_pb2
+from protos.fragment_pb2 import Fatal
 from tests.run_files import write_run
 
 ALLREDUCE = "outer.exchange=allreduce"
@@ -65,28 +68,42 @@ def test_more_lanes_than_can_be_announced_are_refused(tmp_path: Path) -> None:
     assert load_config(run_file(tmp_path, 16), [ALLREDUCE, *streams, "outer.num_lanes=512"])
 
 
-@pytest.mark.parametrize(("num_fragments", "num_lanes"), [(24, 70), (1, 900), (100, 1)])
-def test_what_a_coordinator_announces_is_bounded(num_fragments: int, num_lanes: int) -> None:
+@pytest.mark.parametrize(
+    ("num_fragments", "num_lanes", "num_refused"),
+    [(24, 70, 0), (24, 70, 8), (1, 900, 0), (100, 1, 0), (100, 1, 15)],
+)
+def test_what_a_coordinator_announces_is_bounded(
+    num_fragments: int, num_lanes: int, num_refused: int
+) -> None:
     islands = [f"island-{i:02d}" for i in range(16)]
     key = RoundKey(9, 99, 10**6, 9)
     contributors = tuple(
-        Contributor(name, 10**4, 10**12, 10**6, 10**9, (bytes(32),) * num_lanes) for name in islands
+        Contributor(name, 10**4, 10**12, 10**6, 10**9, (bytes(32),) * num_lanes)
+        for name in islands[num_refused:]
     )
-    assignment = Assignment(key, tuple(islands), contributors, False, {}, 10**6)
+    refused = dict.fromkeys(islands[:num_refused], '"' * MOST_REASON)
+    assignment = Assignment(key, tuple(islands), contributors, False, refused, 10**6)
     announcement = allreduce_pb2.Announcement(
         fragment_id=99, version=10**6, attempt=9, state_digest=bytes(32),
         assignment=assignment_message(assignment),
     )  # fmt: skip
     peer = allreduce_pb2.Peer(
-        island=islands[0], incarnation=10**4, address="peer.somewhere.example.org:65535",
+        island=islands[0], incarnation=10**4, address="p" * MOST_TEXT,
         mac_digest=bytes(32),
     )  # fmt: skip
-    reply = allreduce_pb2.PollReply(fragments=[announcement] * num_fragments, peers=[peer] * 16)
+    outcome = outcome_message(Outcome(key, OutcomeKind.REFUSED, "r" * MOST_REASON))
+    reply = allreduce_pb2.PollReply(
+        fragments=[announcement] * num_fragments, peers=[peer] * 16,
+        outcomes=[outcome] * num_fragments, fatal=Fatal(reason="f" * MOST_ENDING),
+    )  # fmt: skip
     record = commit_record(assignment, Prepared((bytes(32),) * num_lanes, bytes(32)), "float32")
 
     bound = announced_bytes(num_fragments, num_lanes, islands)
 
-    assert bound > max(reply.ByteSize(), len(json.dumps(record))) > bound / 2
+    said = max(reply.ByteSize(), len(json.dumps(record)))
+    assert said < bound
+    if num_refused == (0 if num_lanes > 1 else 15):  # the larger of the two
+        assert said > bound / 2
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def join(membership: Membership, island: str = "east", start_id: str = "a", **ch
 def decided(membership: Membership, island: str, start_id: str, **changes) -> Joined:
     request = {"run": "demo", "identity_json": IDENTITY, "plan_json": PLAN, **changes}
     request.setdefault("corpus_sha256", "5a")
+    request.setdefault("tokenizer_digest", "bytes")
     request.setdefault("start_step", 0)
     return membership.join(island=island, start_id=start_id, **request)
 
@@ -89,6 +90,7 @@ def test_join_that_was_not_applied_has_changed_nothing() -> None:
         identity_json=IDENTITY,
         plan_json=PLAN,
         corpus_sha256="5a",
+        tokenizer_digest="bytes",
         start_step=0,
         start_id="a",
     )
@@ -103,7 +105,7 @@ def test_repeated_join_has_nothing_to_write() -> None:
     membership = machine()
 
     keys = [key for key, _ in join(membership).entries]
-    assert keys == ["plan", "corpus", "start", "island/east"]
+    assert keys == ["plan", "corpus", "tokenizer", "start", "island/east"]
     assert [key for key, _ in join(membership, "west").entries] == ["island/west"]
     assert join(membership).entries == ()
 
@@ -139,6 +141,30 @@ def test_repeated_join_has_nothing_to_write() -> None:
         ),
         (
             "east",
+            {"tokenizer_digest": "9f/2"},
+            JoinVerdict.FINGERPRINT_MISMATCH,
+            ["'east'", "data.tokenizer", "'9f/2' (there)", "'bytes' (here)"],
+        ),
+        (
+            "east",
+            {"tokenizer_digest": "x" * 1000},
+            JoinVerdict.FINGERPRINT_MISMATCH,
+            ["tokenizer", "1000 characters; 256 are allowed"],
+        ),
+        (
+            "east",
+            {"corpus_sha256": "x" * 1000},
+            JoinVerdict.FINGERPRINT_MISMATCH,
+            ["text", "1000 characters; 256 are allowed"],
+        ),
+        (
+            "east",
+            {"plan_json": PLAN + " " * (1 << 20)},
+            JoinVerdict.PLAN_MISMATCH,
+            ["no usable plan", "917504 are allowed"],
+        ),
+        (
+            "east",
             {"start_step": 300},
             JoinVerdict.FINGERPRINT_MISMATCH,
             ["'east'", "inner step 300 (there)", "started at 0 (here)", "run.warm_start"],
@@ -153,6 +179,10 @@ def test_repeated_join_has_nothing_to_write() -> None:
         "key",
         "plan",
         "text",
+        "tokenizer",
+        "tokenizer-size",
+        "text-size",
+        "plan-size",
         "start",
         "plan-empty",
         "plan-malformed",

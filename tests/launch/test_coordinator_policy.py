@@ -33,7 +33,7 @@ def begun(config: Config, *, joined: bool) -> tuple[StateDir, Membership]:
         plan = make_plan([TensorSpec("w", (8,))], num_fragments=1)
         join = membership.join(
             run="test", island="east", identity_json="{}", plan_json=plan.to_json(),
-            corpus_sha256="", start_step=0, start_id="a",
+            corpus_sha256="", tokenizer_digest="", start_step=0, start_id="a",
         )  # fmt: skip
         membership.apply(join.entries)
     _claim(config, state, membership)

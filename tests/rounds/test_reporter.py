@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+
+import pytest
 
 from diloco.rounds.reporter import HELLO_INTERVAL_S, Reporter
 from protos.control_pb2 import (
     Grant,
+    RefusalCount,
     RoundReport,
     RoundReportReply,
     SyncerHelloReply,
@@ -34,6 +38,10 @@ class FakeRounds:
             )
             for p, version in enumerate(self.versions)
         ]
+
+    @property
+    def refusals(self) -> list[RefusalCount]:
+        return [RefusalCount(service="syncer", island="east", cause="size", count=2)]
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
         self.kept.append(list(steps))
@@ -302,3 +310,35 @@ def test_what_was_last_heard_of_checkpoints_holds_while_the_coordinator_is_away(
     kept = play(story).rounds.kept
     assert len(kept) > 10
     assert all(steps == [30] for steps in kept)
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ({"refused": {"east": "\x01" * 180_000}, "lane_digests": ["00"]}, {"lane_digests": ["00"]}),
+        ({"refused": {}, "lane_digests": ["00" * 32] * 20_000, "contributors": []}, {}),
+    ],
+    ids=["reasons", "digests"],
+)
+def test_a_record_that_no_message_holds_is_told_without_what_is_too_much(
+    header: dict[str, Any], told: dict[str, Any]
+) -> None:
+    key = {"timeline": 0, "fragment_id": 0, "version": 1}
+
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        scene.rounds.versions[0] = 1
+        scene.reporter.add_record({**key, **header})
+        scene.commit(1, 1)
+        scene.reporter.fail("quorum lost", 50)
+        running = scene.run()
+        assert await scene.reporter.drain(30)
+        running.cancel()
+
+    scene = play(story)
+
+    assert [json.loads(record) for record in scene.coordinator.records] == [
+        {**key, **told},
+        {"fragment_id": 1, "version": 1},
+    ]
+    assert scene.coordinator.reports[-1][1].fatal_reason == "quorum lost"

@@ -35,6 +35,7 @@ ISLAND = Island(
     num_ranks=2,
     start_id="a start",
     start_step=300,
+    tokenizer_digest="9f/2",
 )
 ACCEPTED = control.JoinReply(
     status=control.JOIN_STATUS_ACCEPTED,
@@ -357,3 +358,16 @@ def test_leave_gives_up_in_time_and_says_nothing_when_it_never_joined() -> None:
 
     run(coordinator, story, up=True)
     assert coordinator.of(control.LeaveRequest) == []
+
+
+def test_a_join_says_which_tokenizer_the_island_has() -> None:
+    async def scenario() -> FakeCoordinator:
+        coordinator = FakeCoordinator()
+        await coordinator.server.start()
+        await coordinator.registration().join()
+        return coordinator
+
+    (request,) = run_virtual(scenario()).heard
+
+    assert isinstance(request, control.JoinRequest)
+    assert request.tokenizer_digest == "9f/2"

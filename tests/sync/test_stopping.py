@@ -210,6 +210,7 @@ class Stop:
             identity_json="{}",
             plan_json=self.run.setting.plan().to_json(),
             corpus_sha256="",
+            tokenizer_digest="",
             start_step=0,
             start_id=start_id,
         )

@@ -15,9 +15,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import REGISTRY, Collector
 
 from diloco.errors import ConfigError
+from diloco.refusals import Cause
 from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics, syncer_metrics
 from diloco.telemetry.syncer_meter import SyncerMeter
-from protos.control_pb2 import FragmentStatus, IslandStatus, ReportRequest, StatusReply
+from protos.control_pb2 import (
+    FragmentStatus,
+    IslandStatus,
+    RefusalCount,
+    ReportRequest,
+    StatusReply,
+)
 from protos.fragment_pb2 import FragmentState
 
 
@@ -64,6 +71,10 @@ def status() -> StatusReply:
         state="running",
         inner_steps=325,
         checkpoint_steps=[100, 200],
+        refusals=[
+            RefusalCount(service="coordinator", island="east", cause="plan", count=3),
+            RefusalCount(service="syncer", island="west", cause="size", count=1),
+        ],
     )  # fmt: skip
 
 
@@ -75,6 +86,7 @@ def test_coordinator_tells_of_run_islands_and_fragments() -> None:
         "diloco_run_inner_steps": 325,
         "diloco_run_checkpoint_inner_step": 200,
         "diloco_run_syncer_epoch": 2,
+        "diloco_coordinator_refusals_total{cause=plan,island=east}": 3,
         "diloco_island_incarnation{island=east}": 2,
         "diloco_island_incarnation{island=west}": 0,
         "diloco_island_report_age_seconds{island=east}": 0.5,
@@ -111,6 +123,9 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         pass
     meter.published(0, ["east"], ["west"])
     meter.expired(1)
+    meter.refusal("west", Cause.DIGEST)
+    meter.refusal("west", Cause.DIGEST)
+    meter.refusal("", Cause.GRANT)
     meter.sent(0, "east", 30)
     meter.sent(0, "east", 30)
 
@@ -127,6 +142,8 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         "diloco_syncer_commit_seconds_total{fragment=1}": 0,
         "diloco_syncer_contributions_total{fragment=0,island=east,outcome=included}": 1,
         "diloco_syncer_contributions_total{fragment=0,island=west,outcome=refused}": 1,
+        "diloco_syncer_refusals_total{cause=digest,island=west}": 2,
+        "diloco_syncer_refusals_total{cause=grant,island=}": 1,
         "diloco_syncer_received_bytes_total{fragment=0,island=east}": 100,
         "diloco_syncer_sent_bytes_total{fragment=0,island=east}": 60,
     }

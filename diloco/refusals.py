@@ -1,0 +1,40 @@
+"""Why coordinator and syncer refuse what a peer says: the causes by which it is counted.
+
+A cause names the field or the property that is wrong, so that metrics and the status have few rows
+whatever peers send; the words beside it, which carry the values, go to the caller and the log.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """What is wrong with a refused call."""
+
+    # Of a call: who speaks.
+    GRANT = "grant"  # not signed for this run and role, or expired
+    TIMELINE = "timeline"
+    INCARNATION = "incarnation"  # a newer start of the island has joined
+    # Of a contribution, or of what a member reports of a round.
+    KEY = "key"  # a fragment, version or attempt that is not open
+    LANE = "lane"
+    WEIGHT = "weight"
+    CODEC = "codec"
+    SIZE = "size"
+    DIGEST = "digest"
+    CONTENT = "content"  # a payload that no encoder makes: NaN, infinity, codes of no level
+    CONFLICT = "conflict"  # another contribution than the island has sent before
+    PIN = "pin"
+    # Of a join.
+    PROTOCOL_VERSION = "protocol_version"
+    RUN = "run"
+    ISLAND = "island"
+    IDENTITY = "identity"
+    PLAN = "plan"
+    TOKENIZER = "tokenizer"
+    TEXT = "text"
+    START_STEP = "start_step"
+    STOPPED = "stopped"  # the run is over for this island
+    # Of a message: it has a field that cannot be, or more than this run can have.
+    FRAME = "frame"

@@ -1,0 +1,182 @@
+"""A join that does not fit is refused by the field and both values, and counted by that field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.coordinator.grants import sign
+from protos import control_pb2 as control
+from tests.coordinator.test_daemon import IDENTITY, PLAN, SECRET, Desk, Play, joined, play
+from tests.coordinator.test_membership import OTHER_PLAN
+from tests.transport.test_tokens import EAST, write_table
+from transport.contracts import PROTOCOL_VERSION
+from transport.errors import FrameError, Unauthorised
+from transport.framing import MAX_HEADER_BYTES
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
+from transport.tokens import TokenTable, make_token
+
+__all__ = ["play"]
+
+FIELDS: dict[str, Any] = {
+    "protocol_version": PROTOCOL_VERSION, "run": "demo", "island": "east", "start_id": "a",
+    "identity_json": IDENTITY, "plan_json": PLAN, "corpus_sha256": "5a",
+    "tokenizer_digest": "bytes",
+}  # fmt: skip
+
+
+def refusals(desk: Desk) -> dict[tuple[str, str, str], int]:
+    status = desk.coordinator.status()
+    return {(r.service, r.island, r.cause): r.count for r in status.refusals}
+
+
+async def ask(desk: Desk, **changes: Any) -> control.JoinReply:
+    request = control.JoinRequest(**{**FIELDS, **changes})
+    return control.JoinReply.FromString(await desk.call("join", request))
+
+
+@pytest.mark.parametrize(
+    ("changes", "island", "cause", "words"),
+    [
+        ({"plan_json": OTHER_PLAN}, "east", "plan", ["tensors[", "here", "there"]),
+        (
+            {"tokenizer_digest": "9f/2", "corpus_sha256": "5b"},
+            "east",
+            "tokenizer",
+            ["data.tokenizer", "'9f/2' (there)", "'bytes' (here)"],
+        ),
+        ({"corpus_sha256": "5b"}, "east", "text", ["text", "5b (there)", "5a (here)"]),
+        ({"identity_json": '{"x": 9}'}, "east", "identity", ["x: absent here, 9 there"]),
+        (
+            {"protocol_version": 99},
+            "",
+            "protocol_version",
+            ["protocol version 99", f"this coordinator {PROTOCOL_VERSION}"],
+        ),
+        ({"run": "other"}, "east", "run", ["run: 'demo' here, 'other' there"]),
+        ({"island": "north"}, "", "island", ["'north'", "east, west"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_join_is_refused_by_field_and_both_values(
+    play: Play, changes: dict[str, Any], island: str, cause: str, words: list[str]
+) -> None:
+    async def story(desk: Desk) -> None:
+        accepted = await ask(desk, island="west")
+        assert accepted.status == control.JOIN_STATUS_ACCEPTED
+
+        reply = await ask(desk, **changes)
+
+        assert reply.status != control.JOIN_STATUS_ACCEPTED
+        assert [word for word in words if word not in reply.message] == []
+        assert refusals(desk) == {("coordinator", island, cause): 1}
+
+    play(story)
+
+
+def test_a_wrong_token_is_refused_by_that_name_and_no_token_is_said(tmp_path: Path) -> None:
+    async def run() -> None:
+        right, wrong = make_token(), make_token()
+        desk = Desk(tmp_path)
+        await desk.start()
+        table = TokenTable(write_table(tmp_path, {EAST: right}))
+        server = GrpcServer("127.0.0.1:0", desk.coordinator.handlers, tokens=table)
+        await server.start()
+        transport = GrpcTransport(server.address, token=wrong)
+        try:
+            request = control.JoinRequest(**FIELDS).SerializeToString()
+            with pytest.raises(Unauthorised, match="token") as refusal:
+                await transport.call("control.join", request, deadline_s=30)
+            assert not any(token in str(refusal.value) for token in (right, wrong))
+        finally:
+            await transport.close()
+            await server.stop(0)
+            await desk.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("field", ["run", "island", "identity_json", "plan_json"])
+def test_a_refusal_of_a_megabyte_of_text_is_short(play: Play, field: str) -> None:
+    much = {f"{n:06d}": 0 for n in range(80_000)}
+    text = json.dumps(much) if field == "identity_json" else "x" * (MAX_HEADER_BYTES - 9000)
+
+    async def story(desk: Desk) -> None:
+        reply = await ask(desk, **{field: text[: MAX_HEADER_BYTES - 9000]})
+
+        assert reply.status != control.JOIN_STATUS_ACCEPTED
+        assert len(reply.message) < 20_000
+
+    play(story)
+
+
+# -- reports -------------------------------------------------------------------------------------
+
+
+def test_what_a_report_says_is_shown_cut_and_counted_if_refused(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+        await desk.report(east, inner_step=1, message="\x01" * 180_000)
+        with pytest.raises(FrameError, match="checkpoints; 1000 are allowed"):
+            await desk.report(east, checkpoint_steps=range(100_000))
+        await joined(desk, "b")
+        assert (await desk.report(east)).stop
+
+        status = desk.coordinator.status()
+
+        assert len(status.islands[0].last_report.message) == 1000
+        assert refusals(desk) == {
+            ("coordinator", "east", "frame"): 1,
+            ("coordinator", "east", "incarnation"): 1,
+        }
+
+    play(story)
+
+
+def test_what_a_syncer_reports_is_cut_to_what_can_be_true(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        await joined(desk)
+        fragment = control.FragmentStatus(
+            fragment_id=0, version=3, phase="x" * 5000, digest="0" * 5000,
+            contributors=["east"] * 5000 + ["nobody"],
+        )  # fmt: skip
+        counts = [
+            control.RefusalCount(island=island, cause=cause, count=4)
+            for island in ("east", "nobody")
+            for cause in ("size", "x" * 5000)
+        ]
+        await desk.round_report(fragments=[fragment], refusals=counts)
+        with pytest.raises(FrameError, match="a report of fragment 7; the plan has 2"):
+            await desk.round_report(fragments=[control.FragmentStatus(fragment_id=7)])
+
+        status = desk.coordinator.status()
+
+        assert status.ByteSize() < 3000
+        assert list(status.fragments[0].contributors) == ["east"]
+        assert refusals(desk) == {("syncer", "east", "size"): 4}
+        await desk.round_report(fatal_reason="y" * 500_000, fatal_exit_code=50)
+        assert len(desk.coordinator.status().message) == 16_000
+
+    play(story)
+
+
+def test_a_syncer_of_another_timeline_is_refused_and_counted(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        forged = control.Grant(run="demo", roles=[control.ROLE_ISLAND])
+        hello = control.SyncerHelloRequest(grant=sign(forged, SECRET))
+        with pytest.raises(Exception, match="the syncer's grant is not valid"):
+            await desk.call("syncer_hello", hello)
+        with pytest.raises(Exception, match="the syncer's grant is not valid"):
+            await desk.round_report(timeline=9)
+
+        assert refusals(desk) == {
+            ("coordinator", "", "grant"): 1,
+            ("coordinator", "", "timeline"): 1,
+        }
+
+    play(story)
