@@ -183,15 +183,19 @@ def syncer(json_target: JsonTarget = "", require: Require = False) -> None:
     """Measure how many islands one core serves, and the memory that it takes.
 
     A real syncer on one CPU and 4 to 64 simulated islands, which send 16.8M parameters in int4
-    each round. About four minutes, 3 GiB of memory, 2 GiB of disk.
+    each round; with 64 of them also over mTLS. About five minutes, 3 GiB of memory, 2 GiB of disk.
 
     Read "CPU ns": nanoseconds a parameter and island of everything a syncer does; "M/s a core":
     its inverse, millions of island-parameters a second; "tensors", "Python" and "gRPC" are the
     shares of this time in merging and verifying, in the event loop and in gRPC's threads: the
     largest is the limit; "kernel" is the part of all three in system calls, for pages and disk.
-    "extra": peak memory over that of an idle syncer, the fragment's state, the contributions in
-    memory and the lanes in flight (8 islands send at once); "/fragment": over the state of the
-    fragment, 12 bytes a parameter. In the last row most contributions are spooled to disk.
+    "TLS" is what gRPC's threads take beyond the row without it. In the last row most contributions
+    are spooled to disk, and all islands send at once: only the syncer bounds what is in flight.
+
+    "extra": peak memory beyond an idle syncer, the fragment's state, the contributions in memory
+    ("coded") and the lanes in flight, each counted once; "/fragment": over the state of the
+    fragment, 12 bytes a parameter. Its bar is 1.25: a whole version is made beside the current one,
+    which must outlive a failed write, and a quarter is for tiles, windows and the allocator.
     """
     from diloco.bench.syncer import SETTING, run_syncer
     from diloco.cli.progress import counting
@@ -210,8 +214,8 @@ def heartbeat(json_target: JsonTarget = "", require: Require = False) -> None:
     on a machine without other work: see "idle p99", of heartbeats on the empty link.
 
     Read "p99, RTTs": 99th percentile of a heartbeat's time over the empty link's round trip;
-    "silence": the longest time in which the coordinator heard nothing; "data": that the link was
-    really full.
+    "silence": the longest time in which the coordinator heard nothing, which stands in for a lease
+    until there are leases; "data": that the link was really full.
     """
     from diloco.bench.heartbeat import SETTING, run_heartbeat
     from diloco.cli.progress import counting
