@@ -11,11 +11,12 @@ steps, with what it costs, and the rate of a link below which it pays:
 
     ratio r = coded / compressed; rate = 8 (1 - 1/r) / (1/c + 1/d)    c, d: bytes a CPU second
 
-int4 has r = 1.08 (30 steps from scratch) to 1.18, c = 0.9, d = 1.2 GB/s: 300 to 650 Mbit/s. It is
-not built in, for 15 % of a transfer that training hides: the receiver checks a payload's size
-against the plan before it takes a byte, and that of zstd's is known to its sender alone; and one
-syncer would unpack what all islands send, 0.4 ns a parameter and island more than it spends now
-(`bench syncer`). E2M1 (1.06), int8 (at most 1.06) and top-k (1.00 to 1.04) gain next to nothing.
+int4 has r = 1.08 (30 steps from scratch) to 1.18, c = 0.9, d = 1.2 GB/s: below 300 to 650 Mbit/s.
+E2M1 (1.06), int8 (at most 1.06) and top-k (1.00 to 1.04) gain next to nothing. It is not built in:
+int4 alone would send 8 to 15 % less of what training hides anyway; an attempt that goes on counts
+the bytes of its payload, which every version of zstd makes otherwise; and a receiver checks a
+payload's size, which the plan knows, before it takes a byte. A syncer would unpack what all islands
+send, 0.4 ns a parameter and island beside some 5 (`bench syncer`).
 """
 
 from __future__ import annotations

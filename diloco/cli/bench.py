@@ -191,14 +191,16 @@ def syncer(json_target: JsonTarget = "", require: Require = False) -> None:
     Read "CPU ns": nanoseconds a parameter and island of everything a syncer does; "M/s a core":
     its inverse, millions of island-parameters a second; "tensors", "Python" and "gRPC" are the
     shares of this time in merging and verifying, in the event loop and in gRPC's threads: the
-    largest is the limit; "kernel" is the part of all three in system calls, for pages and disk.
-    "TLS" is what gRPC's threads take beyond the row without it. In the last row most contributions
-    are spooled to disk, and all islands send at once: only the syncer bounds what is in flight.
+    largest is the limit ("memory": its bandwidth); "kernel" is the part of all three in system
+    calls, for pages and disk. "TLS" is what gRPC's threads take beyond the row without it. In the
+    last row most contributions are spooled to disk, and all islands send at once: only the syncer
+    bounds what is in memory.
 
     "extra": peak memory beyond an idle syncer, the fragment's state, the contributions in memory
-    ("coded") and the lanes in flight, each counted once; "/fragment": over the state of the
-    fragment, 12 bytes a parameter. Its bar is 1.25: a whole version is made beside the current one,
-    which must outlive a failed write, and a quarter is for tiles, windows and the allocator.
+    ("coded"), the lanes in flight and what waits "unread" in streams, each counted once;
+    "/fragment": over the state of the fragment, 12 bytes a parameter. Its bar is 1.25: a whole
+    version is made beside the current one, which must outlive a failed write, and a quarter is for
+    tiles, windows and the allocator. Over mTLS it is only hoped for.
     """
     from diloco.bench.syncer import SETTING, run_syncer
     from diloco.cli.progress import counting
