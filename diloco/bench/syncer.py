@@ -9,8 +9,8 @@ resident set.
 
 In the row of a small spool all islands send at once, and only the syncer bounds what is in memory:
 as many bytes as its spool holds may arrive, and a lane that waits for its turn has at most a chunk
-unread in its stream. In the row of mTLS gRPC's threads encrypt, too:
-what they take beyond the same row without it is the cost of TLS.
+unread in its stream. In the row of mTLS gRPC's threads encrypt, too: what they take beyond the same
+row without it is the cost of TLS.
 
     extra = peak - idle - state - held - in flight - unread
 
@@ -18,8 +18,8 @@ what they take beyond the same row without it is the cost of TLS.
 has in memory; `in flight` the lanes that arrive and `unread` what others hold in their streams,
 once each. One fragment's state may be there on top: the next version (theta, published, momentum)
 is made beside the current one, which must survive a failed write. A quarter of it is left for
-decoding by tiles, gRPC's windows and what the allocator keeps. Over mTLS 64
-islands take some 40 MiB more (0.2 of that state; not traced), so there the bar is only hoped for.
+decoding by tiles, gRPC's windows and what the allocator keeps. Over mTLS 64 islands take some 40
+MiB more (0.2 of that state; not traced), so there the bar is only hoped for.
 """
 
 from __future__ import annotations

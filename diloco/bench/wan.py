@@ -6,9 +6,9 @@ through the transport that the configuration would make, and it is over when the
 acknowledged every lane. On the link itself a packet of 1500 bytes holds at most 1448 of payload.
 
 Rows of hivemind have a table of their own and no bar: the same contributions through the product's
-libp2p transport, and beside it one step of hivemind's own averager. A libp2p stream has a window of
-256 KiB to 16 MiB and the daemon is a third process that every byte passes, so that a fat long link
-is not filled: one stream alone has about 4 MB on its way (measured.md B2), 320 Mbit/s at 100 ms.
+libp2p transport, and beside it one step of hivemind's own averager. libp2p does not fill a fat long
+link: one stream has about 4 MB on its way, which is 320 Mbit/s at 100 ms (measured.md B2; the cause
+was not traced).
 
 Beside the links: the in-process shaper against its specification, and what mTLS costs.
 
