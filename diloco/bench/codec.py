@@ -13,11 +13,11 @@ steps, with what it costs, and the rate of a link below which it pays:
 
 int4 has r = 1.08 (30 steps from scratch) to 1.18, c = 0.9, d = 1.2 GB/s: below 300 to 650 Mbit/s.
 bfloat16 (1.27) and int2 (1.42) gain more; E2M1 (1.06), int8 (at most 1.06) and top-k (1.00 to 1.04)
-next to nothing. It is not built in:
-int4 alone would send 8 to 15 % less of what training hides anyway; an attempt that goes on counts
-the bytes of its payload, which every version of zstd makes otherwise; and a receiver checks a
-payload's size, which the plan knows, before it takes a byte. A syncer would unpack what all islands
-send, 0.4 ns a parameter and island beside some 5 (`bench syncer`).
+next to nothing. It is not built in: int4, the default, would send 8 to 15 % less of what training
+hides anyway; an attempt that goes on counts the bytes of its payload, which every version of zstd
+makes otherwise; and a receiver checks a payload's size, which the plan knows, before it takes a
+byte. A syncer would unpack what all islands send, 0.4 ns a parameter and island beside some 5
+(`bench syncer`).
 """
 
 from __future__ import annotations
