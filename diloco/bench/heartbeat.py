@@ -1,6 +1,7 @@
 """How long heartbeats take on a link that data saturates both ways.
 
-Each row is an emulated link (`diloco emulate`) of one island: control has its own connection, lanes
+Each row is an emulated link (`diloco emulate`) of one island, whose beat is the report of an island
+to a real coordinator: control has its own connection, lanes
 of contributions and versions fill the rest, at a configured rate or with whatever TCP takes, which
 has no bar. The queue before the link is as long as one round trip; an unpaced sender fills it, and
 what then overflows may be a heartbeat, too. A machine with other work to do lets beats wait for a
@@ -60,7 +61,8 @@ class Setting:
         lane_bytes: Of one.
         rows: Links.
         p99_rtts: Bar of the 99th percentile, in round trips.
-        silence_s: Bar of the longest time without a beat at the coordinator; leases are longer.
+        silence_s: Bar of the longest time without a beat at the coordinator: silence stands in for
+            a lease until there are leases.
     """
 
     bandwidth_mbps: float = 10.0

@@ -3,20 +3,30 @@
     diloco emulate LINK.toml -- python -m diloco.bench.heartbeat_link ORDER DESCRIPTION
 
 It runs where the coordinator is, serves, and starts itself again inside the island, which beats
-while its data fills the link both ways. Prints one JSON object.
+while its data fills the link both ways. A beat is an island's report to a real coordinator, which
+has its own journal; there are no leases yet, so the longest silence stands in for one. Prints one
+JSON object.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco.coordinator.daemon import Coordinator
+from diloco.coordinator.journal import Journal
+from diloco.coordinator.membership import Membership
 from diloco.launch.emulated import Emulated
-from transport.contracts import IncomingCall, Reply
+from diloco.outer.fragments import TensorSpec, make_plan
+from protos.control_pb2 import JoinReply, JoinRequest, ReportReply, ReportRequest
+from transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply
 from transport.errors import TransportError
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
@@ -24,6 +34,8 @@ from transport.pacing import Pacer
 from transport.transfer import Transfer
 
 _DEADLINE_S = 600.0
+_BEAT_S = 60.0
+_RUN, _IDENTITY, _BEAT = "bench-heartbeat", "{}", "control.report"
 
 Message = dict[str, Any]  # JSON values
 
@@ -40,48 +52,76 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Service:
-    """What coordinator and syncer are to an island here."""
+    """What coordinator and syncer are to an island here: the one is real, the other moves bytes."""
 
-    def __init__(self, lane_bytes: int) -> None:
+    def __init__(self, coordinator: Coordinator, lane_bytes: int) -> None:
+        self._report = coordinator.handlers[_BEAT]
+        self.handlers = {
+            **coordinator.handlers,
+            _BEAT: self._beat,
+            "take": self._take,
+            "give": self._give,
+            "seen": self._seen,
+        }
         self._lane = bytes(lane_bytes)
         self._last_beat: float | None = None
         self.longest_silence_s = 0.0
         self.taken_bytes = 0
 
-    async def beat(self, call: IncomingCall) -> Reply:
+    async def _beat(self, call: IncomingCall) -> Reply:
         now = asyncio.get_running_loop().time()
         if self._last_beat is not None:
             self.longest_silence_s = max(self.longest_silence_s, now - self._last_beat)
         self._last_beat = now
-        return Reply(call.header)
+        return await self._report(call)
 
-    async def take(self, call: IncomingCall) -> Reply:
+    async def _take(self, call: IncomingCall) -> Reply:
         payload = await call.read_payload()
         self.taken_bytes += len(payload)
         return Reply(b"")
 
-    async def give(self, call: IncomingCall) -> Reply:
+    async def _give(self, call: IncomingCall) -> Reply:
         return Reply(b"", self._lane)
 
-    async def seen(self, call: IncomingCall) -> Reply:
+    async def _seen(self, call: IncomingCall) -> Reply:
         seen = {"longest_silence_s": self.longest_silence_s, "taken_bytes": self.taken_bytes}
         self.longest_silence_s, self._last_beat = 0.0, None
         return Reply(json.dumps(seen).encode())
 
 
 async def _serve(order: Message, emulated: Emulated) -> Message:
-    service = _Service(order["lane_bytes"])
-    names = ("beat", "take", "give", "seen")
+    (island,) = emulated.description["islands"]
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-heartbeat-") as directory:
+        journal = Journal(Path(directory, "journal.sqlite"))
+        journal.open()
+        try:
+            coordinator = Coordinator(
+                membership=Membership(
+                    _RUN, (island,), _IDENTITY, lambda a, b: [], 1, num_checkpoints=1
+                ),
+                journal=journal,
+                secret=secrets.token_bytes(32),
+                policy_json="{}",
+                unix_clock=time.time,
+                unreachable_s=_DEADLINE_S,
+            )
+            service = _Service(coordinator, order["lane_bytes"])
+            return await _beaten(order, emulated, island, service)
+        finally:
+            journal.close()
+
+
+async def _beaten(order: Message, emulated: Emulated, island: str, service: _Service) -> Message:
+    """Serve, and have the island measure."""
     server = GrpcServer(
         f"{emulated.description['coordinator']}:0",
-        {name: getattr(service, name) for name in names},
+        service.handlers,
         insecure=True,
         pacer=Pacer(order["rate_bps"]),
     )
     await server.start()
     try:
-        inside = json.dumps({**order, "address": server.address})
-        (island,) = emulated.description["islands"]
+        inside = json.dumps({**order, "address": server.address, "island": island})
         process = await asyncio.create_subprocess_exec(
             *emulated.prefix(island), sys.executable, "-m", __spec__.name, inside,
             stdout=asyncio.subprocess.PIPE,
@@ -98,7 +138,8 @@ async def _beat(order: Message) -> Message:
     control = GrpcTransport(order["address"])
     data = GrpcTransport(order["address"], channels=0, pacer=Pacer(order["rate_bps"]))
     transfers: list[Transfer] = []
-    idle_s = await _beats(control, order["beat_s"], order["idle_s"])
+    report = await _join(control, order["island"])
+    idle_s = await _beats(control, report, order["beat_s"], order["idle_s"])
     lanes = [
         asyncio.create_task(_move(data, way, order["lane_bytes"], transfers))
         for way in ("up", "down")
@@ -106,7 +147,7 @@ async def _beat(order: Message) -> Message:
     ]
     await asyncio.sleep(order["settle_s"])
     before, received = await _seen(control), sum(t.received_bytes for t in transfers)
-    latencies_s = await _beats(control, order["beat_s"], order["seconds"])
+    latencies_s = await _beats(control, report, order["beat_s"], order["seconds"])
     after = await _seen(control)
     down_bytes = sum(transfer.received_bytes for transfer in transfers) - received
     for lane in lanes:
@@ -123,14 +164,37 @@ async def _beat(order: Message) -> Message:
     }
 
 
-async def _beats(control: GrpcTransport, beat_s: float, seconds: float) -> list[float]:
+async def _join(control: GrpcTransport, island: str) -> bytes:
+    """Join the run; returns the report that is the beat."""
+    request = JoinRequest(
+        protocol_version=PROTOCOL_VERSION,
+        run=_RUN,
+        island=island,
+        identity_json=_IDENTITY,
+        plan_json=make_plan([TensorSpec("w", (1,))], num_fragments=1).to_json(),
+        start_id="1",
+    )
+    reply = await control.call("control.join", request.SerializeToString(), deadline_s=_BEAT_S)
+    joined = JoinReply.FromString(reply.header)
+    if not joined.HasField("grant"):
+        raise RuntimeError(f"the coordinator refused the island: {joined.message}")
+    report = ReportRequest(protocol_version=PROTOCOL_VERSION, grant=joined.grant, state="training")
+    return report.SerializeToString()
+
+
+async def _beats(
+    control: GrpcTransport, report: bytes, beat_s: float, seconds: float
+) -> list[float]:
     """Beat at fixed times, whether the last one has been answered or not."""
     loop = asyncio.get_running_loop()
 
     async def beat() -> float:
         began = loop.time()
-        await control.call("beat", b"beat", deadline_s=60.0)
-        return loop.time() - began
+        reply = await control.call(_BEAT, report, deadline_s=_BEAT_S)
+        took_s = loop.time() - began
+        if (answer := ReportReply.FromString(reply.header)).stop:
+            raise RuntimeError(f"the coordinator ends the island: {answer.reason}")
+        return took_s
 
     began, beats = loop.time(), []
     for number in range(int(seconds / beat_s)):
@@ -155,7 +219,7 @@ async def _move(data: GrpcTransport, way: str, lane_bytes: int, transfers: list[
 
 
 async def _seen(control: GrpcTransport) -> Message:
-    reply = await control.call("seen", b"", deadline_s=60.0)
+    reply = await control.call("seen", b"", deadline_s=_BEAT_S)
     return dict(json.loads(reply.header))
 
 

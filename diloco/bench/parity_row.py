@@ -19,6 +19,7 @@ from torch import Tensor
 
 from diloco.bench.island_trainer import island_trainer
 from diloco.bench.loopback_run import run_islands
+from diloco.compression.blocks import BLOCK_NUMEL
 from diloco.config.schema import Config
 from diloco.data.batches import Data
 from diloco.data.open import open_data
@@ -143,6 +144,28 @@ def train_row(task: Task, row: Row, seed: int, start: Path) -> RowResult:
     )
 
 
+def pseudo_gradient(task: Task, seed: int, *, first: int, inner_steps: int) -> Tensor:
+    """Train one island alone and return what it would send after a round.
+
+    Args:
+        task: What is trained.
+        seed: Of initial parameters and text.
+        first: Inner steps before the round.
+        inner_steps: Of the round.
+
+    Returns:
+        Delta = anchor - parameters, flat float32, every tensor filled up to whole blocks with zeros
+        as in a fragment.
+    """
+    training = _Training(task, seed, _open_data(task, seed), num_islands=1, island_slot=0)
+    for inner_step in range(first):
+        training.inner_step(inner_step)
+    anchor = training.blocks()
+    for inner_step in range(first, first + inner_steps):
+        training.inner_step(inner_step)
+    return anchor - training.blocks()
+
+
 class _Training:
     """One island's model, optimizer and its part of the global batch."""
 
@@ -168,6 +191,12 @@ class _Training:
             with _done.get_lock():
                 _done.value += 1
         return self._trainer.inner_step(inner_step).num_tokens
+
+    def blocks(self) -> Tensor:
+        """All parameters in whole blocks, copied."""
+        flat = (self.parameters[name].detach().flatten() for name in sorted(self.parameters))
+        padded = [torch.nn.functional.pad(p, (0, -p.numel() % BLOCK_NUMEL)) for p in flat]
+        return torch.cat(padded)
 
     def evaluate(self) -> float:
         return self._trainer.evaluate()

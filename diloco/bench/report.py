@@ -73,7 +73,10 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A finished bench. Rows and setting are JSON values by name, hence `Any`."""
+    """A finished bench. Rows and setting are JSON values by name, hence `Any`.
+
+    A row's "table" names the table that it is shown in, where there are several.
+    """
 
     bench: str
     setting: Mapping[str, Any]
@@ -81,6 +84,14 @@ class Report:
     rows: Sequence[Mapping[str, Any]]
     requirements: Sequence[Requirement]
     wall_s: float
+
+    @property
+    def tables(self) -> dict[str, list[Mapping[str, Any]]]:
+        """Rows by the table that they are shown in, in the order of the first ones."""
+        tables: dict[str, list[Mapping[str, Any]]] = {}
+        for row in self.rows:
+            tables.setdefault(row.get("table", ""), []).append(row)
+        return tables
 
     @property
     def missed(self) -> list[Requirement]:

@@ -5,6 +5,11 @@ limit and product take turns on it. A contribution is sent as a run sends it: it
 through the transport that the configuration would make, and it is over when the syncer's end has
 acknowledged every lane. On the link itself a packet of 1500 bytes holds at most 1448 of payload.
 
+Rows of hivemind have a table of their own and no bar: the same contributions through the product's
+libp2p transport, and beside it one step of hivemind's own averager. libp2p does not fill a fat long
+link: one stream has about 4 MB on its way, which is 320 Mbit/s at 100 ms (measured.md B2; the cause
+was not traced).
+
 Beside the links: the in-process shaper against its specification, and what mTLS costs.
 
 Source: measured.md B4.
@@ -12,9 +17,7 @@ Source: measured.md B4.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import datetime
 import fnmatch
 import importlib.util
 import json
@@ -28,18 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from diloco.bench.report import Column, Report, Requirement
-from diloco.bench.wan_link import receiving, sent
+from diloco.bench.wan_beside import measure_mtls, measure_shaper
+from diloco.bench.wan_link import IPERF3, LANES, PLAIN
 from diloco.errors import ConfigError, IslandFailed
-from diloco.launch.run_ca import RunCa
-from transport.contracts import Reply
-from transport.link import Link, LinkState
-from transport.shaped import ShapedTransport
 
 _MIB = 1 << 20
-#: Lanes of a fragment as the configuration has them.
-_LANES = 16
 _MISSED_CHECK = 1
 _LAST_WORDS = 2000
+_LINKS, _HIVEMIND, _BESIDE = "links", "hivemind, for comparison", "beside the links"
 _LOOK_S = 0.1
 
 _COLUMNS = (
@@ -102,30 +101,45 @@ class Row:
         name: What --rows chooses by.
         spec: The link.
         kind: Transport of the product, or averager: hivemind's own, for comparison.
+        compression: Of an averager.
         at_least: Share of the limit that is required; 0: none is.
         burst_bytes: Payload of a contribution.
         bursts: How many are timed; the median counts.
         every_s: From the begin of one to that of the next; 0: without a pause.
         warm_up: Contributions before those.
+        note: What to know of the figure.
     """
 
     name: str
     spec: LinkSpec
     kind: str = "grpc"
+    compression: str = ""
     at_least: float = 0.0
     burst_bytes: int = 64 * _MIB
     bursts: int = 2
     every_s: float = 0.0
     warm_up: int = 1
+    note: str = ""
+
+    @property
+    def limit_by(self) -> str:
+        """Say what the limit is measured with: iperf3 does not time bursts."""
+        return PLAIN if self.every_s else IPERF3
+
+    @property
+    def table(self) -> str:
+        """Name the table that it belongs to."""
+        return _LINKS if self.kind == "grpc" else _HIVEMIND
 
     @property
     def order(self) -> dict[str, Any]:
         """Give what `wan_link` is to do, as JSON values."""
         return {
             "kind": self.kind,
+            "compression": self.compression,
             "islands": self.spec.islands,
             "burst_bytes": self.burst_bytes,
-            "lanes": _LANES,
+            "lanes": LANES,
             "bursts": self.bursts,
             "warm_up": self.warm_up,
             "every_s": self.every_s,
@@ -181,8 +195,12 @@ SETTING = Setting(
             burst_bytes=64 * _MIB),
         Row("star-4x100M-60ms", replace(_THIN, islands=4), at_least=0.90, burst_bytes=64 * _MIB),
         Row("hivemind-100M-60ms", _THIN, kind="hivemind"),
-        Row("hivemind-1G-100ms", _FAT, kind="hivemind", burst_bytes=128 * _MIB),
-        Row("hivemind-averager-100M-60ms", _THIN, kind="averager", burst_bytes=32 * _MIB),
+        Row("hivemind-1G-100ms", _FAT, kind="hivemind", burst_bytes=128 * _MIB,
+            note="capped: about 4 MB in flight a stream"),
+        Row("hivemind-averager-100M-60ms", _THIN, kind="averager", compression="float16",
+            burst_bytes=32 * _MIB, note="float16"),
+        Row("hivemind-averager-none-100M-60ms", _THIN, kind="averager", compression="none",
+            burst_bytes=32 * _MIB, note="float32"),
     )
 )  # fmt: skip
 SHAPER, MTLS = "shaper", "mtls-cpu"
@@ -228,22 +246,30 @@ def run_wan(
         for row, measured in zip(of_link, _measure(spec, of_link, setting, on_look), strict=True):
             rows.append(measured)
             if row.at_least:
-                what = f"{row.name}: payload over {measured['by']}"
                 figure = float("nan") if measured["figure"] is None else measured["figure"]
+                what = f"{row.name}: payload over {row.limit_by}"
+                if measured["figure"] is None:
+                    what += f" ({measured['note']})"
                 requirements.append(Requirement(what, figure, row.at_least, "x", True))
-    for name, measure, what, bar in (
-        (SHAPER, _shaper, "shaper: off its ideal time", setting.shaper_off),
-        (MTLS, _mtls, "mtls-cpu: CPU over that of plaintext", setting.tls_cost),
-    ):
-        if name in wanted:
-            on_progress(name, len(rows), len(wanted))
-            rows.append(measure(setting))
-            requirements.append(Requirement(what, rows[-1]["figure"], bar, "x"))
-    described = {"lanes": _LANES, "repetitions": setting.repetitions, "limit_s": setting.limit_s}
+    if SHAPER in wanted:
+        on_progress(SHAPER, len(rows), len(wanted))
+        shaper = measure_shaper(
+            setting.shaper_bps,
+            setting.shaper_bytes,
+            shortest_s=setting.shaper_s,
+            tries=setting.repetitions + 1,
+        )
+        rows.append(_beside(SHAPER, shaper))
+        what = "shaper: off its ideal time"
+        requirements.append(Requirement(what, shaper["figure"], setting.shaper_off, "x"))
+    if MTLS in wanted:
+        on_progress(MTLS, len(rows), len(wanted))
+        mtls = measure_mtls(setting.tls_bytes, tries=setting.repetitions + 1)
+        rows.append(_beside(MTLS, mtls))
+        what = "mtls-cpu: CPU over that of plaintext"
+        requirements.append(Requirement(what, mtls["figure"], setting.tls_cost, "x"))
+    described = {"lanes": LANES, "repetitions": setting.repetitions, "limit_s": setting.limit_s}
     return Report("wan", described, _COLUMNS, rows, requirements, time.monotonic() - began)
-
-
-# -- links ---------------------------------------------------------------------------------------
 
 
 def _measure(
@@ -260,6 +286,7 @@ def _measure(
     measured = []
     for row in rows:
         shown = {
+            "table": row.table,
             "row": row.name,
             "link": spec.text,
             "check": _check_text(record["check"]),
@@ -267,7 +294,7 @@ def _measure(
             "limit_mbps": None,
             "own_mbps": None,
             "figure": None,
-            "note": ""
+            "note": "the link is not as told"
             if row in able
             else "hivemind is not installed: pip install diloco[hivemind]",
         }
@@ -279,20 +306,23 @@ def _measure(
 
 
 def _judged(row: Row, found: dict[str, Any]) -> dict[str, Any]:
-    """Compare by island, each with its own limit; the worst one is shown."""
-    means = {
-        island: (sum(found["own_bps"][island]) / len(found["own_bps"][island]),
-                 sum(limits) / len(limits))
-        for island, limits in found["limit_bps"].items()
-    }  # fmt: skip
-    own, limit = min(means.values(), key=lambda pair: pair[0] / pair[1])
-    note = f"{row.burst_bytes / 1e6:g} MB every {row.every_s:g} s" if row.every_s else ""
+    """Compare by island, each with its own limit; the worst one is shown.
+
+    Without a limit nothing is judged, and the slowest island is shown.
+    """
+    own = {island: sum(each) / len(each) for island, each in found["own_bps"].items()}
+    if not found["limit_bps"]:
+        slowest = min(own.values()) / 1e6
+        return {"own_mbps": slowest, "note": f"{IPERF3}: not installed (apt install iperf3)"}
+    limits = {island: sum(each) / len(each) for island, each in found["limit_bps"].items()}
+    worst = min(own, key=lambda island: own[island] / limits[island])
+    note = f"{row.burst_bytes / 1e6:g} MB every {row.every_s:g} s" if row.every_s else row.note
     return {
-        "by": found["by"],
-        "limit_mbps": limit / 1e6,
-        "own_mbps": own / 1e6,
-        "figure": own / limit,
-        "note": "the worst of its islands" if len(means) > 1 else note,
+        "by": row.limit_by,
+        "limit_mbps": limits[worst] / 1e6,
+        "own_mbps": own[worst] / 1e6,
+        "figure": own[worst] / limits[worst],
+        "note": "the worst of its islands" if len(own) > 1 else note,
     }
 
 
@@ -352,88 +382,6 @@ def _has_hivemind() -> bool:
     return importlib.util.find_spec("hivemind") is not None
 
 
-# -- beside the links ------------------------------------------------------------------------------
-
-
-def _shaper(setting: Setting) -> dict[str, Any]:
-    """Time transfers through the shaper, as many calls in progress as lanes; the worst is shown."""
-    found = {
-        f"{size >> 10:,d} KiB at {rate / 1e6:,.0f} Mbit/s": _shaper_off(rate, size, setting)
-        for rate in setting.shaper_bps
-        for size in setting.shaper_bytes
-    }
-    worst = max(found, key=lambda name: found[name])
-    return {**_beside(SHAPER, found[worst], f"worst: {worst}"), "measured": found}
-
-
-def _shaper_off(rate_bps: float, chunk_bytes: int, setting: Setting) -> float:
-    """Relative error of a transfer's time; the least counts, as other load only adds to it."""
-    count = max(1, round(rate_bps * setting.shaper_s / 8 / chunk_bytes))
-    ideal_s = 8 * count * chunk_bytes / rate_bps
-    link = Link(rate_bps, 0.0)
-    took_s = (
-        asyncio.run(_shaped_s(link, chunk_bytes, count)) for _ in range(setting.repetitions + 1)
-    )
-    return min(abs(each_s / ideal_s - 1) for each_s in took_s)
-
-
-class _Sink:
-    """The far end of a shaped transport: takes everything, at once."""
-
-    peer = "sink"
-
-    async def call(self, method: str, header: bytes, payload: Any = b"", **_: Any) -> Reply:
-        return Reply(b"")
-
-    async def close(self) -> None:
-        pass
-
-
-async def _shaped_s(link: Link, chunk_bytes: int, count: int) -> float:
-    shaped = ShapedTransport(_Sink(), LinkState(link, seed=1), LinkState(Link(1e15, 0.0), seed=2))
-    chunk, left = bytes(chunk_bytes), iter(range(count))
-
-    async def send() -> None:
-        for _ in left:
-            await shaped.call("bench.submit", b"", chunk, deadline_s=600.0)
-
-    began = time.monotonic()
-    await asyncio.gather(*(send() for _ in range(_LANES)))
-    took_s = time.monotonic() - began
-    await shaped.close()
-    return took_s
-
-
-def _mtls(setting: Setting) -> dict[str, Any]:
-    """Compare the CPU time of both ends, on loopback, taking turns; the least of each counts."""
-    with tempfile.TemporaryDirectory(prefix="diloco-bench-wan-") as directory:
-        certs = Path(directory) / "certs"
-        ca = RunCa(certs, lambda: datetime.datetime.now(datetime.UTC))
-        ca.create("bench", 400)
-        for short in ("syncer", "island/bench"):
-            ca.issue(short, 365, again=False)
-        found: dict[str, list[float]] = {"plaintext": [], "mtls": []}
-        for _ in range(setting.repetitions + 1):
-            for name, chosen in (("plaintext", ""), ("mtls", str(certs))):
-                found[name].append(_cpu_s(setting.tls_bytes, Path(directory), chosen))
-    least = {name: min(values) for name, values in found.items()}
-    gb = setting.tls_bytes / 1e9
-    note = f"CPU s/GB: {least['plaintext'] / gb:.2f} plaintext, {least['mtls'] / gb:.2f} mTLS"
-    return {**_beside(MTLS, least["mtls"] / least["plaintext"], note), "measured": found}
-
-
-def _cpu_s(num_bytes: int, directory: Path, certs: str) -> float:
-    """CPU seconds of both ends for a burst, those of starting and connecting taken off."""
-    used = []
-    for bursts in (1, 3):
-        with receiving("grpc", "127.0.0.1", directory, certs=certs) as address:
-            order = {"kind": "grpc", "address": address, "certs": certs, "parts": _LANES}
-            order |= {"part_bytes": num_bytes // _LANES // 2, "bursts": bursts, "every_s": 0}
-            found = sent((), order)
-        used.append(found["cpu_s"] + found["receiver_cpu_s"])
-    return float(used[1] - used[0])
-
-
-def _beside(name: str, figure: float, note: str) -> dict[str, Any]:
+def _beside(name: str, found: dict[str, Any]) -> dict[str, Any]:
     shown = dict.fromkeys(("link", "check", "by", "limit_mbps", "own_mbps"))
-    return {**shown, "row": name, "figure": figure, "note": note}
+    return {**shown, **found, "table": _BESIDE, "row": name}

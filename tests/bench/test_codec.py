@@ -11,6 +11,7 @@ import torch
 
 from diloco.bench import codec as bench
 from diloco.bench.codec import SETTING, Setting, run_codec
+from diloco.bench.parity_row import Task, pseudo_gradient
 from diloco.compression import compiled as compiling
 from diloco.compression.compiled import COMPILE_NUMEL
 from diloco.compression.registry import CODECS
@@ -28,6 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "compiled", lambda formula: formula)
     monkeypatch.setattr(bench, "can_compile", lambda device="cpu": device == "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench, "pseudo_gradient", lambda *_, **__: bench._values(LANE))
 
 
 def setting(bar: float = 1e-9) -> Setting:
@@ -63,7 +65,13 @@ def test_every_codec_has_its_rows_and_figures() -> None:
     assert rows["int4", "compiled", LARGE]["bytes_per_value"] == 66 / 128
     assert rows["float32", "eager", LANE]["relative_error"] == 0
     assert 0.08 < rows["int4", "eager", LANE]["relative_error"] < 0.13
-    assert all(math.isfinite(row[c.key]) for row in report.rows for c in report.columns[2:])
+    speeds, zstd = report.columns[2:-4], report.columns[-4:]
+    assert all(math.isfinite(row[c.key]) for row in report.rows for c in speeds)
+    for row in report.rows:
+        assert all((row[c.key] is None) == (row["mode"] != "eager") for c in zstd)
+    # Codes of few levels have less than their bits of entropy; floats' exponents, too.
+    assert 1.1 < rows["int4", "eager", LANE]["zstd_ratio"] < 1.3
+    assert rows["int4", "eager", LANE]["zstd_below_mbps"] > 0
     assert heard == [(done, len(rows)) for done in range(len(rows) + 1)]
     assert torch.get_num_threads() == num_threads
     assert json.dumps(report.as_dict())
@@ -100,6 +108,27 @@ def test_without_a_compiler_the_bars_are_missed(monkeypatch: pytest.MonkeyPatch)
 
     assert [row["mode"] for row in report.rows] == ["eager"]
     assert len(report.missed) == 4
+
+
+def test_zstd_pays_below_the_rate_at_which_it_takes_as_long_as_it_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "_cpu_s", lambda work: work() and 0.25)
+
+    row = bench._zstd(CODECS["float32"], torch.zeros(1 << 20))  # 4 MiB, next to nothing packed
+
+    assert row["zstd_gb_per_s"] == row["unzstd_gb_per_s"] == pytest.approx(4 * 2**22 * 1e-9)
+    assert row["zstd_below_mbps"] == pytest.approx(8 * 2**22 / 0.5 / 1e6, rel=1e-3)
+
+
+def test_a_pseudo_gradient_is_what_an_island_would_send() -> None:
+    task = Task(sequences=2, sequence_length=16)
+
+    delta = pseudo_gradient(task, 1, first=0, inner_steps=1)
+
+    assert delta.dtype == torch.float32 and delta.dim() == 1
+    assert delta.numel() % 128 == 0 and delta.isfinite().all()
+    assert (delta != 0).float().mean() > 0.5
 
 
 def test_an_unknown_codec_is_refused_before_anything_is_measured() -> None:

@@ -29,3 +29,6 @@ def test_heartbeats_are_timed_on_a_full_link() -> None:
         "bbr paced: heartbeat p99",
         "bbr paced: longest silence",
     ]
+    # The paced row meets its bar, unless the machine is late on the idle link already.
+    idle_rtts = report.rows[1]["idle_p99_ms"] / 1e3 / setting.rtt_s
+    assert not report.missed or idle_rtts > 2, [r.as_text() for r in report.requirements]

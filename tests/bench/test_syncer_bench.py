@@ -20,6 +20,7 @@ def test_rows_say_what_a_syncer_spends_and_holds() -> None:
         numel=70_000,
         num_islands=(2,),
         small_spool_memory="1KiB",
+        num_sending=1,
         num_rounds=2,
         flatness=1.0,
         memory=1e9,
@@ -27,19 +28,30 @@ def test_rows_say_what_a_syncer_spends_and_holds() -> None:
 
     report = run_syncer(setting, lambda done, of: heard.append((done, of)))
 
-    in_memory, on_disk = report.rows
+    in_memory, encrypted, on_disk = report.rows
     assert (in_memory["spool_memory"], on_disk["spool_memory"]) == ("1GiB", "1KiB")
+    assert [row["security"] for row in report.rows] == ["plain", "mTLS", "plain"]
+    # Of the small spool's row nobody but the syncer bounds what is on its way.
+    assert [row["at_once"] for row in report.rows] == [1, 1, 2]
     for row in report.rows:
         assert row["num_islands"] == 2
-        assert row["tensors"] + row["loop"] + row["wire"] == pytest.approx(1)
+        assert row["tensors"] + row["loop"] + row["wire"] + row["tls"] == pytest.approx(1)
+        assert (row["tls"] > 0) <= (row is encrypted)
         assert 0 < row["nanoseconds"] == pytest.approx(1e3 / row["millions_per_s"])
         assert row["peak_mib"] > row["baseline_mib"] > 0
-    assert in_memory["held_mib"] > on_disk["held_mib"]
-    assert heard == [(done, 6) for done in range(1, 7)]
-    flatness, memory = report.requirements
+        state_mib = 12 * setting.numel / 2**20
+        parts = ("baseline", "held", "in_flight", "unread", "extra")
+        accounted = sum(row[f"{part}_mib"] for part in parts)
+        assert accounted + state_mib == pytest.approx(row["peak_mib"])
+    assert in_memory["held_mib"] == 2 * in_memory["in_flight_mib"]
+    assert on_disk["held_mib"] == on_disk["in_flight_mib"] == 1 / 1024
+    assert in_memory["unread_mib"] == 0 < on_disk["unread_mib"]
+    assert heard == [(done, 9) for done in range(1, 10)]
+    flatness, memory, hoped = report.requirements
     assert flatness.is_met
     assert flatness.figure == 1
-    assert memory.figure == max(row["extra_of_state"] for row in report.rows)
+    assert memory.figure == max(row["extra_of_state"] for row in (in_memory, on_disk))
+    assert (hoped.figure, hoped.is_stretch) == (encrypted["extra_of_state"], True)
     assert json.dumps(report.as_dict())
 
 
@@ -56,4 +68,7 @@ def test_a_syncer_that_does_not_start_is_quoted(tmp_path: Path) -> None:
 
 def test_the_setting_is_what_was_asked_for() -> None:
     assert (min(SETTING.num_islands), max(SETTING.num_islands)) == (4, 64)
-    assert SETTING.flatness == 1.2
+    assert (SETTING.flatness, SETTING.memory) == (1.2, 1.25)
+    assert [row.num_islands for row in SETTING.rows] == [4, 8, 16, 32, 64, 64, 64]
+    assert [row.has_tls for row in SETTING.rows] == [False] * 5 + [True, False]
+    assert SETTING.rows[-1].num_sending == 0

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from diloco.bench import wan as bench
+from diloco.bench import wan_averager, wan_link
 from diloco.bench.wan import SETTING, LinkSpec, Row, Setting, row_names, run_wan
-from diloco.bench.wan_link import IPERF3, PLAIN, receiving, sent
-from diloco.errors import ConfigError
+from diloco.bench.wan_averager import step
+from diloco.bench.wan_link import IPERF3, PLAIN, measure_link, receiving, sent
+from diloco.errors import ConfigError, IslandFailed
+from diloco.launch.emulated import Emulated
 from simulations.emulate.config import load_wan
 from tests.simulations.emulated_site import needs_namespaces
 
@@ -65,7 +72,6 @@ CHECK = [{"link": "site-0", "way": "up", "figure": "rate", "is_met": True}]
 
 def test_each_island_is_held_against_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
-        "by": IPERF3,
         "limit_bps": {"site-0": [100e6, 80e6], "site-1": [40e6, 40e6]},
         "own_bps": {"site-0": [45e6, 45e6], "site-1": [38e6, 38e6]},
     }
@@ -90,6 +96,33 @@ def test_a_link_that_is_not_as_told_judges_nothing(monkeypatch: pytest.MonkeyPat
     assert report.rows[0]["figure"] is None
     (bar,) = report.missed
     assert math.isnan(bar.figure)
+    assert bar.what == f"one: payload over {IPERF3} (the link is not as told)"
+
+
+def test_without_iperf3_nothing_stands_in_for_the_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(wan_link, "receiving", lambda *_, **__: contextlib.nullcontext(""))
+    monkeypatch.setattr(wan_link, "_bursts_bps", lambda *_: 45e6)
+    emulated = Emulated({"coordinator": "127.0.0.1", "islands": {"site-0": {}}})
+    row, bursts = Row("one", SMALL, at_least=0.9), Row("two", SMALL, at_least=0.9, every_s=4.0)
+    common = {"islands": 1, "kind": "tcp", "repetitions": 1, "limit_s": 1.0}
+
+    found = {
+        each.name: measure_link({**each.order, **common}, emulated, tmp_path)
+        for each in (row, bursts)
+    }
+    monkeypatch.setattr(bench, "_emulate", lambda *_: (found, {"check": CHECK}))
+    report = run(Setting((row, bursts)), "one", "two")
+
+    shown, timed = report.rows[:2]
+    assert (shown["by"], shown["limit_mbps"], shown["figure"]) == (None, None, None)
+    assert shown["own_mbps"] == 45 and "not installed" in shown["note"]
+    assert (timed["by"], timed["figure"]) == (PLAIN, 1)
+    (bar,) = report.missed
+    assert bar.what == f"one: payload over {IPERF3} ({shown['note']})"
+    assert "apt install iperf3" in bar.as_text()
 
 
 def test_without_hivemind_its_rows_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +132,76 @@ def test_without_hivemind_its_rows_say_so(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert "hivemind is not installed" in report.rows[0]["note"]
     assert report.requirements == []
+
+
+def test_hivemind_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"limit_bps": {"site-0": [90e6]}, "own_bps": {"site-0": [45e6]}}
+    rows = (Row("ours", SMALL), Row("p2p", SMALL, kind="hivemind", note="capped"))
+    monkeypatch.setattr(
+        bench, "_emulate", lambda *_: ({"ours": found, "p2p": found}, {"check": CHECK})
+    )
+    monkeypatch.setattr(bench, "_has_hivemind", lambda: True)
+    setting = Setting(rows, shaper_bps=(1e9,), shaper_bytes=(64 << 10,), shaper_s=0.001)
+
+    report = run(setting, "ours", "p2p", "shaper")
+
+    assert {name: [row["row"] for row in rows] for name, rows in report.tables.items()} == {
+        "links": ["ours"], "hivemind, for comparison": ["p2p"], "beside the links": ["shaper"],
+    }  # fmt: skip
+    assert report.rows[1]["note"] == "capped"
+
+
+def test_the_fat_row_of_hivemind_names_its_cap() -> None:
+    (row,) = (row for row in SETTING.rows if row.name == "hivemind-1G-100ms")
+
+    assert "4 MB in flight" in row.note
+
+
+class Averager:
+    """A peer whose steps give a group and do to its values what it is told."""
+
+    def __init__(self, left: float | None, group: dict[str, None] | None) -> None:
+        self.values, self.left, self.group = torch.zeros(8), left, group
+
+    @contextlib.contextmanager
+    def get_tensors(self) -> Iterator[list[torch.Tensor]]:
+        yield [self.values]
+
+    def step(self, timeout: float) -> dict[str, None] | None:
+        if self.left is not None:
+            self.values[4:] = 2.0
+            self.values[:4] = self.left
+        return self.group
+
+
+def test_a_step_of_the_averager_that_averages_nothing_is_no_measurement() -> None:
+    group = {"a": None, "b": None}
+
+    assert step(Averager(2.0, group), 3.0) >= 0
+    with pytest.raises(IslandFailed, match="group of 2, and values of 3 to 3 where the mean is 2"):
+        step(Averager(None, group), 3.0)
+    with pytest.raises(IslandFailed, match="values of 2 to 3 where"):
+        step(Averager(3.0, group), 3.0)
+    with pytest.raises(IslandFailed, match="no group"):
+        step(Averager(2.0, None), 3.0)
+
+
+@pytest.mark.parametrize("name", ["uniform8bit", ""])
+def test_a_lossy_averager_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name!r} is not measured.*none, float16"):
+        wan_averager.main({"do": "send", "compression": name})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("compression", ["none", "float16"])
+def test_the_averager_averages(compression: str, tmp_path: Path) -> None:
+    order = {"host": "127.0.0.1", "burst_bytes": 4 << 20, "compression": compression}
+    averaged = {key: order[key] for key in ("burst_bytes", "compression")}
+    with receiving("averager", "127.0.0.1", tmp_path, **averaged) as address:  # type: ignore[arg-type]
+        found = sent((), {**order, "kind": "averager", "address": address, "bursts": 3})
+
+    assert len(found["seconds"]) == 3
 
 
 @pytest.mark.parametrize("kind", ["grpc", "tcp"])
@@ -151,5 +254,4 @@ def test_a_small_link_is_made_checked_and_filled() -> None:
         if row["figure"] is not None:
             assert 0 < row["own_mbps"] < 50 and 0 < row["limit_mbps"] < 50
             assert set(row["measured"]["own_bps"]) == {"site-0", "site-1"}
-    if shown["bursts"]["figure"] is not None:
-        assert shown["bursts"]["by"] == PLAIN
+    assert shown["bursts"]["by"] in (PLAIN, None)

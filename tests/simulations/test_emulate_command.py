@@ -79,7 +79,6 @@ def is_alive(pid: int) -> bool:
 
 
 @needs_namespaces
-@pytest.mark.slow
 def test_check_measures_every_link_and_writes_it_down(tmp_path: Path) -> None:
     wan_file = tmp_path / "wan.toml"
     wan_file.write_text(one_island(LINK))
@@ -87,9 +86,15 @@ def test_check_measures_every_link_and_writes_it_down(tmp_path: Path) -> None:
     done = emulate("--check", wan_file, "--json", tmp_path / "check.json")
 
     record = json.loads((tmp_path / "check.json").read_text())
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" ok") == len(record["check"]) == 5
-    assert all(finding["is_met"] for finding in record["check"])
+    found = {(f["way"], f["figure"]): f for f in record["check"]}
+    met = [finding for finding in record["check"] if finding["is_met"]]
+    assert len(found) == len(record["check"]) == 5
+    # A busy machine may be too late three times over: then the verdict is to say so.
+    assert done.returncode == (len(met) < 5), done.stdout + done.stderr
+    assert done.stdout.count(" ok") == len(met)
+    assert 0.010 <= found["both", "round trip"]["measured"] < 1
+    for way in ("up", "down"):
+        assert 5e6 < found[way, "rate"]["measured"] <= 1.05 * 50e6
     assert record["links"][0]["profile"]["source"] == "a test"
 
 
@@ -167,6 +172,48 @@ def test_a_signal_ends_command_and_network(
 
 
 @needs_namespaces
+def test_ctrl_c_is_the_commands_to_heed_and_the_network_goes_with_it(
+    wan_file: Path, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    tell = f"echo $$ > {ready}.tmp; mv {ready}.tmp {ready}"
+    script = f"trap 'exit 3' INT; {tell}; while :; do sleep 0.1; done"
+    process = subprocess.Popen(
+        [*DILOCO, "emulate", str(wan_file), "--", "sh", "-c", script],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    wait_for(ready.exists)
+    spaces = namespaces_of(process)
+
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody in it
+    process.wait(30)
+
+    assert process.returncode == 3
+    assert len(spaces) == 3
+    assert not spaces & ours()
+    assert not is_alive(int(ready.read_text()))
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_ctrl_c_ends_the_check_and_the_network(tmp_path: Path) -> None:
+    path, before = tmp_path / "wan.toml", ours()
+    path.write_text(one_island(LINK))
+    process = subprocess.Popen(
+        [*DILOCO, "emulate", str(path), "--check", "--", "touch", str(tmp_path / "ran")],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_for(lambda: bool(ours() - before))
+
+    process.send_signal(signal.SIGINT)
+    process.wait(30)
+
+    assert process.returncode == 128 + signal.SIGINT
+    assert not (tmp_path / "ran").exists()
+    assert not ours() - before
+
+
+@needs_namespaces
 @pytest.mark.slow
 def test_what_a_command_leaves_running_is_ended(wan_file: Path, tmp_path: Path) -> None:
     script = f"setsid sleep 600 & echo $! > {tmp_path}/pid"
@@ -231,6 +278,7 @@ def test_a_local_run_has_every_island_in_its_namespace(
 
     done = emulate(
         wan_file,
+        "--check",
         "--json",
         tmp_path / "record.json",
         "--",
@@ -244,12 +292,14 @@ def test_a_local_run_has_every_island_in_its_namespace(
 
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads(done.stdout)
-    carried = {
-        (c["link"], c["way"]): c["bytes"]
-        for c in json.loads((tmp_path / "record.json").read_text())["carried"]
-    }
+    record = json.loads((tmp_path / "record.json").read_text())
+    carried = {(c["link"], c["way"]): c["bytes"] for c in record["carried"]}
     assert summary["are_digests_equal"]
     assert summary["emulation"]["wan"] == str(wan_file)
+    assert len(record["check"]) == 2 * 5
+    assert summary["emulation"]["check"] == record["check"]
+    (kept,) = tmp_path.rglob("summary.json")
+    assert json.loads(kept.read_text())["emulation"]["check"] == record["check"]
     for island in summary["islands"]:
         # Headers, control messages and handshakes come on top of the payload.
         assert carried[island["island"], "up"] > island["bytes_up"] > 0

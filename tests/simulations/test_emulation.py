@@ -108,6 +108,41 @@ def test_islands_reach_each_other_through_both_their_links(lossy: Emulation) -> 
     assert 0.050 <= rtt_s < float("inf")
 
 
+def test_a_mesh_joins_each_pair_by_a_link_of_its_own(tmp_path: Path) -> None:
+    text = """
+topology = "mesh"
+coordinator_at = "a"
+link = "near"
+[links.near]
+source = "a test"
+up = { bandwidth = "50Mbit/s", delay = "10ms" }
+down = { bandwidth = "50Mbit/s", delay = "10ms" }
+[links.far]
+source = "a test"
+up = { bandwidth = "50Mbit/s", delay = "15ms" }
+down = { bandwidth = "50Mbit/s", delay = "15ms" }
+[islands.a]
+[islands.b]
+[islands.c]
+[paths.ocean]
+between = ["b", "c"]
+link = "far"
+"""
+    rtt = {"count": 5, "spacing_s": 0.02, "wait_s": 2.0, "on_look": lambda: None}
+
+    with make_emulation(tmp_path, text) as emulation:
+        near_s = measure_rtt_s(end(emulation, "a"), end(emulation, "b"), **rtt)
+        before = emulation.carried()
+        far_s = measure_rtt_s(end(emulation, "b"), end(emulation, "c"), **rtt)
+        carried = {w: now.since(before[w]).packets for w, now in emulation.carried().items()}
+
+    assert len(emulation.network.wires) == 3
+    assert 0.020 <= near_s < float("inf") and 0.030 <= far_s < float("inf")
+    # The far pair has its own link, and does not go by way of a, which would take 40 ms.
+    assert carried["b/c", "up"] >= 5 and carried["b/c", "down"] >= 5
+    assert all(carried[name, way] < 5 for name in ("a/b", "a/c") for way in ("up", "down"))
+
+
 def test_tcp_is_as_the_file_says_in_every_node(tmp_path: Path) -> None:
     head = """
 [tcp]
