@@ -90,6 +90,11 @@ class Fragment:
         """Number of parameter elements, padding not counted."""
         return sum(entry.end - entry.start for entry in self.entries)
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where the place of each entry ends, padding included."""
+        return (*(entry.offset for entry in self.entries[1:]), self.padded_numel)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -211,6 +211,7 @@ class PastRound:
     attempt: int
     contributors: frozenset[tuple[str, int]]
     refused: Mapping[str, str]
+    rejected: Mapping[str, str] = field(default_factory=dict)
 
 
 class FragmentRounds:
@@ -418,13 +419,24 @@ class FragmentRounds:
             return self._expire(f"deadline of {self.rules.deadline_s:g} s; missing: {names}", now)
         return []
 
-    def committed(self, key: RoundKey, now: float) -> list[Instruction]:
-        """Take note that version `key.version` + 1 is durable."""
+    def committed(
+        self, key: RoundKey, now: float, rejected: Mapping[str, str] | None = None
+    ) -> list[Instruction]:
+        """Take note that version `key.version` + 1 is durable.
+
+        Args:
+            key: Of the round.
+            now: Time.
+            rejected: Contributors of the close that the merge has left out, and why.
+        """
         self._require(Phase.CLOSING, "committed", key)
+        rejected = rejected or {}
+        counted = [c for c in self.contributions.values() if c.island not in rejected]
         self.past[key.version] = PastRound(
             key.attempt,
-            frozenset((c.island, c.incarnation) for c in self.contributions.values()),
+            frozenset((c.island, c.incarnation) for c in counted),
             dict(self.left),
+            dict(rejected),
         )
         self.version, self.attempt = key.version + 1, 0
         self._expired_in_a_row = self._broken_in_a_row = 0
@@ -493,7 +505,8 @@ class FragmentRounds:
             return Outcome(key, OutcomeKind.INCLUDED)
         if island in past.refused:
             return Outcome(key, OutcomeKind.REFUSED, past.refused[island])
-        return Outcome(key, OutcomeKind.NOT_INCLUDED, f"version {key.version + 1} is published")
+        why = past.rejected.get(island, f"version {key.version + 1} is published")
+        return Outcome(key, OutcomeKind.NOT_INCLUDED, why)
 
     def forget_before(self, version: int) -> None:
         """Drop the memory of rounds whose base is older than `version`."""

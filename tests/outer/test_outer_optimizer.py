@@ -119,7 +119,7 @@ def test_the_flush_subtracts_the_mean() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"name": "adam"}, r"outer\.optimizer\.name = 'adam'", id="name"),
+        pytest.param({"name": "rmsprop"}, r"outer\.optimizer\.name = 'rmsprop'", id="name"),
         pytest.param({"lr": 0.0}, r"outer\.optimizer\.lr = 0\.0", id="zero lr"),
         pytest.param({"lr": float("nan")}, r"outer\.optimizer\.lr = nan", id="NaN lr"),
         pytest.param({"lr": float("inf")}, r"outer\.optimizer\.lr = inf", id="infinite lr"),

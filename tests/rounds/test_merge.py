@@ -13,8 +13,10 @@ import torch
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.errors import AggregationError
+from diloco.outer.combination import mean_of
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.outer.units import merge_units
 from diloco.rounds.merge import Merger, Spooled
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest, publish_lane
 from diloco.rounds.record import record_path
@@ -25,6 +27,7 @@ from diloco.telemetry.syncer_meter import SyncerMeter
 
 PLAN = make_plan([TensorSpec("w", (70_000,))], num_fragments=1)
 FRAGMENT = PLAN.fragments[0]
+UNITS = merge_units(PLAN, 0)
 RULES = PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 0), seed=0)
 ISLANDS = ("a", "b", "c")
 CLOSE = Close(
@@ -66,7 +69,7 @@ class Bench:
         self.spool = Spool(directory / "spool", spool_bytes)
         self.spool.start()
         self.merger = Merger(
-            FRAGMENT, self.store, RULES, SyncerMeter(time.perf_counter), num_threads
+            FRAGMENT, UNITS, self.store, RULES, SyncerMeter(time.perf_counter), num_threads
         )
 
     def spooled(self, scale: float = 1.0) -> Spooled:
@@ -98,7 +101,7 @@ def test_the_record_is_the_same_to_the_byte_however_it_was_made(
         publish_lane(
             state,
             [payload(name, i) for name in ISLANDS],
-            [3, 1, 2],
+            mean_of([3, 1, 2], FRAGMENT.padded_numel),
             RULES,
             fragment=FRAGMENT,
             lane_id=i,
@@ -167,7 +170,8 @@ def test_a_result_that_cannot_be_used_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_a_version_whose_draft_was_never_committed_does_not_exist(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    draft = bench.merger._draft(bench.merger._uncomputed(CLOSE), bench.spooled())
+    sizes = {name: [len(payload(name, i)) for i in range(len(FRAGMENT.lanes))] for name in ISLANDS}
+    draft = bench.store.draft(replace(bench.base, version=1), sizes["a"], sizes)
     draft.write("theta/0", to_bytes(bench.base.lanes[0].theta.view(torch.uint8)))
 
     recovered = FragmentStore(tmp_path / "store", FRAGMENT, 4).recover()

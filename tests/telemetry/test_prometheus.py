@@ -109,7 +109,7 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         pass
     with meter.committing(0):
         pass
-    meter.published(0, ["east"], ["west"])
+    meter.published(0, ["east"], ["west"], ["north"])
     meter.expired(1)
     meter.sent(0, "east", 30)
     meter.sent(0, "east", 30)
@@ -127,6 +127,7 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         "diloco_syncer_commit_seconds_total{fragment=1}": 0,
         "diloco_syncer_contributions_total{fragment=0,island=east,outcome=included}": 1,
         "diloco_syncer_contributions_total{fragment=0,island=west,outcome=refused}": 1,
+        "diloco_syncer_contributions_total{fragment=0,island=north,outcome=rejected}": 1,
         "diloco_syncer_received_bytes_total{fragment=0,island=east}": 100,
         "diloco_syncer_sent_bytes_total{fragment=0,island=east}": 60,
     }
