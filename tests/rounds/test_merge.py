@@ -237,11 +237,15 @@ class Round(Bench):
         self.merger = Merger(self.fragment, units, self.store, rules, meter, num_threads)
 
     def deltas(self) -> dict[str, torch.Tensor]:
-        numel = self.fragment.padded_numel
-        return {
-            name: torch.randn(numel, generator=torch.Generator().manual_seed(i)) * 1e-2
-            for i, name in enumerate(("a", "b", "c", "d"))
-        }
+        deltas = {}
+        for seed, name in enumerate(("a", "b", "c", "d")):
+            generator = torch.Generator().manual_seed(seed)
+            deltas[name] = torch.zeros(self.fragment.padded_numel)
+            for entry in self.fragment.entries:
+                numel = entry.end - entry.start
+                values = torch.randn(numel, generator=generator) * 1e-2
+                deltas[name][entry.offset : entry.offset + numel] = values
+        return deltas
 
     def spooled_of(self, deltas: dict[str, torch.Tensor]) -> Spooled:
         coded = {
@@ -269,12 +273,12 @@ def vector(record: VersionRecord, name: str = "theta") -> torch.Tensor:
 def test_radial_averages_go_by_tensor_and_expert_across_lanes(tmp_path: Path) -> None:
     bench = Round(tmp_path, replace(RADIAL, optimizer=OuterOptimizer("sgd", 1.0, 0.0, 0)))
     before = vector(bench.base).clone()
-    deltas = [bench.deltas()[name] for name in ISLANDS]
+    deltas = [bench.deltas()[name].double() for name in ISLANDS]
 
     merged = before - vector(bench.publish())
 
     weights = [3, 1, 2]
-    mean = sum(w / 6 * d.double() for w, d in zip(weights, deltas, strict=True))
+    mean = sum(w / 6 * d for w, d in zip(weights, deltas, strict=True))
     assert float(merged.norm() / mean.norm()) > 1.4, "they are nearly orthogonal"
     for entry in bench.fragment.entries:
         parts = 3 if entry.name == "experts" else 1
@@ -283,7 +287,7 @@ def test_radial_averages_go_by_tensor_and_expert_across_lanes(tmp_path: Path) ->
             place = slice(entry.offset + part * size, entry.offset + (part + 1) * size)
             expected = mean[place]
             if entry.name != "embed":
-                norms = [d[place].double().norm() for d in deltas]
+                norms = [d[place].norm() for d in deltas]
                 u = sum(
                     w / 6 * d[place] / n for w, d, n in zip(weights, deltas, norms, strict=True)
                 )
