@@ -138,7 +138,10 @@ class OuterOptimizer:
         b, c = self.betas
         first.mul_(b).add_(delta * (1 - b))
         second.mul_(c).add_((delta * delta).mul_(1 - c))
-        divisor = (second * (1 / (1 - c**num_steps))).sqrt_().add_(self.eps)
+        # A float32 root is not correctly rounded everywhere; out of one of float64 it always is:
+        # no root of a number of 24 bits is within 2^-51 of the middle between two such numbers.
+        root = (second * (1 / (1 - c**num_steps))).double().sqrt_().float()
+        divisor = root.add_(self.eps)
         theta.sub_((first * (self.lr / (1 - b**num_steps))).div_(divisor))
 
 
