@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from diloco.outer.combination import MergeRule
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
@@ -105,6 +106,7 @@ class Setting:
     round_deadline_s: float = 60.0
     num_unsure_pins: int = 4
     step_s: float = 1.0
+    merge: MergeRule = field(default_factory=MergeRule)
 
     def plan(self) -> Plan:
         specs = [TensorSpec(name, (len(values),)) for name, values in self.initial.items()]
@@ -121,7 +123,9 @@ class Setting:
         )
 
     def publication(self) -> PublicationRules:
-        return PublicationRules(self.uplink_codec, self.downlink_codec, self.optimizer, seed=0)
+        return PublicationRules(
+            self.uplink_codec, self.downlink_codec, self.optimizer, seed=0, merge=self.merge
+        )
 
 
 @dataclass(frozen=True)

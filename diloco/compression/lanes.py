@@ -11,7 +11,6 @@ tensor's last block stays zero, also where a codec has no zero (int2).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from itertools import groupby
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor
 from diloco.compression.base import Codec, check_flat, check_payload
 from diloco.compression.random_bits import rounding_key
 from diloco.compression.registry import get_codec
-from diloco.errors import ConfigError
 from diloco.outer.fragments import Fragment
+from diloco.outer.patterns import insist_on_match, matches
 
 
 def lane_codec(name: str, fragment: Fragment, lane_id: int) -> Codec:
@@ -49,7 +48,7 @@ def lane_runs(name: str, fragment: Fragment, lane_id: int) -> tuple[tuple[Codec,
         return ((get_codec(main), lane.numel),)
     parts = [
         (_codec_of(entry.name, main, by_name), min(end, lane.end) - max(entry.offset, lane.start))
-        for entry, end in zip(fragment.entries, _ends(fragment), strict=True)
+        for entry, end in zip(fragment.entries, fragment.ends, strict=True)
     ]
     return tuple(
         (get_codec(codec), sum(numel for _, numel in run))
@@ -65,30 +64,15 @@ def check_patterns(name: str, tensors: Iterable[str]) -> None:
     """
     known = sorted(tensors)
     for rule in name.split()[1:]:
-        pattern = rule.rpartition("=")[0]
-        if not any(_matches(tensor, pattern) for tensor in known):
-            raise ConfigError(
-                f"outer.codec_by_name: {rule!r} matches no parameter of the model, which has "
-                f"{', '.join(known[:8])}{', ...' if len(known) > 8 else ''}: mend or remove it"
-            )
+        insist_on_match("outer.codec_by_name", rule, rule.rpartition("=")[0], known)
 
 
 def _codec_of(tensor: str, main: str, by_name: Sequence[str]) -> str:
     for rule in by_name:
         pattern, _, codec = rule.rpartition("=")
-        if _matches(tensor, pattern):
+        if matches(tensor, pattern):
             return codec
     return main
-
-
-def _matches(tensor: str, pattern: str) -> bool:
-    """Match with * and ? only: names may have brackets, which are no class of characters here."""
-    return fnmatchcase(tensor, pattern.replace("[", "[[]"))
-
-
-def _ends(fragment: Fragment) -> list[int]:
-    """Return where the place of each tensor ends, padding included."""
-    return [*(entry.offset for entry in fragment.entries[1:]), fragment.padded_numel]
 
 
 def padding_of(fragment: Fragment, lane_id: int) -> tuple[slice, ...]:
@@ -96,7 +80,7 @@ def padding_of(fragment: Fragment, lane_id: int) -> tuple[slice, ...]:
     lane = fragment.lanes[lane_id]
     gaps = (
         (entry.offset + entry.end - entry.start, end)
-        for entry, end in zip(fragment.entries, _ends(fragment), strict=True)
+        for entry, end in zip(fragment.entries, fragment.ends, strict=True)
     )
     clipped = ((max(start, lane.start), min(end, lane.end)) for start, end in gaps)
     return tuple(slice(a - lane.start, b - lane.start) for a, b in clipped if a < b)

@@ -78,6 +78,8 @@ Chunk: TypeAlias = Annotated[
 Memory: TypeAlias = Annotated[str, Range(parse_bytes, "0B", "1024TiB")]
 #: Empty: no limit.
 Rate: TypeAlias = Annotated[str, BeforeValidator(_check_rate)]
+#: Decay of a moving average.
+Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 #: Used in file names and addresses, so without blanks, slashes and dots at the start.
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 IslandName: TypeAlias = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from diloco.config.classes import Local, Policy, Section
-from diloco.config.fields import tuples
-
-Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+from diloco.config.fields import Beta, tuples
 
 
 class InnerOptimizerConfig(Section):

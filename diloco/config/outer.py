@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Identity, Local, Policy, Section
-from diloco.config.fields import MOST_STEPS, Deadline, later, tuples, with_preset
+from diloco.config.fields import (
+    MOST_STEPS,
+    Beta,
+    Deadline,
+    later,
+    several_problems,
+    tuples,
+    with_preset,
+)
 from transport.units import parse_duration
 
 Names: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(tuples)]
@@ -43,36 +52,57 @@ _OUTER_PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class OuterOptimizerConfig(Section):
-    """The outer step: SGD on pseudo-gradients, with or without (Nesterov) momentum."""
+Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 
-    name: Policy[Literal["nesterov", "momentum", "sgd"]] = Field(
-        default="nesterov", description="Algorithm of the outer step"
+
+class OuterOptimizerConfig(Section):
+    """The outer step: SGD on pseudo-gradients, with or without (Nesterov) momentum, or Adam."""
+
+    name: Policy[Literal["nesterov", "momentum", "sgd", "adam"]] = Field(
+        default="nesterov",
+        description="Algorithm of the outer step; no run changes to or from adam",
     )
     lr: Policy[float] = Field(default=0.7, gt=0, description="Outer learning rate")
     momentum: Policy[float] = Field(
-        default=0.9, ge=0, lt=1, description="Outer momentum, once ramped up; sgd: 0"
+        default=0.9, ge=0, lt=1, description="Outer momentum, once ramped up; sgd, adam: 0"
     )
     momentum_ramp_rounds: Policy[int] = Field(
         default=0,
         ge=0,
         description="Rounds in which momentum grows from 0; 0: no ramp, streaming: 5",
     )
+    betas: Policy[Annotated[tuple[Beta, Beta], BeforeValidator(tuples)]] = Field(
+        default=(0.9, 0.95), description="Decay of adam's first and second moment, each in [0, 1)"
+    )
+    eps: Policy[float] = Field(
+        default=0.1, gt=0, description="Added to the root of adam's second moment"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _default_to_no_momentum(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("name") == "sgd":
+        if isinstance(data, Mapping) and data.get("name") in ("sgd", "adam"):
             data = {"momentum": 0.0, **data}
         return data
 
     @field_validator("momentum")
     @classmethod
     def _check_momentum(cls, value: float, info: ValidationInfo) -> float:
-        if value and info.data.get("name") == "sgd":
+        name = info.data.get("name")
+        if value and name in ("sgd", "adam"):
             raise ValueError(
-                'sgd has none: leave it out, or choose name = "nesterov" or "momentum"'
+                f"{name} has none{' (its first beta takes that place)' if name == 'adam' else ''}: "
+                'leave it out, or choose name = "nesterov" or "momentum"'
             )
+        return value
+
+    @field_validator("betas", "eps")
+    @classmethod
+    def _check_of_adam(cls, value: Any, info: ValidationInfo) -> Any:  # of either field's type
+        assert info.field_name is not None
+        default = cls.model_fields[info.field_name].default
+        if value != default and info.data.get("name") not in ("adam", None):
+            raise ValueError('only adam has it: leave it out, or choose name = "adam"')
         return value
 
 
@@ -138,8 +168,35 @@ class OuterConfig(Section):
         description="Whether a quantisation error joins the next pseudo-gradient; true, "
         "unless given, if int2 or topk is the uplink_codec or in codec_by_name",
     )
-    weighting: Policy[Annotated[Literal["tokens"], later("tokens_times_rate")]] = Field(
-        default="tokens", description="Weight of a contribution"
+    weighting: Policy[Literal["tokens", "tokens_times_rate"]] = Field(
+        default="tokens",
+        description="Weight of a contribution: its tokens, or its tokens times tokens a step",
+    )
+    merge_rule: Identity[Literal["mean", "radial_directional"]] = Field(
+        default="mean",
+        description="What contributions become: their weighted mean, or by tensor the mean of "
+        "their directions with the mean of their norms, which does not shrink with many islands",
+    )
+    plain_mean: Identity[Patterns] = Field(
+        default=("*embed*",),
+        description="Tensors by name (* and ?) that radial_directional leaves to the plain mean",
+    )
+    experts: Identity[Patterns] = Field(
+        default=("*experts*",),
+        description="Tensors by name (* and ?), of three or more dims, of which "
+        "radial_directional takes each index of dim 0 on its own",
+    )
+    clip_norm_ratio: Policy[float] = Field(
+        default=0.0,
+        ge=0,
+        description="A contribution whose norm is over this times the median of its round's is "
+        "scaled down to it, with three or more; 0: none is",
+    )
+    reject_norm_ratio: Policy[float] = Field(
+        default=0.0,
+        ge=0,
+        description="A contribution whose norm is over this times the median of its round's is "
+        "left out, and its island told, with three or more; 0: none is",
     )
     min_contributions: Policy[Annotated[Literal["all"], later(int)]] = Field(
         default="all", description="Quorum: contributions that close a round"
@@ -172,6 +229,34 @@ class OuterConfig(Section):
                 data = {"error_feedback": True, **data}
         return data
 
+    @model_validator(mode="after")
+    def _check_exchange(self) -> OuterConfig:
+        """Refuse what an owner of single lanes cannot do: norms are over all of them."""
+        if self.exchange == "syncer":
+            return self
+        found: Sequence[tuple[str, object, object]] = (
+            ("merge_rule", self.merge_rule, "mean"),
+            ("weighting", self.weighting, "tokens"),
+            ("clip_norm_ratio", self.clip_norm_ratio, 0.0),
+            ("reject_norm_ratio", self.reject_norm_ratio, 0.0),
+        )
+        problems = [(key, value, plain) for key, value, plain in found if value != plain]
+        if self.optimizer.name == "adam":
+            problems.append(("optimizer.name", "adam", "nesterov"))
+        if problems:
+            raise several_problems(
+                [
+                    (
+                        key,
+                        value,
+                        f'needs a syncer, and exchange = "allreduce" has none: choose exchange = '
+                        f'"syncer", or {key} = {json.dumps(plain)}',
+                    )
+                    for key, value, plain in problems
+                ]
+            )
+        return self
+
     @property
     def round_deadline_s(self) -> float:
         """Seconds after which a round without quorum expires."""
@@ -197,6 +282,13 @@ class OuterConfig(Section):
                     f"{rule!r} must be PATTERN=CODEC without blanks, the codec one of "
                     f"{', '.join(get_args(CodecName))}"
                 )
+        return value
+
+    @field_validator("clip_norm_ratio", "reject_norm_ratio")
+    @classmethod
+    def _check_ratio(cls, value: float) -> float:
+        if 0 < value < 1:
+            raise ValueError("must be at least 1, the median itself, or 0 for none")
         return value
 
     @field_validator("phases")

@@ -1,17 +1,22 @@
 """Aggregate: one pseudo-gradient out of the contributions of a round.
 
-Knows nothing of islands or arrival: the caller passes contributions sorted by island id.
+Every merge rule is a linear combination (`diloco.outer.combination`): here are the tensors of it,
+the inner products that coefficients are made from and the sum that they make. Knows nothing of
+islands or arrival: the caller passes contributions sorted by island id.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from diloco.errors import AggregationError
+from diloco.outer.combination import shares
+
+#: Values of each contribution that are float64 at once: in the caches of a CPU core.
+_TILE_NUMEL = 1 << 14
 
 
 @torch.no_grad()
@@ -35,44 +40,88 @@ def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
 
     Source: Decoupled DiLoCo (arXiv 2604.21428), token-weighted merging.
     """
-    shares = _shares(weights)
-    mean: Tensor | None = None
+    return weighted_sum(deltas, [(slice(None), shares(weights))])
+
+
+@torch.no_grad()
+def weighted_sum(
+    deltas: Iterable[Tensor], parts: Sequence[tuple[slice, Sequence[float]]]
+) -> Tensor:
+    """Sum pseudo-gradients, each part of them with coefficients of its own.
+
+    sum[part] = sum_m c_m * delta_m[part]; coefficients are rounded to float32, products and sums
+    are float32, in the order given.
+
+    Args:
+        deltas: As for `weighted_mean`.
+        parts: Places in a delta, which together are all of it and none twice, and for each the
+            coefficients c_m, one for each delta.
+
+    Returns:
+        Tensor of the deltas' shape, float32, freshly allocated.
+
+    Raises:
+        AggregationError: If numbers, shapes or dtypes do not match, or the sum is not finite.
+    """
+    num_deltas = len(parts[0][1])
+    total: Tensor | None = None
     scratch: Tensor | None = None
     count = 0
     # Neither zip nor enumerate: both keep the last delta alive while the next one is made.
     for delta in deltas:
-        if count == len(shares):
-            raise AggregationError(f"more contributions than their {len(shares)} weights")
-        shape = delta.shape if mean is None else mean.shape
+        if count == num_deltas:
+            raise AggregationError(f"more contributions than their {num_deltas} weights")
+        shape = delta.shape if total is None else total.shape
         if delta.shape != shape or delta.dtype != torch.float32:
             raise AggregationError(
                 f"contribution {count} is {delta.dtype} {tuple(delta.shape)}, expected "
                 f"{torch.float32} {tuple(shape)}"
             )
-        if mean is None:
-            mean = delta * shares[count]
+        if total is None:
+            total = _scaled(delta, parts, count, torch.empty_like(delta))
         else:
-            scratch = torch.mul(delta, shares[count], out=scratch)
-            mean.add_(scratch)
+            scratch = torch.empty_like(delta) if scratch is None else scratch
+            total.add_(_scaled(delta, parts, count, scratch))
         count += 1
         del delta
-    if mean is None or count < len(shares):
-        raise AggregationError(f"{count} contributions for {len(shares)} weights, at least one")
-    # NaN passes through both ends; mean.isfinite().all() takes twenty times as long.
-    if mean.numel() and not all(end.isfinite() for end in mean.aminmax()):
-        index = int(mean.isfinite().logical_not().flatten().nonzero()[0])
+    if total is None or count < num_deltas:
+        raise AggregationError(f"{count} contributions for {num_deltas} weights, at least one")
+    # NaN passes through both ends; total.isfinite().all() takes twenty times as long.
+    if total.numel() and not all(end.isfinite() for end in total.aminmax()):
+        index = int(total.isfinite().logical_not().flatten().nonzero()[0])
         raise AggregationError(
-            f"mean of {count} contributions is {mean.flatten()[index].item()} at element {index}: "
+            f"mean of {count} contributions is {total.flatten()[index].item()} at element {index}: "
             "the round must expire"
         )
-    return mean
+    return total
 
 
-def _shares(weights: Sequence[float]) -> list[float]:
-    """Return w_m / sum(w); all zero where the sum is."""
-    for index, weight in enumerate(weights):
-        if not (math.isfinite(weight) and weight >= 0):
-            raise AggregationError(f"weight {index} is {weight}: must be finite and >= 0")
-    # fsum is exact, and the same in every version of Python; sum is not.
-    total = math.fsum(weights)
-    return [weight / total if total else 0.0 for weight in weights]
+def _scaled(
+    delta: Tensor, parts: Sequence[tuple[slice, Sequence[float]]], index: int, out: Tensor
+) -> Tensor:
+    for place, coefficients in parts:
+        torch.mul(delta[place], coefficients[index], out=out[place])
+    return out
+
+
+@torch.no_grad()
+def inner_products(deltas: Sequence[Tensor], places: Sequence[slice]) -> Tensor:
+    """Multiply pseudo-gradients with one another, place by place, in float64.
+
+    G[place, m, n] = sum_i delta_m[i] * delta_n[i] over the place, in float64 from the float32
+    values. The order of that sum is the hardware's: what is decided by it must be recorded.
+
+    Args:
+        deltas: At least one, each float32 of one flat shape.
+        places: Slices of it with a start and an end.
+
+    Returns:
+        Tensor of shape [places, deltas, deltas], float64.
+    """
+    grams = torch.zeros(len(places), len(deltas), len(deltas), dtype=torch.float64)
+    for gram, place in zip(grams, places, strict=True):
+        for start in range(place.start, place.stop, _TILE_NUMEL):
+            end = min(start + _TILE_NUMEL, place.stop)
+            tile = torch.stack([delta[start:end] for delta in deltas]).double()
+            gram.addmm_(tile, tile.T)
+    return grams

@@ -1,18 +1,15 @@
 """Fragments: which parameters are synchronised together, and where they lie in one flat vector.
 
 Owns the canonical layout of a run: names -> fragments -> lanes, the same for every island however
-it distributes its parameters. A fragment's vector holds its parameters in sorted-name order,
-unsharded and row-major; each starts at a block border, zeros fill the rest. It is cut at block
-borders into lanes. Knows nothing of ranks, meshes or values, and imports no torch.
-
-Source: Streaming DiLoCo (arXiv 2501.18512), strided and sequential fragments.
+it distributes its parameters. A fragment's vector holds its parameters, or ranges of them, in
+sorted-name order, unsharded and row-major; each starts at a block border, zeros fill the rest. It
+is cut at block borders into lanes. Knows nothing of ranks, meshes or values, and imports no torch.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import blake3
 
 from diloco.errors import ConfigError, PlanMismatch
+from diloco.outer.packing import Range, as_listed, by_pattern, joined
 
 BLOCK_NUMEL = 128
 DEFAULT_NUM_LANES = 16
@@ -28,11 +26,7 @@ DEFAULT_NUM_LANES = 16
 MIN_LANE_BYTES = 65536
 
 FragmentPattern: TypeAlias = Literal["strided", "sequential", "balanced", "explicit"]
-#: Elements [start, end) of the flattened tensor called name.
-_Range: TypeAlias = tuple[str, int, int]
-
 _FORMAT = 1
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +83,11 @@ class Fragment:
     def numel(self) -> int:
         """Number of parameter elements, padding not counted."""
         return sum(entry.end - entry.start for entry in self.entries)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where the place of each entry ends, padding included."""
+        return (*(entry.offset for entry in self.entries[1:]), self.padded_numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +197,16 @@ def make_plan(
 
     Args:
         tensors: Every trainable parameter once, in any order.
-        num_fragments: P, from 1 to the number of tensors.
+        num_fragments: P, from 1 to the number of tensors (balanced: of what they are cut into).
         pattern: How tensors are shared out. The layers of strided and sequential are those that
             `layers.N.` in the names tells, in ascending order; tensors outside of them count as
             one more layer before the first (names with "embed") and one after the last (others:
             norm, head).
             strided: layer i goes to fragment i mod P (the layer of the embedding is i = -1).
             sequential: layers are cut into P runs of equal length, give or take one.
-            balanced: tensors by descending size (then name), each to the lightest fragment.
+            balanced: tensors by descending size (then name), each to the lightest fragment. One
+            that is larger than the share of a fragment, the P-th part of all elements, is cut
+            between indices of its dim 0 into as few equal pieces as are not.
             explicit: as listed in `explicit`.
         embedding_alone: The tensors outside the layers with "embed" in their name are the last
             fragment, counted in P; the pattern fills the other P - 1.
@@ -218,13 +219,14 @@ def make_plan(
     """
     specs = tuple(sorted(tensors, key=lambda spec: spec.name))
     _check_arguments(specs, num_fragments, num_lanes, block_numel)
+    shapes = {spec.name: spec.shape for spec in specs}
     if pattern == "explicit":
         if embedding_alone:
             raise ConfigError(
                 "outer.embedding_alone = true has no meaning with explicit fragments: "
                 "give the embedding a list of its own instead"
             )
-        groups = _explicit(specs, num_fragments, explicit)
+        groups = as_listed(shapes, num_fragments, explicit)
     elif explicit:
         raise ConfigError(
             f"outer.explicit_fragments lists {len(explicit)} fragments, but "
@@ -232,11 +234,9 @@ def make_plan(
             "set outer.fragment_pattern = 'explicit' or remove the lists"
         )
     else:
-        groups = _by_pattern(specs, num_fragments, pattern, embedding_alone)
-    numels = {spec.name: spec.numel for spec in specs}
+        groups = by_pattern(shapes, num_fragments, pattern, embedding_alone)
     fragments = tuple(
-        _lay_out(p, [(name, 0, numels[name]) for name in sorted(group)], block_numel, num_lanes)
-        for p, group in enumerate(groups)
+        _lay_out(p, joined(group), block_numel, num_lanes) for p, group in enumerate(groups)
     )
     return Plan(specs, fragments, block_numel, num_lanes)
 
@@ -253,118 +253,17 @@ def _check_arguments(
                 f"parameter {spec.name!r} of shape {spec.shape} has no elements: "
                 "remove it or freeze it (requires_grad=False)"
             )
-    if not 1 <= num_fragments <= len(specs):
-        raise ConfigError(
-            f"outer.num_fragments = {num_fragments} is outside [1, {len(specs)}], the number of "
-            "trainable tensors: a tensor is never cut in two"
-        )
+    if not specs:
+        raise ConfigError("model has no trainable parameter (requires_grad=True): nothing to train")
+    if num_fragments < 1:
+        raise ConfigError(f"outer.num_fragments = {num_fragments} must be at least 1")
     for path, value in (("outer.num_lanes", num_lanes), ("block_numel", block_numel)):
         if value < 1:
             raise ConfigError(f"{path} = {value} must be at least 1")
 
 
-def _by_pattern(
-    specs: Sequence[TensorSpec], num_fragments: int, pattern: str, embedding_alone: bool
-) -> list[list[str]]:
-    """Share the tensors out; with `embedding_alone` the embedding is the last group."""
-    alone = [s.name for s in specs if embedding_alone and _is_embedding(s.name)]
-    rest = [s for s in specs if s.name not in alone]
-    if embedding_alone and not alone:
-        raise ConfigError(
-            "outer.embedding_alone = true, but no parameter outside the layers has 'embed' in its "
-            "name: use outer.fragment_pattern = 'explicit'"
-        )
-    num_rest = num_fragments - bool(alone)
-    if not (1 <= num_rest <= len(rest) or num_rest == len(rest) == 0):
-        raise ConfigError(
-            f"outer.num_fragments = {num_fragments} with outer.embedding_alone = true: the "
-            f"embedding is one fragment, and {len(rest)} other tensors cannot fill the remaining "
-            f"{num_rest}; allowed: 2 to {len(rest) + 1}"
-        )
-    if not rest:
-        return [alone]
-    if pattern == "balanced":
-        groups = _balanced(rest, num_rest)
-    elif pattern in ("strided", "sequential"):
-        groups = _by_layer(rest, num_rest, pattern)
-    else:
-        raise ConfigError(
-            f"outer.fragment_pattern = {pattern!r} is unknown: "
-            "choose strided, sequential, balanced or explicit"
-        )
-    return [*groups, alone] if alone else groups
-
-
-def _is_embedding(name: str) -> bool:
-    return _LAYER.search(name) is None and "embed" in name
-
-
-def _balanced(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[str]]:
-    """Give each tensor, largest first, to the lightest group (the first of equals).
-
-    Source: Graham 1969, longest processing time first: at most 4/3 - 1/(3P) of the optimum.
-    """
-    groups: list[list[str]] = [[] for _ in range(num_fragments)]
-    loads = [0] * num_fragments
-    for spec in sorted(specs, key=lambda spec: (-spec.numel, spec.name)):
-        lightest = loads.index(min(loads))
-        groups[lightest].append(spec.name)
-        loads[lightest] += spec.numel
-    return groups
-
-
-def _by_layer(specs: Sequence[TensorSpec], num_fragments: int, pattern: str) -> list[list[str]]:
-    layers: dict[float, list[str]] = {}
-    for spec in specs:
-        match = _LAYER.search(spec.name)
-        outside = -1 if _is_embedding(spec.name) else math.inf
-        layers.setdefault(int(match[1]) if match else outside, []).append(spec.name)
-    if num_fragments > len(layers):
-        raise ConfigError(
-            f"outer.num_fragments = {num_fragments} with outer.fragment_pattern = {pattern!r} "
-            f"would leave fragments empty: there are {len(layers)} layers (embedding and head "
-            "count as one each); use fewer fragments or outer.fragment_pattern = 'balanced'"
-        )
-    first = -1 if -1 in layers else 0
-    groups: list[list[str]] = [[] for _ in range(num_fragments)]
-    for position, index in enumerate(sorted(layers)):
-        if pattern == "strided":
-            group = (position + first) % num_fragments
-        else:
-            # The run p is [floor(p U / P), floor((p + 1) U / P)) of U layers.
-            group = ((position + 1) * num_fragments - 1) // len(layers)
-        groups[group] += layers[index]
-    return groups
-
-
-def _explicit(
-    specs: Sequence[TensorSpec], num_fragments: int, explicit: Sequence[Sequence[str]]
-) -> list[list[str]]:
-    if len(explicit) != num_fragments:
-        raise ConfigError(
-            f"outer.num_fragments = {num_fragments}, but outer.explicit_fragments lists "
-            f"{len(explicit)} fragments: the two must agree"
-        )
-    empty = [p for p, names in enumerate(explicit) if not names]
-    if empty:
-        raise ConfigError(f"outer.explicit_fragments: the fragments {empty} are empty: remove them")
-    listed = Counter(name for names in explicit for name in names)
-    known = {spec.name for spec in specs}
-    for problem, names in (
-        ("names no trainable parameters of the model", sorted(set(listed) - known)),
-        ("misses the parameters", sorted(known - set(listed))),
-        ("lists more than once", sorted(name for name, count in listed.items() if count > 1)),
-    ):
-        if names:
-            raise ConfigError(
-                f"outer.explicit_fragments {problem}: {names}; every trainable parameter must be "
-                "listed exactly once"
-            )
-    return [list(names) for names in explicit]
-
-
 def _lay_out(
-    fragment_id: int, ranges: Iterable[_Range], block_numel: int, num_lanes: int
+    fragment_id: int, ranges: Iterable[Range], block_numel: int, num_lanes: int
 ) -> Fragment:
     """Place `ranges`, each from a block border on, and cut the vector into lanes."""
     entries = []
@@ -395,7 +294,7 @@ def _read_plan(content: Any) -> Plan:
         raise ValueError("the names of its tensors are not sorted and distinct")
     fragments = []
     for fragment_id, item in enumerate(content["fragments"]):
-        ranges: list[_Range] = []
+        ranges: list[Range] = []
         for name, first, last, _ in item["entries"]:
             start, end = _integers((first, last), 0)
             ranges.append((_string(name), start, end))

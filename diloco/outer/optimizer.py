@@ -1,10 +1,11 @@
-"""Outer optimizer: SGD, momentum or Nesterov steps on pseudo-gradients, float32, in place.
+"""Outer optimizer: SGD, momentum, Nesterov or Adam steps on pseudo-gradients, float32, in place.
 
 Every product is rounded before it is added (no `add(alpha=)`, no `lerp`): fused forms round
 otherwise on other devices and under `torch.compile`, and islands must be able to recompute a
-version bit by bit. Learning rate and momentum are rounded to float32 where they meet a tensor.
+version bit by bit. Constants are rounded to float32 where they meet a tensor.
 
-Source: DiLoCo (arXiv 2311.08105), section 2; momentum as in `torch.optim.SGD` without dampening.
+Source: DiLoCo (arXiv 2311.08105), section 2, whose outer Adam needs eps = 0.1; momentum as in
+`torch.optim.SGD` without dampening, Adam as in Kingma and Ba (arXiv 1412.6980), Algorithm 1.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ class OuterOptimizer:
     """The outer step of a fragment and its constants.
 
     Attributes:
-        name: nesterov, momentum or sgd.
+        name: nesterov, momentum, sgd or adam.
         lr: Outer learning rate, finite and > 0.
-        momentum: In [0, 1); sgd does not use it.
+        momentum: In [0, 1); of nesterov and momentum.
         momentum_ramp_rounds: Rounds over which momentum grows from 0 to its value; 0 has no ramp.
+        betas: Decay of the first and second moment, each in [0, 1); of adam.
+        eps: Added to the root of the second moment, finite and > 0; of adam.
     """
 
-    name: Literal["nesterov", "momentum", "sgd"]
+    name: Literal["nesterov", "momentum", "sgd", "adam"]
     lr: float
     momentum: float
     momentum_ramp_rounds: int
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 0.1
 
     def __post_init__(self) -> None:
         """Refuse impossible constants.
@@ -41,9 +46,10 @@ class OuterOptimizer:
         Raises:
             ConfigError: Naming the field, its value and the allowed range.
         """
-        if self.name not in ("nesterov", "momentum", "sgd"):
+        if self.name not in ("nesterov", "momentum", "sgd", "adam"):
             raise ConfigError(
-                f"outer.optimizer.name = {self.name!r} is unknown: choose nesterov, momentum or sgd"
+                f"outer.optimizer.name = {self.name!r} is unknown: choose nesterov, momentum, sgd "
+                "or adam"
             )
         for field, value, allowed, is_allowed in (
             ("lr", self.lr, "finite and > 0", math.isfinite(self.lr) and self.lr > 0),
@@ -54,9 +60,19 @@ class OuterOptimizer:
                 "at least 0",
                 self.momentum_ramp_rounds >= 0,
             ),
+            *(
+                (f"betas[{i}]", beta, "in [0, 1)", 0 <= beta < 1)
+                for i, beta in enumerate(self.betas)
+            ),
+            ("eps", self.eps, "finite and > 0", math.isfinite(self.eps) and self.eps > 0),
         ):
             if not is_allowed:
                 raise ConfigError(f"outer.optimizer.{field} = {value} must be {allowed}")
+
+    @property
+    def has_second_moment(self) -> bool:
+        """Whether its state is two vectors a parameter, not one."""
+        return self.name == "adam"
 
     def momentum_at(self, version: int) -> float:
         """Return mu_v = momentum * min(1, v / momentum_ramp_rounds).
@@ -69,22 +85,44 @@ class OuterOptimizer:
         return self.momentum * (version / self.momentum_ramp_rounds)
 
     @torch.no_grad()
-    def step_(self, theta: Tensor, buffer: Tensor, delta: Tensor, *, version: int) -> None:
+    def step_(
+        self,
+        theta: Tensor,
+        buffer: Tensor,
+        delta: Tensor,
+        second_moment: Tensor | None = None,
+        *,
+        version: int,
+    ) -> None:
         """Take one outer step in place.
 
-        buffer <- mu_v * buffer + delta, for every optimizer and also at mu_v = 0; then
+        buffer <- mu_v * buffer + delta, also for sgd and at mu_v = 0; then
         theta <- theta - lr * (delta + mu_v * buffer) for nesterov, theta - lr * buffer for
-        momentum, theta - lr * delta for sgd. A result that is not finite is not detected here.
+        momentum, theta - lr * delta for sgd. For adam, with betas b, c and t = version + 1,
+
+            buffer <- b * buffer + (1 - b) * delta
+            second_moment <- c * second_moment + (1 - c) * delta^2
+            theta <- theta - lr * m / (sqrt(s) + eps)
+                m = buffer / (1 - b^t),  s = second_moment / (1 - c^t)
+
+        A result that is not finite is not detected here.
 
         Args:
             theta: Exact global parameters, float32.
-            buffer: Momentum, float32, same shape and device; zeros at version 0.
-            delta: Mean pseudo-gradient, float32, same shape and device; unchanged.
-            version: v, the fragment's version that the step starts from.
+            buffer: Momentum or first moment, float32, same shape and device; zeros at version 0.
+            delta: Merged pseudo-gradient, float32, same shape and device; unchanged.
+            second_moment: The same of adam; None for all others.
+            version: v, the fragment's version that the step starts from; flushes before it count.
 
         Raises:
-            ValueError: If shapes or dtypes differ from that.
+            ValueError: If shapes or dtypes differ from that, or adam has no second moment.
         """
+        if (second_moment is not None) != self.has_second_moment:
+            raise ValueError(f"outer step of {self.name}: second moment is {second_moment}")
+        if second_moment is not None:
+            _check_alike(theta=theta, buffer=buffer, delta=delta, second_moment=second_moment)
+            self._adam_step_(theta, buffer, delta, second_moment, num_steps=version + 1)
+            return
         _check_alike(theta=theta, buffer=buffer, delta=delta)
         mu = self.momentum_at(version)
         buffer.mul_(mu).add_(delta)
@@ -93,6 +131,18 @@ class OuterOptimizer:
         else:
             direction = (buffer if self.name == "momentum" else delta) * self.lr
         theta.sub_(direction)
+
+    def _adam_step_(
+        self, theta: Tensor, first: Tensor, delta: Tensor, second: Tensor, *, num_steps: int
+    ) -> None:
+        b, c = self.betas
+        first.mul_(b).add_(delta * (1 - b))
+        second.mul_(c).add_((delta * delta).mul_(1 - c))
+        # A float32 root is not correctly rounded everywhere; out of one of float64 it always is:
+        # no root of a number of 24 bits is within 2^-51 of the middle between two such numbers.
+        root = (second * (1 / (1 - c**num_steps))).double().sqrt_().float()
+        divisor = root.add_(self.eps)
+        theta.sub_((first * (self.lr / (1 - b**num_steps))).div_(divisor))
 
 
 @torch.no_grad()

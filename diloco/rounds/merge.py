@@ -4,13 +4,19 @@ Every lane is merged, encoded and written to the record on its own, several at o
 tensor library lets go of the interpreter, so that the record grows while later lanes are computed.
 Only the commit waits for all of them, and nobody hears of a version before it.
 
+The plain mean takes one pass. Where norms or angles decide (`MergeRule.needs_norms`), a pass over
+all lanes before it decodes what came and multiplies it with itself; the coefficients that follow
+are part of the record, so that nobody who recomputes the version depends on their last bits.
+
 Source: protocol.md section 4 (reduction, commit point).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -20,11 +26,20 @@ from torch import Tensor
 from diloco.compression.base import to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.errors import AggregationError
+from diloco.outer.aggregate import inner_products
+from diloco.outer.combination import Combination, judge, mean_of
 from diloco.outer.fragments import Fragment
-from diloco.rounds.publication import LanePublication, LaneState, PublicationRules, publish_lane_
-from diloco.rounds.record import STATE_SECTIONS, RecordDraft
+from diloco.outer.units import Unit
+from diloco.rounds.publication import (
+    LanePublication,
+    LaneState,
+    PublicationRules,
+    decode_contribution,
+    publish_lane_,
+)
+from diloco.rounds.record import RecordDraft
 from diloco.rounds.spool import SpooledLane
-from diloco.rounds.state import Close
+from diloco.rounds.state import Close, Contributor, Inclusion
 from diloco.rounds.store import FragmentStore, VersionRecord
 from diloco.telemetry.syncer_meter import SyncerMeter
 from transport.contracts import Buffer
@@ -32,7 +47,19 @@ from transport.contracts import Buffer
 #: Island -> lane -> what it sent.
 Spooled: TypeAlias = Mapping[str, Mapping[int, SpooledLane]]
 
+logger = logging.getLogger(__name__)
+
 _DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Merge:
+    """What a round merges, and how; `is_recorded`: not by tokens alone, so the record says how."""
+
+    contributors: tuple[Contributor, ...]
+    combination: Combination
+    is_recorded: bool
+    rejected: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +68,7 @@ class Merger:
 
     Args:
         fragment: Of the run's plan.
+        units: Of the fragment: what a rule by tensor treats each on its own.
         store: Where its versions become durable.
         rules: How contributions become a version.
         meter: Counts the seconds.
@@ -48,6 +76,7 @@ class Merger:
     """
 
     fragment: Fragment
+    units: tuple[Unit, ...]
     store: FragmentStore
     rules: PublicationRules
     meter: SyncerMeter
@@ -56,18 +85,20 @@ class Merger:
     def publish(self, base: VersionRecord, close: Close, spool: Spooled) -> VersionRecord:
         """Compute and commit the version after `base`.
 
-        Theta and momentum are moved where they are, so that beside the state itself there are one
-        more vector of published values and a few lanes in memory. Where that leads nowhere, both
-        are read back from the record of `base`.
+        Theta and moments are moved where they are, so that beside the state itself there are one
+        more vector of published values and a few lanes in memory (where norms decide, as many for
+        each contribution). Where that leads nowhere, they are read back from the record of `base`.
 
         Args:
             base: The version that the contributions are based on, as it is durable; once this
                 has returned, only what it published is its own.
             close: Who is counted, in which order.
-            spool: What they sent, and maybe others; all of it is dropped.
+            spool: What they sent, and maybe others; all of it is dropped at the end. The plain
+                mean, which reads it once, lets go of each lane as soon as it was added.
 
         Returns:
-            The durable version, without its contributions: those are on the disk only.
+            The durable version, without its contributions: those are on the disk only. Who of
+            `close` was rejected is not among its contributors.
 
         Raises:
             AggregationError: If the result cannot be used; there is no new version, and `base`
@@ -75,16 +106,20 @@ class Merger:
             OSError: If the disk fails; `base` is worth nothing then.
             RecordInvalid: If `base` cannot be read back.
         """
-        record = self._uncomputed(close)
-        draft = self._draft(record, spool)
+        fragment_id, draft = close.key.fragment_id, None
         try:
             with (
-                self.meter.merging(record.fragment_id),
+                self.meter.merging(fragment_id),
                 ThreadPoolExecutor(self.num_threads, "lanes") as pool,
             ):
-                lanes = range(len(self.fragment.lanes))
+                merge = self._decided(close, spool, pool)
+                record = self._uncomputed(base, close, merge)
+                draft = begun = self._draft(record, spool)
                 made = list(
-                    pool.map(lambda i: self._lane(i, base.lanes[i], close, spool, draft), lanes)
+                    pool.map(
+                        lambda i: self._lane(i, base.lanes[i], close, merge, spool, begun),
+                        range(len(self.fragment.lanes)),
+                    )
                 )
             record = replace(
                 record,
@@ -92,55 +127,111 @@ class Merger:
                 lanes=tuple(lane.state for lane in made),
                 payloads=tuple(lane.payload for lane in made),
             )
-            with self.meter.committing(record.fragment_id):
+            with self.meter.committing(fragment_id):
                 self.store.commit(record, draft)
         except AggregationError:
-            draft.abandon()
-            self._restore(base)
+            if draft is not None:
+                draft.abandon()
+                self._restore(base)
             raise
         except BaseException:
-            draft.abandon()  # a full disk gets its room back
+            if draft is not None:
+                draft.abandon()  # a full disk gets its room back
             raise
         finally:
             drop(spool)
         return record
+
+    def _decided(self, close: Close, spool: Spooled, pool: Executor) -> _Merge:
+        """Decide who of a close is merged with which coefficients."""
+        rule, is_flush, contributors = self.rules.merge, close.is_flush, close.contributors
+        weights = [
+            rule.weight(c.weight_tokens, c.weight_steps, is_flush=is_flush) for c in contributors
+        ]
+        if not rule.needs_norms(is_flush=is_flush):
+            is_plain = weights == [c.weight_tokens for c in contributors]
+            combination = mean_of(weights, self.fragment.padded_numel)
+            return _Merge(contributors, combination, not is_plain, {})
+        by_lane = pool.map(
+            lambda i: self._products(i, contributors, spool), range(len(self.fragment.lanes))
+        )
+        # Added in the order of lanes, whichever was ready first.
+        grams = torch.zeros(len(self.units), *(2 * [len(contributors)]), dtype=torch.float64)
+        for indices, products in by_lane:
+            grams[indices] += products
+        judged = judge(grams.tolist(), self.units, weights, rule, is_flush=is_flush)
+        rejected = {contributors[m].island: why for m, why in judged.rejected.items()}
+        for island, why in rejected.items():
+            logger.warning("contribution rejected, key=%s island=%s: %s", close.key, island, why)
+        counted = tuple(c for c in contributors if c.island not in rejected)
+        return _Merge(counted, judged.combination, True, rejected)
+
+    def _products(
+        self, lane_id: int, contributors: Sequence[Contributor], spool: Spooled
+    ) -> tuple[slice, Tensor]:
+        """Multiply the contributions to one lane with one another, by unit.
+
+        Returns:
+            The units that the lane has a part in, and of these the inner products.
+        """
+        lane = self.fragment.lanes[lane_id]
+        codec = lane_codec(self.rules.uplink_codec, self.fragment, lane_id)
+        deltas = [
+            decode_contribution(codec, spool[c.island][lane_id].read(), lane.numel)
+            for c in contributors
+        ]
+        borders = itertools.pairwise((0, *(unit.end for unit in self.units)))
+        places = {
+            index: slice(max(start, lane.start) - lane.start, min(end, lane.end) - lane.start)
+            for index, (start, end) in enumerate(borders)
+            if start < lane.end and end > lane.start
+        }
+        indices = slice(min(places), max(places) + 1)
+        return indices, inner_products(deltas, list(places.values()))
 
     def _restore(self, base: VersionRecord) -> None:
         for lane_id, state in enumerate(base.lanes):
             self.store.restore_lane_(state, base.version, lane_id)
 
     def _lane(
-        self, lane_id: int, base: LaneState, close: Close, spool: Spooled, draft: RecordDraft
+        self,
+        lane_id: int,
+        base: LaneState,
+        close: Close,
+        merge: _Merge,
+        spool: Spooled,
+        draft: RecordDraft,
     ) -> LanePublication:
-        """Merge one lane and write all of it; each contribution is let go once it was added."""
+        """Merge one lane and write all of it."""
+        is_last_use = not self.rules.merge.needs_norms(is_flush=close.is_flush)
 
         def contributions() -> Iterator[Buffer]:
-            for contributor in close.contributors:
+            for contributor in merge.contributors:
                 spooled = spool[contributor.island][lane_id]
                 payload = spooled.read()
                 draft.write(f"contribution/{contributor.island}/{lane_id}", payload, spooled.digest)
                 yield payload
                 del payload
-                spooled.drop()
+                if is_last_use:
+                    spooled.drop()
 
         made = publish_lane_(
             base,
             contributions(),
-            [contributor.weight_tokens for contributor in close.contributors],
+            merge.combination,
             self.rules,
             fragment=self.fragment,
             lane_id=lane_id,
             key=close.key,
             is_flush=close.is_flush,
         )
-        for name in STATE_SECTIONS:
-            values: Tensor = getattr(made.state, name)
+        for name, values in made.state.vectors.items():
             digest = made.digest if name == "published" else None
             draft.write(f"{name}/{lane_id}", to_bytes(values.view(torch.uint8)), digest)
         draft.write(f"payload/{lane_id}", made.payload)
         return made
 
-    def _uncomputed(self, close: Close) -> VersionRecord:
+    def _uncomputed(self, base: VersionRecord, close: Close, merge: _Merge) -> VersionRecord:
         """Return the next version without its values; its digests have their size only."""
         return VersionRecord(
             version=close.key.version + 1,
@@ -150,10 +241,18 @@ class Merger:
             is_flush=close.is_flush,
             payload_codec=self.rules.payload_codec(close.is_flush),
             lane_digests=tuple(bytes(_DIGEST_BYTES) for _ in self.fragment.lanes),
-            lanes=(),
-            contributors=close.contributors,
+            lanes=base.lanes,
+            contributors=merge.contributors,
             refused=close.refused,
-            last_included=close.last_included,
+            last_included={
+                **base.last_included,
+                **{
+                    c.island: Inclusion(c.incarnation, close.key.version, close.key.attempt)
+                    for c in merge.contributors
+                },
+            },
+            rejected=merge.rejected,
+            combination=merge.combination if merge.is_recorded else None,
         )
 
     def _draft(self, record: VersionRecord, spool: Spooled) -> RecordDraft:

@@ -1,7 +1,8 @@
 """From the contributions of a closed round to the next published version: pure arithmetic.
 
 The syncer calls `publish_lane_` once a lane at the close of a round; whoever wants to check a
-version calls `publish_lane` with the retained contributions and must get the same bytes.
+version calls `publish_lane` with the retained contributions and the coefficients that the version
+was made with, and must get the same bytes.
 
 Source: protocol.md sections 1, 3 (flush), 4 (reduction) and 12.
 """
@@ -9,7 +10,7 @@ Source: protocol.md sections 1, 3 (flush), 4 (reduction) and 12.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import blake3
 import torch
@@ -19,9 +20,11 @@ from diloco.compression.base import Codec, from_bytes, is_finite, to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.compression.random_bits import rounding_key
 from diloco.errors import AggregationError, CodecError
-from diloco.outer.aggregate import weighted_mean
+from diloco.outer.aggregate import weighted_mean, weighted_sum
+from diloco.outer.combination import Combination, MergeRule
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer, flush_step_
+from diloco.rounds.record import SECOND_MOMENT, STATE_SECTIONS
 from diloco.rounds.state import RoundKey
 from transport.contracts import Buffer
 
@@ -32,25 +35,38 @@ MOST_TOGETHER = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """What a syncer holds of one lane: three float32 vectors of shape [lane.numel]."""
+    """What a syncer holds of one lane: float32 vectors of shape [lane.numel].
+
+    `second_moment` is of outer Adam, whose first moment is `momentum`; None: of no other optimizer.
+    """
 
     theta: Tensor
     published: Tensor
     momentum: Tensor
+    second_moment: Tensor | None = None
+
+    @property
+    def vectors(self) -> dict[str, Tensor]:
+        """Those that there are, by name, in the order in which a record holds them."""
+        vectors = {name: getattr(self, name) for name in STATE_SECTIONS}
+        if self.second_moment is not None:
+            vectors[SECOND_MOMENT] = self.second_moment
+        return vectors
 
     def clone(self) -> LaneState:
-        """Copy all three."""
-        return LaneState(self.theta.clone(), self.published.clone(), self.momentum.clone())
+        """Copy all of them."""
+        return LaneState(**{name: vector.clone() for name, vector in self.vectors.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class PublicationRules:
-    """How contributions become a version: codec names, outer optimizer, the run's seed."""
+    """How contributions become a version: codec names, outer optimizer, the run's seed, merge."""
 
     uplink_codec: str
     downlink_codec: str
     optimizer: OuterOptimizer
     seed: int
+    merge: MergeRule = field(default_factory=MergeRule)
 
     def payload_codec(self, is_flush: bool) -> str:
         """Name the codec of the published payload; a flush is published once in float32."""
@@ -88,7 +104,7 @@ def decode_contribution(codec: Codec, payload: Buffer, numel: int) -> Tensor:
 def publish_lane(
     state: LaneState,
     payloads: Iterable[Buffer],
-    weights_tokens: Sequence[int],
+    combination: Combination,
     rules: PublicationRules,
     *,
     fragment: Fragment,
@@ -100,7 +116,7 @@ def publish_lane(
     return publish_lane_(
         state.clone(),
         payloads,
-        weights_tokens,
+        combination,
         rules,
         fragment=fragment,
         lane_id=lane_id,
@@ -112,7 +128,7 @@ def publish_lane(
 def publish_lane_(
     state: LaneState,
     payloads: Iterable[Buffer],
-    weights_tokens: Sequence[int],
+    combination: Combination,
     rules: PublicationRules,
     *,
     fragment: Fragment,
@@ -122,27 +138,31 @@ def publish_lane_(
 ) -> LanePublication:
     """Merge the contributions to one lane and take the outer step, in place.
 
-    Delta = sum_m w_m decode(payload_m) / sum_m w_m in the order given (sorted island ids);
-    theta <- outer step, or theta - Delta for a flush; the payload is encode(theta - published),
-    or theta itself where the codec publishes values; published <- published + decode(payload).
+    Delta = sum_m c_m decode(payload_m) in the order given (sorted island ids); theta <- outer
+    step, or theta - Delta for a flush; the payload is encode(theta - published), or theta itself
+    where the codec publishes values; published <- published + decode(payload).
 
     Args:
-        state: The lane at `key.version`; theta and momentum become those of the next version, so
-            that neither is in memory twice; published stays, since it is being served.
+        state: The lane at `key.version`; all but published becomes that of the next version, so
+            that nothing is in memory twice; published stays, since it is being served.
         payloads: Encoded contributions, sorted by island id; at least one, asked for one by one.
-        weights_tokens: Weight of each, >= 0; all zero gives a zero Delta.
+        combination: The coefficients c_m, by range of the fragment's vector.
         rules: Codecs, outer optimizer, seed.
         fragment: The lane's fragment, as planned.
         lane_id: The lane.
         key: Of the round; its base version, counted from 0, sets the momentum ramp.
-        is_flush: Plain average, momentum neither read nor changed.
+        is_flush: Plain step, moments neither read nor changed.
 
     Raises:
         AggregationError: If the result is not finite, or beyond what the downlink codec can send;
-            theta and momentum are worth nothing then.
+            theta and moments are worth nothing then.
     """
+    lane, numel = fragment.lanes[lane_id], state.theta.numel()
     uplink = lane_codec(rules.uplink_codec, fragment, lane_id)
-    delta = mean_contribution(uplink, payloads, weights_tokens, state.theta.numel())
+    delta = weighted_sum(
+        (decode_contribution(uplink, payload, numel) for payload in payloads),
+        combination.within(lane.start, lane.end),
+    )
     return publish_mean_(
         state, delta, rules, fragment=fragment, lane_id=lane_id, key=key, is_flush=is_flush
     )
@@ -151,7 +171,7 @@ def publish_lane_(
 def mean_contribution(
     uplink: Codec, payloads: Iterable[Buffer], weights_tokens: Sequence[int], numel: int
 ) -> Tensor:
-    """Return Delta of `publish_lane_`, float32 of shape [numel], fresh.
+    """Return the mean Delta of one lane, weighted by tokens, float32 of shape [numel], fresh.
 
     Raises:
         AggregationError: If it is not finite.
@@ -178,10 +198,11 @@ def publish_mean_(
         AggregationError: As `publish_lane_` does.
     """
     _outer_step_(state, delta, rules, key=key, is_flush=is_flush)
-    theta, momentum = state.theta, state.momentum
+    theta = state.theta
     codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
     change = theta if codec.publishes_values else theta - state.published
-    _insist_on_finite(key.version, momentum=momentum)
+    moments = {n: v for n, v in state.vectors.items() if n not in ("theta", "published")}
+    _insist_on_finite(key.version, **moments)
     drawn_by = rounding_key(rules.seed, key.fragment_id, lane_id, key.version, key.attempt)
     try:
         encoded = codec.encode(change, drawn_by)
@@ -192,7 +213,7 @@ def publish_mean_(
     published = apply_payload(codec, encoded, state.published)
     _insist_on_finite(key.version, published=published)
     return LanePublication(
-        LaneState(theta, published, momentum), to_bytes(encoded), lane_digest(published)
+        replace(state, published=published), to_bytes(encoded), lane_digest(published)
     )
 
 
@@ -210,14 +231,12 @@ def follow_mean_(
     """Come, in place, to what `publish_mean_` made of `delta` elsewhere, by its payload.
 
     Raises:
-        CodecError: If the payload is malformed; theta and momentum are what they were.
+        CodecError: If the payload is malformed; theta and moments are what they were.
     """
     codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
     published = apply_payload(codec, from_bytes(payload), state.published)
     _outer_step_(state, delta, rules, key=key, is_flush=is_flush)
-    return LanePublication(
-        LaneState(state.theta, published, state.momentum), payload, lane_digest(published)
-    )
+    return LanePublication(replace(state, published=published), payload, lane_digest(published))
 
 
 def _outer_step_(
@@ -226,7 +245,9 @@ def _outer_step_(
     if is_flush:
         flush_step_(state.theta, delta)
     else:
-        rules.optimizer.step_(state.theta, state.momentum, delta, version=key.version)
+        rules.optimizer.step_(
+            state.theta, state.momentum, delta, state.second_moment, version=key.version
+        )
 
 
 def _insist_on_finite(version: int, **vectors: Tensor) -> None:

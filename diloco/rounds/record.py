@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +28,8 @@ from transport.contracts import Buffer
 
 #: Float32 vectors of every lane, each a section NAME/LANE.
 STATE_SECTIONS = ("theta", "published", "momentum")
+#: One more, after these, where the outer optimizer is Adam.
+SECOND_MOMENT = "second_moment"
 
 _MAGIC = b"DILOREC1"
 _PREFIX = struct.Struct("<8sQ32s")
@@ -37,6 +39,11 @@ _DIGEST_BYTES = 32
 
 class RecordInvalid(Exception):
     """A record file is missing, torn, damaged or of another plan; the version does not exist."""
+
+
+def state_sections(names: Container[str]) -> tuple[str, ...]:
+    """Vectors of a lane in a record that has sections of these names."""
+    return (*STATE_SECTIONS, *([SECOND_MOMENT] if f"{SECOND_MOMENT}/0" in names else []))
 
 
 def fragment_directory(directory: Path, fragment_id: int) -> Path:
@@ -294,7 +301,7 @@ def _insist_on_plan(
     if len(header["lane_digests"]) != len(fragment.lanes):
         raise RecordInvalid(f"{path} holds another number of lanes than the plan")
     for lane in fragment.lanes:
-        for name in STATE_SECTIONS:
+        for name in state_sections(sizes):
             numel = sizes[f"{name}/{lane.lane_id}"] // _FLOAT32_BYTES
             if numel != lane.numel:
                 raise RecordInvalid(f"{path} holds {numel} values in {name}, plan has {lane.numel}")

@@ -21,8 +21,10 @@ import torch
 
 from diloco.compression.base import Codec, from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
-from diloco.errors import AggregationError, CodecError, PayloadRefused
+from diloco.errors import AggregationError, CodecError, ConfigError, PayloadRefused
 from diloco.outer.fragments import Fragment
+from diloco.outer.optimizer import OuterOptimizer
+from diloco.outer.units import Unit
 from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
 from diloco.rounds.merge import Merger, Spooled, drop
@@ -93,6 +95,7 @@ class FragmentService:
         rounds: FragmentRounds,
         store: FragmentStore,
         publication: PublicationRules,
+        units: tuple[Unit, ...],
         hooks: Hooks,
     ) -> None:
         """Assign only; `start` reads the store."""
@@ -102,7 +105,7 @@ class FragmentService:
         self._store = store
         self._publication = publication
         self._hooks = hooks
-        self._merger = Merger(fragment, store, publication, hooks.meter, hooks.num_threads)
+        self._merger = Merger(fragment, units, store, publication, hooks.meter, hooks.num_threads)
         self._spool: dict[str, dict[int, SpooledLane]] = {}
         self._initial: dict[int, Buffer] = {}
         self._initial_incarnation = 0
@@ -110,11 +113,16 @@ class FragmentService:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, incarnations: Mapping[str, int]) -> None:
-        """Go on from the durable state; the islands of `incarnations` hold their grants."""
+        """Go on from the durable state; the islands of `incarnations` hold their grants.
+
+        Raises:
+            ConfigError: If that state is of another outer optimizer.
+        """
         recovered = await self._hooks.worker.run(self._store.recover)
         for island, incarnation in incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
+            _insist_on_moments(recovered.record, self._publication.optimizer)
             self.record = replace(recovered.record, contributions={})
             for header in recovered.headers:
                 self._hooks.on_record(header)
@@ -243,8 +251,13 @@ class FragmentService:
         return ""
 
     async def _found(self) -> None:
-        """Commit version 0: theta = published = the uploaded parameters, momentum = 0."""
-        record = founding_record(self._fragment, self._initial, self.rounds.timeline)
+        """Commit version 0: theta = published = the uploaded parameters, moments = 0."""
+        record = founding_record(
+            self._fragment,
+            self._initial,
+            self.rounds.timeline,
+            has_second_moment=self._publication.optimizer.has_second_moment,
+        )
         await self._hooks.worker.run(lambda: self._store.commit(record))
         self._initial = {}
         self._hold(record)
@@ -316,9 +329,9 @@ class FragmentService:
             self._perform(self.rounds.result_broken(close.key, str(error), _now()))
             return
         self._hold(record)
-        included = [contributor.island for contributor in close.contributors]
-        self._hooks.meter.published(record.fragment_id, included, close.refused)
-        instructions = self.rounds.committed(close.key, _now())
+        included = [contributor.island for contributor in record.contributors]
+        self._hooks.meter.published(record.fragment_id, included, close.refused, record.rejected)
+        instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
 
@@ -416,6 +429,18 @@ def verify_payload(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> 
         codec.check(from_bytes(payload), numel)
     except CodecError as error:
         raise PayloadRefused(Cause.CONTENT, str(error)) from error
+
+
+def _insist_on_moments(record: VersionRecord, optimizer: OuterOptimizer) -> None:
+    has_second_moment = record.lanes[0].second_moment is not None
+    if has_second_moment == optimizer.has_second_moment:
+        return
+    before = "adam" if has_second_moment else "nesterov, momentum or sgd"
+    raise ConfigError(
+        f"outer.optimizer.name = {optimizer.name!r}, but version {record.version} of fragment "
+        f"{record.fragment_id} has the moments of {before}: go on with that, or export what is "
+        "published and start another run from it (diloco export, run.warm_start)"
+    )
 
 
 def _no_lane(status: wire.FetchStatus, message: str) -> wire.FetchReply:

@@ -176,14 +176,13 @@ class Close:
     """Merge exactly these contributors, in this order, and commit; then call `committed`.
 
     `refused` says why other islands left the attempt; it is committed too, so that a restart does
-    not change an outcome. So is `last_included`, this round counted.
+    not change an outcome.
     """
 
     key: RoundKey
     contributors: tuple[Contributor, ...]
     is_flush: bool
     refused: Mapping[str, str] = field(default_factory=dict)
-    last_included: Mapping[str, Inclusion] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +248,7 @@ class PastRound:
     attempt: int
     contributors: frozenset[tuple[str, int]]
     refused: Mapping[str, str]
+    rejected: Mapping[str, str] = field(default_factory=dict)
 
 
 class FragmentRounds:
@@ -539,15 +539,28 @@ class FragmentRounds:
             return self._expire(f"deadline of {self._deadline_s:g} s; missing: {names}", now)
         return []
 
-    def committed(self, key: RoundKey, now: float) -> list[Instruction]:
-        """Take note that version `key.version` + 1 is durable."""
+    def committed(
+        self, key: RoundKey, now: float, rejected: Mapping[str, str] | None = None
+    ) -> list[Instruction]:
+        """Take note that version `key.version` + 1 is durable.
+
+        Args:
+            key: Of the round.
+            now: Time.
+            rejected: Contributors of the close that the merge has left out, and why.
+        """
         self._require(Phase.CLOSING, "committed", key)
+        rejected = rejected or {}
+        counted = [c for c in self.contributions.values() if c.island not in rejected]
         self.past[key.version] = PastRound(
             key.attempt,
-            frozenset((c.island, c.incarnation) for c in self.contributions.values()),
+            frozenset((c.island, c.incarnation) for c in counted),
             dict(self.left),
+            dict(rejected),
         )
-        self.last_included = dict(self._included(key))
+        for c in counted:
+            counts = Inclusion(c.incarnation, key.version, key.attempt)
+            self.last_included[c.island] = counts
         self.version, self.attempt = key.version + 1, 0
         self._expired_in_a_row = self._broken_in_a_row = 0
         self._timing.published()
@@ -622,7 +635,8 @@ class FragmentRounds:
             return Outcome(key, OutcomeKind.INCLUDED)
         if island in past.refused:
             return Outcome(key, OutcomeKind.REFUSED, past.refused[island])
-        return Outcome(key, OutcomeKind.NOT_INCLUDED, f"version {key.version + 1} is published")
+        why = past.rejected.get(island, f"version {key.version + 1} is published")
+        return Outcome(key, OutcomeKind.NOT_INCLUDED, why)
 
     def forget_before(self, version: int) -> None:
         """Drop the memory of rounds whose base is older than `version`."""
@@ -708,16 +722,7 @@ class FragmentRounds:
         self._timing.closed(now)
         self._tell(now, f"closing with {', '.join(c.island for c in contributors)}")
         is_flush = all(c.is_flush for c in self.contributions.values())
-        included = self._included(self.key)
-        return [Close(self.key, contributors, is_flush, dict(self.left), included)]
-
-    def _included(self, key: RoundKey) -> Mapping[str, Inclusion]:
-        """Give the newest inclusion of each island, that of this round counted."""
-        new = {
-            island: Inclusion(c.incarnation, key.version, key.attempt)
-            for island, c in self.contributions.items()
-        }
-        return {**self.last_included, **new}
+        return [Close(self.key, contributors, is_flush, dict(self.left))]
 
     def _expire(
         self, reason: str, now: float, missing: tuple[str, ...] | None = None

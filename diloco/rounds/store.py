@@ -28,6 +28,7 @@ from torch import Tensor
 
 from diloco.compression.base import from_bytes, to_bytes
 from diloco.durable import make_directory_durably, sync_directory, write_durably, write_json
+from diloco.outer.combination import Combination, mean_of
 from diloco.outer.fragments import Fragment
 from diloco.rounds.pins import pin_directory
 from diloco.rounds.publication import (
@@ -38,7 +39,6 @@ from diloco.rounds.publication import (
     version_digest,
 )
 from diloco.rounds.record import (
-    STATE_SECTIONS,
     RecordDraft,
     RecordInvalid,
     fragment_directory,
@@ -48,6 +48,7 @@ from diloco.rounds.record import (
     read_header,
     read_section,
     record_path,
+    state_sections,
     unpack,
     verify,
     version_of,
@@ -74,6 +75,8 @@ class VersionRecord:
         contributions: Island -> encoded lanes, as accepted; empty for version 0.
         refused: Island -> why it left the attempt, for those that did.
         last_included: Island -> its newest contribution that this version or one before it counts.
+        rejected: Island -> why what it sent was not counted, though it was complete and valid.
+        combination: Coefficients of the contributions; None: their mean, weighted by tokens.
     """
 
     version: int
@@ -89,6 +92,8 @@ class VersionRecord:
     contributions: Mapping[str, Sequence[Buffer]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     last_included: Mapping[str, Inclusion] = field(default_factory=dict)
+    rejected: Mapping[str, str] = field(default_factory=dict)
+    combination: Combination | None = None
 
     @property
     def digest(self) -> bytes:
@@ -101,8 +106,11 @@ class VersionRecord:
         return max((c.sent_at_inner_step for c in self.contributors), default=0)
 
     def header(self) -> dict[str, Any]:
-        """What the journal and the tape keep: plain JSON values."""
-        return {
+        """What the journal and the tape keep: plain JSON values.
+
+        `merge` is there only where it was more than the mean of all, weighted by tokens.
+        """
+        header: dict[str, Any] = {
             "version": self.version,
             "fragment_id": self.fragment_id,
             "timeline": self.timeline,
@@ -125,6 +133,9 @@ class VersionRecord:
             "refused": dict(self.refused),
             "last_included": {name: [*astuple(last)] for name, last in self.last_included.items()},
         }
+        if self.combination is not None:
+            header["merge"] = {**self.combination.to_json(), "rejected": dict(self.rejected)}
+        return header
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +205,7 @@ class FragmentStore:
                     header["attempt"],
                     frozenset((c["island"], c["incarnation"]) for c in header["contributors"]),
                     header["refused"],
+                    header.get("merge", {}).get("rejected", {}),
                 )
         if newest is None:
             return None
@@ -210,14 +222,14 @@ class FragmentStore:
         """Begin to write a version whose lanes are still to be computed.
 
         Args:
-            record: The version; lanes, payloads and contributions do not count, digests may be
-                others than those that it will have.
+            record: The version; payloads and contributions do not count, of lanes only which
+                vectors they have, and digests may be others than those that it will have.
             payload_bytes: Of each lane's published payload; empty for version 0.
             contribution_bytes: Island -> bytes of each lane, as accepted.
         """
         sections = [
             (f"{name}/{lane.lane_id}", 4 * lane.numel)
-            for name in STATE_SECTIONS
+            for name in record.lanes[0].vectors
             for lane in self.fragment.lanes
         ]
         sections += [(f"payload/{i}", size) for i, size in enumerate(payload_bytes)]
@@ -295,7 +307,7 @@ class FragmentStore:
         return record_of(*unpack(path, version, self.fragment), self.fragment)
 
     def load_lane(self, version: int, lane_id: int, section: str) -> tuple[str, Buffer]:
-        """Read and verify one lane of a version: one of `STATE_SECTIONS`, or "payload".
+        """Read and verify one lane of a version: one of `state_sections`, or "payload".
 
         Returns:
             Name of the codec that the version was published in, and the lane's bytes.
@@ -308,12 +320,14 @@ class FragmentStore:
         return header["payload_codec"], body
 
     def restore_lane_(self, state: LaneState, version: int, lane_id: int) -> None:
-        """Make theta and momentum what they durably are at a version, after a step in place.
+        """Make theta and moments what they durably are at a version, after a step in place.
 
         Raises:
             RecordInvalid: If they cannot be read back.
         """
-        for name, vector in (("theta", state.theta), ("momentum", state.momentum)):
+        for name, vector in state.vectors.items():
+            if name == "published":
+                continue
             _, body = self.load_lane(version, lane_id, name)
             vector.copy_(from_bytes(body).view(torch.float32))
 
@@ -397,13 +411,18 @@ class PinRefused(Exception):
 
 
 def founding_record(
-    fragment: Fragment, initial: Mapping[int, Buffer], timeline: int
+    fragment: Fragment,
+    initial: Mapping[int, Buffer],
+    timeline: int,
+    *,
+    has_second_moment: bool = False,
 ) -> VersionRecord:
-    """Make version 0 of initial parameters, float32 by lane: published = theta, momentum = 0."""
+    """Make version 0 of initial parameters, float32 by lane: published = theta, moments = 0."""
     lanes = []
     for lane in fragment.lanes:
         values = from_bytes(initial[lane.lane_id]).view(torch.float32)
-        lanes.append(LaneState(values.clone(), values, torch.zeros_like(values)))
+        second = torch.zeros_like(values) if has_second_moment else None
+        lanes.append(LaneState(values.clone(), values, torch.zeros_like(values), second))
     return VersionRecord(
         version=0,
         fragment_id=fragment.fragment_id,
@@ -421,6 +440,8 @@ def recompute(
 ) -> tuple[bytes, ...]:
     """Recompute the lane digests of `record` from its predecessor and its contributions.
 
+    They are merged with the coefficients that the record names, whatever made these.
+
     Returns:
         The digests of the recomputed published lanes; equal to `record.lane_digests` if and
         only if every step from the contributions on is reproduced to the bit.
@@ -429,12 +450,14 @@ def recompute(
         raise ValueError(
             f"version {record.version} cannot be recomputed from version {previous.version}"
         )
-    weights = [c.weight_tokens for c in record.contributors]
+    combination = record.combination or mean_of(
+        [c.weight_tokens for c in record.contributors], fragment.padded_numel
+    )
     return tuple(
         publish_lane(
             state,
             [record.contributions[c.island][lane_id] for c in record.contributors],
-            weights,
+            combination,
             rules,
             fragment=fragment,
             lane_id=lane_id,
@@ -446,9 +469,9 @@ def recompute(
 
 
 def _sections(record: VersionRecord) -> Iterator[tuple[str, Buffer]]:
-    for name in STATE_SECTIONS:
-        for lane_id, state in enumerate(record.lanes):
-            yield f"{name}/{lane_id}", to_bytes(getattr(state, name).view(torch.uint8))
+    for lane_id, state in enumerate(record.lanes):
+        for name, vector in state.vectors.items():
+            yield f"{name}/{lane_id}", to_bytes(vector.view(torch.uint8))
     for lane_id, payload in enumerate(record.payloads):
         yield f"payload/{lane_id}", payload
     for island, lanes in sorted(record.contributions.items()):
@@ -461,7 +484,7 @@ def record_of(
 ) -> VersionRecord:
     """Put a version together from what `VersionRecord.header` gave and its sections by name.
 
-    Theta and momentum must be in bytes that may be written to, such as a bytearray's.
+    Theta and moments must be in bytes that may be written to, such as a bytearray's.
     """
 
     def vector(name: str, lane_id: int) -> Tensor:
@@ -480,6 +503,7 @@ def record_of(
     )
     lane_ids = range(len(fragment.lanes))
     version = header["version"]
+    merge = header.get("merge")
     key = RoundKey(header["timeline"], header["fragment_id"], version - 1, header["attempt"])
     return VersionRecord(
         version=version,
@@ -490,7 +514,7 @@ def record_of(
         payload_codec=header["payload_codec"],
         lane_digests=tuple(bytes.fromhex(digest) for digest in header["lane_digests"]),
         lanes=tuple(
-            LaneState(*(vector(name, lane.lane_id) for name in STATE_SECTIONS))
+            LaneState(*(vector(name, lane.lane_id) for name in state_sections(sections)))
             for lane in fragment.lanes
         ),
         payloads=tuple(bytes(sections[f"payload/{i}"]) for i in lane_ids) if version else (),
@@ -502,4 +526,6 @@ def record_of(
         },
         refused=header["refused"],
         last_included={name: Inclusion(*last) for name, last in header["last_included"].items()},
+        rejected=merge["rejected"] if merge else {},
+        combination=Combination.from_json(merge) if merge else None,
     )

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from google.protobuf.message import Message
 
 from diloco.outer.fragments import Plan
+from diloco.outer.units import merge_units
 from diloco.refusals import Cause
 from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, keys_of, outcome_message
 from diloco.rounds.pins import forget_pins
@@ -140,6 +141,12 @@ class Syncer:
                 ),
                 self._stores[fragment.fragment_id],
                 rules.publication,
+                merge_units(
+                    plan,
+                    fragment.fragment_id,
+                    plain_mean=rules.publication.merge.plain_mean,
+                    experts=rules.publication.merge.experts,
+                ),
                 hooks,
             )
             for fragment in plan.fragments

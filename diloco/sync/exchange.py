@@ -329,6 +329,8 @@ class Exchange:
         carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
         if carried.outcome in NOT_DURABLE:
             logger.warning("contribution refused, key=%s: %s", sent.key, outcome.reason)
+        elif carried.outcome is Verdict.NOT_INCLUDED:
+            logger.warning("contribution not included, key=%s: %s", sent.key, outcome.reason)
 
     # -- contributions ---------------------------------------------------------------------------
 

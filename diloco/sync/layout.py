@@ -9,6 +9,7 @@ from torch import Tensor
 from diloco.compression.lanes import check_patterns
 from diloco.config.outer import OuterConfig
 from diloco.outer.fragments import Plan, make_plan
+from diloco.outer.patterns import insist_on_match
 from diloco.outer.schedule import Schedule
 from diloco.sync.shards import tensor_specs
 
@@ -26,6 +27,11 @@ def build_plan(outer: OuterConfig, parameters: Mapping[str, Tensor]) -> Plan:
             a codec for a name that there is not, ...).
     """
     check_patterns(outer.uplink, parameters)
+    for key in ("plain_mean", "experts"):
+        patterns: tuple[str, ...] = getattr(outer, key)
+        if patterns != type(outer).model_fields[key].default:  # which suits models without them
+            for pattern in patterns:
+                insist_on_match(f"outer.{key}", pattern, pattern, parameters)
     return make_plan(
         tensor_specs(parameters),
         num_fragments=outer.num_fragments,

@@ -349,7 +349,11 @@ def syncer_metrics(
         yield _counter(f"syncer_{name}", what, fragment, samples)
     outcomes = [
         ([str(p), island, outcome], float(count))
-        for outcome, counted in (("included", counts.included), ("refused", counts.refused))
+        for outcome, counted in (
+            ("included", counts.included),
+            ("refused", counts.refused),
+            ("rejected", counts.rejected),
+        )
         for (p, island), count in sorted(counted.items())
     ]
     refusals = [([island, why], float(n)) for (island, why), n in sorted(counts.refusals.items())]

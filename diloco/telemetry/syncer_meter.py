@@ -28,6 +28,7 @@ class SyncerCounts:
     included: Counter[tuple[int, str]] = field(default_factory=Counter)
     refused: Counter[tuple[int, str]] = field(default_factory=Counter)
     refusals: Counter[tuple[str, Cause]] = field(default_factory=Counter)
+    rejected: Counter[tuple[int, str]] = field(default_factory=Counter)
     received_bytes: Counter[tuple[int, str]] = field(default_factory=Counter)
     sent_bytes: Counter[tuple[int, str]] = field(default_factory=Counter)
     merge_s: dict[int, float] = field(default_factory=dict)
@@ -49,12 +50,19 @@ class SyncerMeter:
         with self._lock:
             return copy.deepcopy(self._counts)
 
-    def published(self, fragment_id: int, included: Iterable[str], refused: Iterable[str]) -> None:
-        """Count a version that became durable, and whose contributions were in it or refused."""
+    def published(
+        self,
+        fragment_id: int,
+        included: Iterable[str],
+        refused: Iterable[str],
+        rejected: Iterable[str],
+    ) -> None:
+        """Count a version that became durable, and who is in it, was refused or was rejected."""
         with self._lock:
             self._counts.published[fragment_id] += 1
             self._counts.included.update((fragment_id, island) for island in included)
             self._counts.refused.update((fragment_id, island) for island in refused)
+            self._counts.rejected.update((fragment_id, island) for island in rejected)
 
     def expired(self, fragment_id: int) -> None:
         """Count an attempt without a result."""

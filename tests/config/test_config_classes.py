@@ -35,12 +35,14 @@ IDENTITY = {
     "model.max_sequence_length model.norm_eps model.tie_embeddings outer.inner_steps_per_round",
     "outer.num_fragments outer.fragment_pattern outer.embedding_alone outer.explicit_fragments",
     "outer.phases outer.overlap_steps outer.local_mix outer.merge outer.num_lanes outer.exchange",
+    "outer.merge_rule outer.plain_mean outer.experts",
 }
 POLICY = {
     "run.inner_steps outer.flush outer.weighting outer.min_contributions outer.round_deadline",
     "outer.on_member_lost outer.optimizer.name outer.optimizer.lr outer.optimizer.momentum",
     "outer.optimizer.momentum_ramp_rounds outer.uplink_codec outer.downlink_codec",
-    "outer.codec_by_name",
+    "outer.codec_by_name outer.clip_norm_ratio outer.reject_norm_ratio outer.optimizer.betas",
+    "outer.optimizer.eps",
     "outer.error_feedback outer.retained_versions inner.clip_norm inner.optimizer.name",
     "inner.optimizer.lr inner.optimizer.schedule inner.optimizer.warmup_steps",
     "inner.optimizer.min_lr_ratio inner.optimizer.betas inner.optimizer.weight_decay",

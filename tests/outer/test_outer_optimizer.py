@@ -108,6 +108,74 @@ def test_every_product_is_rounded_before_it_is_added() -> None:
     assert np.array_equal(delta.numpy(), d)
 
 
+ADAM = make(name="adam", lr=0.5, momentum=0.0, betas=(0.5, 0.75), eps=1.0)
+
+
+def test_two_outer_steps_of_adam_by_hand() -> None:
+    theta, first, second = torch.tensor([100.0]), torch.tensor([0.0]), torch.tensor([0.0])
+
+    ADAM.step_(theta, first, torch.tensor([8.0]), second, version=0)
+
+    # Moments 4 and 16, corrected 8 and 64: a step of 0.5 * 8 / (8 + 1).
+    assert (first.item(), second.item()) == (4.0, 16.0)
+    assert theta.item() == pytest.approx(100 - 4 / 9, abs=2.0**-17)
+
+    theta.fill_(100.0)
+    ADAM.step_(theta, first, torch.tensor([-4.0]), second, version=1)
+
+    # Moments 2 - 2 = 0 and 12 + 4 = 16: the first, and so the step, is zero.
+    assert (first.item(), second.item(), theta.item()) == (0.0, 16.0, 100.0)
+
+
+def test_it_equals_torch_adam() -> None:
+    generator = torch.Generator().manual_seed(6)
+    theta = torch.randn(1000, generator=generator)
+    reference = theta.clone().requires_grad_()
+    adam = torch.optim.Adam([reference], lr=0.3, betas=(0.9, 0.95), eps=0.1)
+    optimizer = make(name="adam", lr=0.3, momentum=0.0, betas=(0.9, 0.95), eps=0.1)
+    first, second = torch.zeros_like(theta), torch.zeros_like(theta)
+    distance = 0.0
+
+    for version in range(8):
+        delta = torch.randn(1000, generator=generator)
+        reference.grad = delta.clone()
+        before = theta.clone()
+        adam.step()
+        optimizer.step_(theta, first, delta, second, version=version)
+        distance += float((theta - before).abs().max())
+
+    # Moments round thrice a step, a step is made of five more roundings, each of 2^-24 of it; what
+    # cancels in a first moment is at most eight times what is left of its largest.
+    tolerance = 8 * (3 * 8 + 5) * 2.0**-24 * distance + 8 * 2.0**-24 * 8
+    assert (theta - reference.detach()).abs().max().item() <= tolerance < 2e-4
+
+
+def test_every_product_of_adam_is_rounded_before_it_is_added() -> None:
+    generator = torch.Generator().manual_seed(9)
+    theta, first, delta = torch.randn(3, 10_000, generator=generator)
+    second = torch.rand(10_000, generator=generator)
+    t, m, d, s = (x.numpy().copy() for x in (theta, first, delta, second))
+    f = np.float32
+    m = f(0.9) * m + f(1 - 0.9) * d
+    s = f(0.95) * s + f(1 - 0.95) * (d * d)
+    divisor = np.sqrt(s * f(1 / (1 - 0.95**4))) + f(0.1)
+    t = t - m * f(0.3 / (1 - 0.9**4)) / divisor
+
+    make(name="adam", lr=0.3, momentum=0.0).step_(theta, first, delta, second, version=3)
+
+    for values, expected in ((first, m), (second, s), (theta, t)):
+        assert np.array_equal(values.numpy(), expected)
+
+
+def test_a_second_moment_is_of_adam_alone() -> None:
+    zeros = torch.zeros(2)
+
+    with pytest.raises(ValueError, match="outer step of adam: second moment is None"):
+        ADAM.step_(zeros, zeros, zeros, version=0)
+    with pytest.raises(ValueError, match="outer step of nesterov: second moment is"):
+        make().step_(zeros, zeros, zeros, zeros, version=0)
+
+
 def test_the_flush_subtracts_the_mean() -> None:
     theta = torch.tensor([1.0, 2.0])
 
@@ -119,13 +187,15 @@ def test_the_flush_subtracts_the_mean() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"name": "adam"}, r"outer\.optimizer\.name = 'adam'", id="name"),
+        pytest.param({"name": "rmsprop"}, r"outer\.optimizer\.name = 'rmsprop'", id="name"),
         pytest.param({"lr": 0.0}, r"outer\.optimizer\.lr = 0\.0", id="zero lr"),
         pytest.param({"lr": float("nan")}, r"outer\.optimizer\.lr = nan", id="NaN lr"),
         pytest.param({"lr": float("inf")}, r"outer\.optimizer\.lr = inf", id="infinite lr"),
         pytest.param({"momentum": 1.0}, r"momentum = 1\.0 must be in \[0, 1\)", id="momentum 1"),
         pytest.param({"momentum": -0.1}, r"momentum = -0\.1", id="negative momentum"),
         pytest.param({"momentum": float("nan")}, r"momentum = nan", id="NaN momentum"),
+        pytest.param({"betas": (0.9, 1.0)}, r"betas\[1\] = 1\.0 must be in", id="beta"),
+        pytest.param({"eps": 0.0}, r"eps = 0\.0 must be finite and > 0", id="eps"),
         pytest.param({"momentum_ramp_rounds": -1}, r"momentum_ramp_rounds = -1", id="ramp"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +14,21 @@ import torch
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.errors import AggregationError
+from diloco.outer.combination import MergeRule, mean_of
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.outer.units import merge_units
 from diloco.rounds.merge import Merger, Spooled
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest, publish_lane
-from diloco.rounds.record import record_path
+from diloco.rounds.record import RecordDraft, record_path
 from diloco.rounds.spool import Spool
 from diloco.rounds.state import Close, Contributor, RoundKey
-from diloco.rounds.store import FragmentStore, VersionRecord, recompute
+from diloco.rounds.store import FragmentStore, VersionRecord, founding_record, recompute
 from diloco.telemetry.syncer_meter import SyncerMeter
 
 PLAN = make_plan([TensorSpec("w", (70_000,))], num_fragments=1)
 FRAGMENT = PLAN.fragments[0]
+UNITS = merge_units(PLAN, 0)
 RULES = PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 0), seed=0)
 ISLANDS = ("a", "b", "c")
 CLOSE = Close(
@@ -66,7 +70,7 @@ class Bench:
         self.spool = Spool(directory / "spool", spool_bytes)
         self.spool.start()
         self.merger = Merger(
-            FRAGMENT, self.store, RULES, SyncerMeter(time.perf_counter), num_threads
+            FRAGMENT, UNITS, self.store, RULES, SyncerMeter(time.perf_counter), num_threads
         )
 
     def spooled(self, scale: float = 1.0) -> Spooled:
@@ -98,7 +102,7 @@ def test_the_record_is_the_same_to_the_byte_however_it_was_made(
         publish_lane(
             state,
             [payload(name, i) for name in ISLANDS],
-            [3, 1, 2],
+            mean_of([3, 1, 2], FRAGMENT.padded_numel),
             RULES,
             fragment=FRAGMENT,
             lane_id=i,
@@ -167,7 +171,8 @@ def test_a_result_that_cannot_be_used_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_a_version_whose_draft_was_never_committed_does_not_exist(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    draft = bench.merger._draft(bench.merger._uncomputed(CLOSE), bench.spooled())
+    sizes = {name: [len(payload(name, i)) for i in range(len(FRAGMENT.lanes))] for name in ISLANDS}
+    draft = bench.store.draft(replace(bench.base, version=1), sizes["a"], sizes)
     draft.write("theta/0", to_bytes(bench.base.lanes[0].theta.view(torch.uint8)))
 
     recovered = FragmentStore(tmp_path / "store", FRAGMENT, 4).recover()
@@ -189,3 +194,200 @@ def test_a_lane_of_a_retained_version_is_read_alone_and_verified(
     codec, body = bench.store.load_lane(1, 1, section)
 
     assert (codec, bytes(body)) == ("int4", bytes(expected))
+
+
+# -- rules in two passes ---------------------------------------------------------------------------
+
+RADIAL = replace(RULES, merge=MergeRule("radial_directional", reject_norm_ratio=10.0))
+#: 70,000 values in four lanes: the tensors in the middle span several.
+TENSORS = [
+    TensorSpec("embed", (100, 90)),
+    TensorSpec("experts", (3, 100, 110)),
+    TensorSpec("norm", (2_000,)),
+    TensorSpec("w", (250, 104)),
+]
+
+
+def of_lanes(codec: str, lanes: list[torch.Tensor]) -> list[bytes]:
+    return [bytes(to_bytes(get_codec(codec).encode(lane))) for lane in lanes]
+
+
+class Round(Bench):
+    """The same over several tensors, with `num_lanes` lanes, and float32 contributions."""
+
+    def __init__(
+        self, directory: Path, rules: PublicationRules, *, num_lanes: int = 16, num_threads: int = 1
+    ):
+        self.plan = make_plan(TENSORS, num_fragments=1, num_lanes=num_lanes)
+        self.fragment = self.plan.fragments[0]
+        rules = replace(rules, uplink_codec="float32")
+        units = merge_units(self.plan, 0, plain_mean=("*embed*",), experts=("*experts*",))
+        self.store = FragmentStore(directory / "store", self.fragment, 4)
+        self.store.recover()
+        theta = torch.randn(self.fragment.padded_numel, generator=torch.Generator().manual_seed(2))
+        values = {lane.lane_id: to_bytes(theta[lane.start : lane.end].view(torch.uint8))
+                  for lane in self.fragment.lanes}  # fmt: skip
+        self.base = founding_record(
+            self.fragment, values, 0, has_second_moment=rules.optimizer.has_second_moment
+        )
+        self.store.commit(self.base)
+        self.spool = Spool(directory / "spool", 1 << 20)
+        self.spool.start()
+        meter = SyncerMeter(time.perf_counter)
+        self.merger = Merger(self.fragment, units, self.store, rules, meter, num_threads)
+
+    def deltas(self) -> dict[str, torch.Tensor]:
+        deltas = {}
+        for seed, name in enumerate(("a", "b", "c", "d")):
+            generator = torch.Generator().manual_seed(seed)
+            deltas[name] = torch.zeros(self.fragment.padded_numel)
+            for entry in self.fragment.entries:
+                numel = entry.end - entry.start
+                values = torch.randn(numel, generator=generator) * 1e-2
+                deltas[name][entry.offset : entry.offset + numel] = values
+        return deltas
+
+    def spooled_of(self, deltas: dict[str, torch.Tensor]) -> Spooled:
+        coded = {
+            name: of_lanes(
+                "float32", [delta[lane.start : lane.end] for lane in self.fragment.lanes]
+            )
+            for name, delta in deltas.items()
+        }
+        return {
+            name: {
+                i: self.spool.put(data, blake3.blake3(data).digest())
+                for i, data in enumerate(lanes)
+            }
+            for name, lanes in coded.items()
+        }
+
+    def publish(self, deltas: dict[str, torch.Tensor] | None = None) -> VersionRecord:
+        return self.merger.publish(self.base, CLOSE, self.spooled_of(deltas or self.deltas()))
+
+
+def vector(record: VersionRecord, name: str = "theta") -> torch.Tensor:
+    return torch.cat([lane.vectors[name] for lane in record.lanes])
+
+
+def test_radial_averages_go_by_tensor_and_expert_across_lanes(tmp_path: Path) -> None:
+    bench = Round(tmp_path, replace(RADIAL, optimizer=OuterOptimizer("sgd", 1.0, 0.0, 0)))
+    before = vector(bench.base).clone()
+    deltas = [bench.deltas()[name].double() for name in ISLANDS]
+
+    merged = before - vector(bench.publish())
+
+    weights = [3, 1, 2]
+    mean = sum(w / 6 * d for w, d in zip(weights, deltas, strict=True))
+    assert float(merged.norm() / mean.norm()) > 1.4, "they are nearly orthogonal"
+    for entry in bench.fragment.entries:
+        parts = 3 if entry.name == "experts" else 1
+        size = (entry.end - entry.start) // parts
+        for part in range(parts):
+            place = slice(entry.offset + part * size, entry.offset + (part + 1) * size)
+            expected = mean[place]
+            if entry.name != "embed":
+                norms = [d[place].norm() for d in deltas]
+                u = sum(
+                    w / 6 * d[place] / n for w, d, n in zip(weights, deltas, norms, strict=True)
+                )
+                radius = sum(w / 6 * n for w, n in zip(weights, norms, strict=True))
+                expected = radius * u / u.norm()
+            # Theta is near 4 at most, and rounded once: 2^-22.
+            torch.testing.assert_close(merged[place].double(), expected, rtol=1e-5, atol=2.0**-22)
+
+
+@pytest.mark.parametrize("rules", [RADIAL, replace(RULES, merge=MergeRule(clip_norm_ratio=1.0))])
+def test_lanes_and_threads_do_not_change_a_version(tmp_path: Path, rules: PublicationRules) -> None:
+    whole = Round(tmp_path / "1", rules, num_lanes=1)
+    split = Round(tmp_path / "4", rules, num_threads=3)
+    assert (len(whole.fragment.lanes), len(split.fragment.lanes)) == (1, 4)
+
+    one, four = whole.publish(), split.publish()
+
+    # Sums of other parts may round a coefficient to its neighbour: 2^-23 of a delta of 0.05.
+    torch.testing.assert_close(vector(one), vector(four), rtol=0, atol=2.0**-22)
+    again = Round(tmp_path / "5", rules, num_threads=1).publish()
+    assert again.header() == four.header()
+
+
+def test_an_outlier_is_not_in_the_version_and_the_record_says_why(tmp_path: Path) -> None:
+    bench, without = Round(tmp_path / "1", RADIAL), Round(tmp_path / "2", RADIAL)
+    deltas = bench.deltas()
+
+    record = bench.publish({**deltas, "b": deltas["b"] * 100})
+    pair = replace(CLOSE, contributors=(CLOSE.contributors[0], CLOSE.contributors[2]))
+    expected = without.merger.publish(without.base, pair, without.spooled_of(deltas))
+
+    assert [c.island for c in record.contributors] == ["a", "c"]
+    assert list(record.rejected) == ["b"]
+    assert "over reject_norm_ratio = 10 times" in record.rejected["b"]
+    assert record.digest == expected.digest
+    stored = bench.store.load(1)
+    assert (stored.rejected, stored.combination) == (record.rejected, record.combination)
+    assert set(stored.contributions) == {"a", "c"}
+    assert list((tmp_path / "1" / "spool").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        RADIAL,
+        replace(RULES, merge=MergeRule(weighting="tokens_times_rate")),
+        replace(RULES, optimizer=OuterOptimizer("adam", 0.1, 0.0, 0)),
+    ],
+    ids=["radial", "rate", "adam"],
+)
+def test_a_version_is_recomputed_by_the_coefficients_in_its_record(
+    tmp_path: Path, rules: PublicationRules
+) -> None:
+    bench = Round(tmp_path, rules)
+    rules = bench.merger.rules
+    first = bench.publish()
+    second = bench.merger.publish(
+        first, replace(CLOSE, key=RoundKey(0, 0, 1, 0)), bench.spooled_of(bench.deltas())
+    )
+
+    records = [bench.store.load(version) for version in range(3)]
+
+    assert records[2].header() == second.header()
+    for before, after in itertools.pairwise(records):
+        # Whatever the rule is by then: the merge is the record's.
+        now = replace(rules, merge=MergeRule())
+        assert recompute(before, after, now, bench.fragment) == after.lane_digests
+    if records[1].combination is not None:
+        by_tokens = replace(records[1], combination=None)
+        assert recompute(records[0], by_tokens, rules, bench.fragment) != first.lane_digests
+
+
+def test_the_plain_mean_has_no_word_of_coefficients_in_its_header(tmp_path: Path) -> None:
+    assert "merge" not in Round(tmp_path, RULES).publish().header()
+
+
+def test_two_passes_keep_contributions_until_the_commit(tmp_path: Path) -> None:
+    bench = Round(tmp_path, RADIAL)
+    spool = bench.spooled_of(bench.deltas())
+    seen: list[int] = []
+    commit = bench.store.commit
+
+    def watched(record: VersionRecord, draft: RecordDraft | None = None) -> None:
+        seen.extend(len(spooled.read()) for lanes in spool.values() for spooled in lanes.values())
+        commit(record, draft)
+
+    bench.store.commit = watched  # type: ignore[method-assign]
+    bench.merger.publish(bench.base, CLOSE, spool)
+
+    assert len(seen) == 4 * len(bench.fragment.lanes)
+
+
+def test_an_outer_step_that_diverges_leaves_both_moments_of_adam_alone(tmp_path: Path) -> None:
+    adam = replace(RULES, optimizer=OuterOptimizer("adam", 0.1, 0.0, 0))
+    bench = Round(tmp_path, adam)
+    before = {name: vector(bench.base, name).clone() for name in bench.base.lanes[0].vectors}
+
+    with pytest.raises(AggregationError, match="second_moment is not finite"):
+        bench.publish({name: delta * 1e24 for name, delta in bench.deltas().items()})
+
+    assert list(before) == ["theta", "published", "momentum", "second_moment"]
+    assert all(torch.equal(vector(bench.base, name), values) for name, values in before.items())
+    assert bench.publish().version == 1

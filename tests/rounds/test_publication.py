@@ -12,6 +12,7 @@ from torch import Tensor
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.errors import AggregationError, CodecError
+from diloco.outer.combination import mean_of
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import (
@@ -60,7 +61,7 @@ def publish(
     return publish_lane(
         lane,
         [encoded(up, delta) for delta in deltas],
-        weights or [1] * len(deltas),
+        mean_of(weights or [1] * len(deltas), FRAGMENT.padded_numel),
         PublicationRules(up, down, optimizer, seed=0),
         fragment=FRAGMENT,
         lane_id=0,

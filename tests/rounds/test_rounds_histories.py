@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from hypothesis import settings
@@ -176,8 +177,8 @@ class AnyHistory(RuleBasedStateMachine):
             self.perform(self.rounds.tick(self.now))
 
     @precondition(lambda self: self.pending)
-    @rule(is_killed=st.booleans(), is_broken=st.booleans())
-    def write(self, is_killed: bool, is_broken: bool) -> None:
+    @rule(is_killed=st.booleans(), is_broken=st.booleans(), outlier=st.sampled_from(ISLANDS))
+    def write(self, is_killed: bool, is_broken: bool, outlier: str) -> None:
         """The durable write ends; the syncer may die before it tells anybody."""
         instruction = self.pending.pop()
         version = self.rounds.version
@@ -185,15 +186,23 @@ class AnyHistory(RuleBasedStateMachine):
             case Close(key) if is_broken:
                 self.perform(self.rounds.result_broken(key, "not finite", self.now))
                 return
-            case Close(key, contributors, _, refused, included):
+            case Close(key, contributors, _, refused):
                 self.check_close(instruction)
-                self.durable_included = dict(included)
                 self.durable_version, self.durable_attempt = key.version + 1, 0
-                who = frozenset((c.island, c.incarnation) for c in contributors)
-                self.durable_past[key.version] = PastRound(key.attempt, who, refused)
+                names = {c.island for c in contributors}
+                rejected = {outlier: "norm"} if outlier in names and len(names) > 2 else {}
+                who = frozenset(
+                    (c.island, c.incarnation) for c in contributors if c.island not in rejected
+                )
+                self.durable_past[key.version] = PastRound(key.attempt, who, refused, rejected)
                 for old in [v for v in self.durable_past if v <= key.version - self.retained]:
                     del self.durable_past[old]
-                tell = self.rounds.committed
+                counted = {
+                    island: Inclusion(incarnation, key.version, key.attempt)
+                    for island, incarnation in who
+                }
+                self.durable_included = {**self.durable_included, **counted}
+                tell = functools.partial(self.rounds.committed, rejected=rejected)
             case RecordExpiry(key):
                 self.durable_attempt = key.attempt + 1
                 tell = self.rounds.expiry_recorded

@@ -13,6 +13,7 @@ import torch
 
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
+from diloco.outer.combination import mean_of
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest, publish_lane
@@ -77,7 +78,7 @@ def following(
         publish_lane(
             state,
             [contributions[c.island][lane_id] for c in contributors],
-            [c.weight_tokens for c in contributors],
+            mean_of([c.weight_tokens for c in contributors], FRAGMENT.padded_numel),
             rules,
             fragment=FRAGMENT,
             lane_id=lane_id,

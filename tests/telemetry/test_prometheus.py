@@ -121,7 +121,7 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         pass
     with meter.committing(0):
         pass
-    meter.published(0, ["east"], ["west"])
+    meter.published(0, ["east"], ["west"], ["north"])
     meter.expired(1)
     meter.refusal("west", Cause.DIGEST)
     meter.refusal("west", Cause.DIGEST)
@@ -142,6 +142,7 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         "diloco_syncer_commit_seconds_total{fragment=1}": 0,
         "diloco_syncer_contributions_total{fragment=0,island=east,outcome=included}": 1,
         "diloco_syncer_contributions_total{fragment=0,island=west,outcome=refused}": 1,
+        "diloco_syncer_contributions_total{fragment=0,island=north,outcome=rejected}": 1,
         "diloco_syncer_refusals_total{cause=digest,island=west}": 2,
         "diloco_syncer_refusals_total{cause=grant,island=}": 1,
         "diloco_syncer_received_bytes_total{fragment=0,island=east}": 100,

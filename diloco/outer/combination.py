@@ -1,0 +1,262 @@
+"""How contributions are combined: coefficients of a linear combination, out of inner products.
+
+Every merge rule gives merged = sum_m c_m v_m, with one coefficient c_m a contribution and *unit*
+(`diloco.outer.units`: a tensor, a piece of one, an expert). What the coefficients depend on, norms
+and angles, is in the matrices of inner products G[m, n] = <v_m, v_n> of the units; those are
+computed elsewhere, in float64, and their last bits are the hardware's. Coefficients are therefore
+rounded to float32 and kept with the version that they made: whoever recomputes it reads them.
+
+Pure: lists of floats in the order of sorted island ids, no tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal, TypeAlias
+
+from diloco.errors import AggregationError
+from diloco.outer.units import Unit
+
+#: Inner products of the contributions in one unit.
+Gram: TypeAlias = Sequence[Sequence[float]]
+
+#: Fewer do not tell which of them is the odd one.
+MIN_JUDGED = 3
+#: Next to the largest norm of its unit a smaller one is zero: its direction would be amplified
+#: beyond what a float32 coefficient holds.
+_LEAST_NORM = 2.0**-60
+#: Directions whose weighted mean is shorter cancel: what float32 leaves of them is rounding.
+_LEAST_MEAN_DIRECTION = 2.0**-20
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRule:
+    """How the contributions of a round are weighted and combined.
+
+    Attributes:
+        name: mean, or radial_directional (see `coefficients_of`).
+        weighting: tokens, or tokens_times_rate (tokens * tokens / steps).
+        clip_norm_ratio: A contribution with a norm beyond this times the median is scaled down to
+            it; 0: none is.
+        reject_norm_ratio: A contribution with a norm beyond this times the median is left out;
+            0: none is.
+        plain_mean: Patterns (* and ?) of the tensors that take the plain mean whatever the rule.
+        experts: Patterns of tensors of three or more dims that hold one expert an index of dim 0.
+
+    Source: Decoupled DiLoCo (arXiv 2604.21428): weights, radial-directional averaging.
+    """
+
+    name: Literal["mean", "radial_directional"] = "mean"
+    weighting: Literal["tokens", "tokens_times_rate"] = "tokens"
+    clip_norm_ratio: float = 0.0
+    reject_norm_ratio: float = 0.0
+    plain_mean: tuple[str, ...] = ("*embed*",)
+    experts: tuple[str, ...] = ("*experts*",)
+
+    def is_radial(self, *, is_flush: bool) -> bool:
+        """Whether a round takes radial-directional averages; a flush is the plain mean."""
+        return self.name == "radial_directional" and not is_flush
+
+    def needs_norms(self, *, is_flush: bool) -> bool:
+        """Whether the coefficients of a round depend on values: two passes over contributions."""
+        clips = self.clip_norm_ratio > 0 and not is_flush
+        return clips or self.reject_norm_ratio > 0 or self.is_radial(is_flush=is_flush)
+
+    def weight(self, tokens: int, steps: int, *, is_flush: bool) -> float:
+        """Return a contribution's weight: its tokens, times tokens a step where the rate counts.
+
+        A flush goes by tokens alone: it averages work, it does not judge it.
+        """
+        if is_flush or self.weighting == "tokens":
+            return float(tokens)
+        return tokens * (tokens / max(1, steps))
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """Coefficients by range of a fragment's vector, or of a part of it.
+
+    Attributes:
+        ends: Ends of the ranges, ascending; the first begins at 0.
+        coefficients: Of each range, one for each contribution.
+    """
+
+    ends: tuple[int, ...]
+    coefficients: tuple[tuple[float, ...], ...]
+
+    def within(self, start: int, end: int) -> tuple[tuple[slice, tuple[float, ...]], ...]:
+        """Return what lies in [start, end): places counted from `start`, and coefficients."""
+        starts = (0, *self.ends)
+        return tuple(
+            (slice(max(first, start) - start, min(last, end) - start), coefficients)
+            for first, last, coefficients in zip(starts, self.ends, self.coefficients, strict=False)
+            if first < end and last > start
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Write it for a record's header; a coefficient is 8 hex digits, float32, little-endian."""
+        return {
+            "ends": list(self.ends),
+            "coefficients": [struct.pack(f"<{len(c)}f", *c).hex() for c in self.coefficients],
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Combination:
+        """Read what `to_json` wrote."""
+        rows = [bytes.fromhex(row) for row in content["coefficients"]]
+        return cls(
+            tuple(content["ends"]),
+            tuple(struct.unpack(f"<{len(row) // 4}f", row) for row in rows),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What was decided about the contributions of a round.
+
+    Attributes:
+        combination: Of those that count, in their order.
+        rejected: Index of a contribution that does not count -> why.
+    """
+
+    combination: Combination
+    rejected: Mapping[int, str] = field(default_factory=dict)
+
+
+def shares(weights: Sequence[float]) -> tuple[float, ...]:
+    """Return w_m / sum(w); all zero where the sum is.
+
+    Raises:
+        AggregationError: If a weight is negative or not finite.
+    """
+    for index, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise AggregationError(f"weight {index} is {weight}: must be finite and >= 0")
+    # fsum is exact, and the same in every version of Python; sum is not.
+    total = math.fsum(weights)
+    return tuple(weight / total if total else 0.0 for weight in weights)
+
+
+def mean_of(weights: Sequence[float], numel: int) -> Combination:
+    """Give all of a vector its weighted mean: c_m = w_m / sum(w).
+
+    Raises:
+        AggregationError: If a weight is negative or not finite.
+    """
+    return Combination((numel,), (tuple(map(_float32, shares(weights))),))
+
+
+def judge(
+    grams: Sequence[Gram],
+    units: Sequence[Unit],
+    weights: Sequence[float],
+    rule: MergeRule,
+    *,
+    is_flush: bool,
+) -> Judgement:
+    """Decide who counts and with which coefficients.
+
+    norm_m = |v_m| over the whole fragment. With at least three contributions of a weight over 0:
+
+        rejected    norm_m > reject_norm_ratio * median(norms)
+        s_m         min(1, clip_norm_ratio * median(norms of the others) / norm_m)
+
+    where a median of zero judges nobody. Then, unit by unit, the rule's coefficients of s_m v_m
+    (`coefficients_of`), times s_m. Nothing is clipped in a flush, and its rule is the mean.
+
+    Args:
+        grams: Inner products by unit.
+        units: Cover the fragment's vector.
+        weights: One for each contribution, finite and >= 0.
+        rule: What is asked for.
+        is_flush: Whether all are contributions to a flush.
+
+    Raises:
+        AggregationError: If a weight is negative or not finite.
+    """
+    shares(weights)  # refuses impossible weights
+    norms = [math.sqrt(math.fsum(gram[m][m] for gram in grams)) for m in range(len(weights))]
+    rejected = _outliers(norms, weights, rule.reject_norm_ratio)
+    counted = [m for m in range(len(weights)) if m not in rejected]
+    scales = [1.0] * len(counted)
+    if not is_flush:
+        kept = [norms[m] for m in counted], [weights[m] for m in counted]
+        scales = _clips(*kept, rule.clip_norm_ratio)
+    is_radial = rule.is_radial(is_flush=is_flush)
+    kept_weights = [weights[m] for m in counted]
+    rows = []
+    for gram, unit in zip(grams, units, strict=True):
+        scaled = [
+            [gram[m][n] * s * t for n, t in zip(counted, scales, strict=True)]
+            for m, s in zip(counted, scales, strict=True)
+        ]
+        row = coefficients_of(scaled, kept_weights, is_radial=is_radial and not unit.is_plain)
+        rows.append(tuple(_float32(c * s) for c, s in zip(row, scales, strict=True)))
+    return Judgement(_joined([unit.end for unit in units], rows), rejected)
+
+
+def coefficients_of(gram: Gram, weights: Sequence[float], *, is_radial: bool) -> list[float]:
+    """Return the coefficients of one unit, in float64.
+
+    mean                 c_m = w_m / W                                              W = sum w_m
+    radial_directional   merged = R phi(u),   phi(x) = x / |x|, phi(0) = 0
+                         R = sum_m w_m |v_m| / W,   u = sum_m (w_m / W) phi(v_m)
+                         so, with a_m = w_m / (W |v_m|),   c_m = R a_m / sqrt(a' G a)
+
+    The mean of M orthogonal contributions is shorter than they are by sqrt(M); this one is not. A
+    v_m of less than 2^-60 of the longest has no direction, and neither has a u shorter than 2^-20,
+    where the directions cancel: merged is zero there, as it is without weights.
+
+    Source: Decoupled DiLoCo (arXiv 2604.21428), radial-directional averaging.
+    """
+    of_all = shares(weights)
+    if not is_radial:
+        return list(of_all)
+    norms = [math.sqrt(gram[m][m]) for m in range(len(weights))]
+    least = _LEAST_NORM * max(norms)
+    scaled = [w / n if n > least else 0.0 for w, n in zip(of_all, norms, strict=True)]
+    squared = math.fsum(
+        a * gram[m][n] * b for m, a in enumerate(scaled) for n, b in enumerate(scaled)
+    )
+    if squared < _LEAST_MEAN_DIRECTION**2:
+        return [0.0] * len(weights)
+    radius = math.fsum(w * n for w, n in zip(of_all, norms, strict=True))
+    return [radius * a / math.sqrt(squared) for a in scaled]
+
+
+def _outliers(norms: Sequence[float], weights: Sequence[float], ratio: float) -> dict[int, str]:
+    median = _median(norms, weights)
+    if not (ratio and median):
+        return {}
+    return {
+        m: f"norm {norm:.4g} is over reject_norm_ratio = {ratio:g} times {median:.4g}, the median "
+        f"of the round's {len(norms)} contributions"
+        for m, norm in enumerate(norms)
+        if norm > ratio * median and weights[m] > 0
+    }
+
+
+def _clips(norms: Sequence[float], weights: Sequence[float], ratio: float) -> list[float]:
+    most = ratio * _median(norms, weights)
+    return [most / norm if 0 < most < norm else 1.0 for norm in norms]
+
+
+def _median(norms: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the median norm of contributions with a weight; 0 of fewer than `MIN_JUDGED`."""
+    of_weight = [norm for norm, weight in zip(norms, weights, strict=True) if weight > 0]
+    return statistics.median(of_weight) if len(of_weight) >= MIN_JUDGED else 0.0
+
+
+def _joined(ends: Sequence[int], rows: Sequence[tuple[float, ...]]) -> Combination:
+    """Make one range of neighbours with the same coefficients."""
+    runs = [list(run) for _, run in groupby(zip(ends, rows, strict=True), key=lambda each: each[1])]
+    return Combination(tuple(run[-1][0] for run in runs), tuple(run[0][1] for run in runs))
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
