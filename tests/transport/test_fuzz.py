@@ -362,7 +362,10 @@ def message_of(draw: st.DrawFn, kind: type[Message], depth: int = 0) -> Message:
             elif draw(st.integers(0, 9)):
                 fields[field.name] = draw(st.lists(value, max_size=3))
             else:
-                fields[field.name] = [draw(value)] * draw(st.sampled_from([100, 20_000]))
+                repeated = draw(value)
+                size = repeated.ByteSize() if isinstance(repeated, Message) else len(str(repeated))
+                most = 2 * MAX_HEADER_BYTES // (size + 1)  # more is never let in
+                fields[field.name] = [repeated] * min(draw(st.sampled_from([100, 20_000])), most)
     return kind(**fields)
 
 
