@@ -151,8 +151,8 @@ def test_a_revoked_server_that_takes_a_broken_connection_over_is_told_nothing(pk
         thief = Server(Tls(stolen, COORDINATOR), server.address)
         await thief.start()
         (channel,) = transport._channels.values()
-        async with asyncio.timeout(DEADLINE_S):  # gRPC connects again by itself
-            while (state := channel.get_state()) is not grpc.ChannelConnectivity.READY:
+        async with asyncio.timeout(DEADLINE_S):
+            while (state := channel.get_state(True)) is not grpc.ChannelConnectivity.READY:
                 await channel.wait_for_state_change(state)
         for _ in range(2):
             with refused("coordinator was revoked"):
@@ -201,8 +201,8 @@ def test_a_revoked_server_that_takes_over_while_a_payload_waits_is_told_nothing(
         thief = Server(Tls(stolen, COORDINATOR), server.address)
         await thief.start()
         (channel,) = transport._channels.values()
-        async with asyncio.timeout(DEADLINE_S):  # gRPC connects again by itself
-            while (state := channel.get_state()) is not grpc.ChannelConnectivity.READY:
+        async with asyncio.timeout(DEADLINE_S):
+            while (state := channel.get_state(True)) is not grpc.ChannelConnectivity.READY:
                 await channel.wait_for_state_change(state)
         pacer.may_leave.set()
         with refused("coordinator was revoked"):
