@@ -19,6 +19,7 @@ from torch import Tensor
 from diloco.compression.base import Codec, check_flat, check_payload
 from diloco.compression.random_bits import rounding_key
 from diloco.compression.registry import get_codec
+from diloco.errors import ConfigError
 from diloco.outer.fragments import Fragment
 from diloco.outer.patterns import insist_on_match, matches
 
