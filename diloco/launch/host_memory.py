@@ -2,8 +2,9 @@
 
     supervisor ── one anonymous file in memory a rank (memfd), inherited at every start ──> rank
 
-It is gone with the supervisor, however that ends, and nobody else can open it by a name; the size
-of /dev/shm does not limit it. Supervisors touch none of it, and import no torch.
+It is gone with the supervisor, however that ends, and has no name that another user could open; the
+size of /dev/shm does not limit it, a cgroup's memory does. Supervisors touch none of it, and import
+no torch.
 
     slot = header, body      2 slots for each state that the rank keeps, all of the same size
     header                   sequence, step, digest of both and of the body; zeros: nothing whole
@@ -46,7 +47,16 @@ class HostMemory:
         self._descriptors: dict[int, int] = {}
 
     def __enter__(self) -> HostMemory:
-        """Make the files, empty: the ranks give them their size."""
+        """Make the files, empty: the ranks give them their size.
+
+        Raises:
+            ConfigError: If this system has no such files.
+        """
+        if self._island_ranks and not hasattr(os, "memfd_create"):
+            raise ConfigError(
+                f"islands.{self._island}.memory_checkpoint_steps needs files in memory "
+                f"(memfd_create, Linux), which this system does not have; set it to 0"
+            )
         for rank in self._island_ranks:
             self._descriptors[rank] = os.memfd_create(f"diloco-{self._island}-{rank}")
         return self
@@ -167,6 +177,17 @@ class CopySlots:
 
     def _at(self, state: int, sequence: int) -> int:
         return (state * _NUM_SLOTS + sequence % _NUM_SLOTS) * self._slot_bytes
+
+
+def next_sequence(last: int, whole: int | None) -> int:
+    """Give the number of the next copy: new, and of the slot that the whole one is not in.
+
+    Args:
+        last: The largest number of a copy that any rank has begun; 0: none.
+        whole: Number of the newest copy that is whole for all ranks; None: none is.
+    """
+    following = last + 1
+    return following + (whole is not None and (following - whole) % _NUM_SLOTS == 0)
 
 
 def kept_bytes(num_parameters: int) -> int:

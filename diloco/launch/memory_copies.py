@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from diloco.errors import ConfigError, IslandFailed
 from diloco.inner.placement import ranks_of_copies, recovery_probability
 from diloco.inner.state import MOMENTS, local_part, moments, new_moments_, optimizer_step
-from diloco.launch.host_memory import CopySlots, Header, insist_on_memory
+from diloco.launch.host_memory import CopySlots, Header, insist_on_memory, next_sequence
 from diloco.sync.groups import COLLECTIVE_S
 from diloco.sync.shards import canonical_parameters
 from diloco.telemetry.events import Event, MemoryCopied, MemoryCopyFailed
@@ -162,7 +162,7 @@ class MemoryCopies:
         """
         began = time.monotonic()
         self.settle(inner_step)
-        sequence = self._next_sequence()
+        sequence = next_sequence(self._last, self._whole)
         for state in range(len(self._kept)):
             self._slots.empty(state, sequence)
         text = json.dumps(
@@ -208,12 +208,6 @@ class MemoryCopies:
         """End the thread, once the copy that is under way has ended; collective."""
         self.settle(inner_step)
         self._thread.shutdown()
-
-    def _next_sequence(self) -> int:
-        """Give the smallest that no rank has used, of the slot that the whole copy is not in."""
-        following = self._last + 1
-        is_taken = self._whole is not None and (following - self._whole) % 2 == 0
-        return following + is_taken
 
     def _exchange(self, sequence: int, step: int) -> str:
         """Seal this rank's copy, and give and take others'; returns what is wrong.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from tests.served_run import ServedRun
 pytestmark = pytest.mark.timeout(300)
 
 INNER_STEPS = 120
+#: The first host's address; the other reaches it from 127.0.0.1.
+FIRST_HOST = "127.0.0.2"
 
 
 def events(output: Path, kind: str) -> list[dict[str, Any]]:
@@ -35,6 +38,27 @@ def events(output: Path, kind: str) -> list[dict[str, Any]]:
         if line.endswith("}"):  # the last one may be in the writing
             found.append(json.loads(line))
     return [event for event in found if event["kind"] == kind]
+
+
+def start_island(
+    served: ServedRun, output: Path, every: int, *options: str
+) -> subprocess.Popen[bytes]:
+    """Start the supervisor of island west on a host."""
+    arguments = ["island", str(served.run_file), "--island", "west", *options]
+    arguments += ["--coordinator", served.address, "--output", str(output)]
+    for setting in (f"memory_checkpoint_steps={every}", "restart_wait=100ms"):
+        arguments += ["--set", f"islands.west.{setting}"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "diloco", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def end(*supervisors: subprocess.Popen[bytes]) -> None:
+    for supervisor in supervisors:
+        supervisor.kill()
+        supervisor.wait()
 
 
 def wait_for_copy(output: Path, supervisor: subprocess.Popen[bytes]) -> None:
@@ -57,22 +81,13 @@ def assert_taken_from_memory(found: list[dict[str, Any]], every: int, inner_step
 def test_an_island_whose_rank_is_killed_returns_without_storage(tmp_path: Path) -> None:
     output, every = tmp_path / "out", 3
     with ServedRun(tmp_path, {"west": "dp_shard = 2"}, inner_steps=INNER_STEPS) as served:
-        options = ["--coordinator", served.address, "--output", str(output)]
-        options += ["--set", f"islands.west.memory_checkpoint_steps={every}"]
-        options += ["--set", "islands.west.restart_wait=100ms"]
-        island = ["-m", "diloco", "island", str(served.run_file), "--island", "west"]
-        supervisor = subprocess.Popen(
-            [sys.executable, *island, *options],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        supervisor = start_island(served, output, every)
         try:
             wait_for_copy(output, supervisor)
             os.kill(pid_of_rank(supervisor.pid, island_rank=1), signal.SIGKILL)
             code = supervisor.wait(120)
         finally:
-            supervisor.kill()
-            supervisor.wait()
+            end(supervisor)
 
     assert code == 0, all_logs(output)
     (rejoined,) = events(output, "island_rejoined")
@@ -85,6 +100,36 @@ def test_an_island_whose_rank_is_killed_returns_without_storage(tmp_path: Path) 
     assert steps == list(range(rejoined["inner_step"] + 1, INNER_STEPS + 1))
     assert not served.config.checkpoint_dir.exists(), "nothing was written, nothing could be read"
     assert "taken from memory" in (output / "west-1.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_takes_its_ranks_states_back_from_another(tmp_path: Path) -> None:
+    output, every = tmp_path / "out", 2
+    with socket.socket() as probe:
+        probe.bind((FIRST_HOST, 0))
+        rdzv = f"{FIRST_HOST}:{probe.getsockname()[1]}"
+    with ServedRun(tmp_path, {"west": "dp_shard = 2"}, inner_steps=INNER_STEPS) as served:
+        hosts = [start_island(served, output, every, "--nnodes", "2", "--node-rank", str(node),
+                              "--rdzv", rdzv) for node in (0, 1)]  # fmt: skip
+        try:
+            wait_for_copy(output, hosts[0])
+            hosts[1].kill()
+            hosts[1].wait()
+            again = ("--nnodes", "2", "--node-rank", "1", "--rdzv", rdzv)
+            hosts.append(start_island(served, output, every, *again))
+            codes = hosts[0].wait(120), hosts[2].wait(30)
+        finally:
+            end(*hosts)
+
+    assert codes == (0, 0), all_logs(output)
+    (taken,) = events(output, "inner_state_taken")
+    assert taken["source"] == "memory"
+    assert taken["taken_step"] > 0
+    assert taken["received_bytes"] > 0, "the second host's memory was gone"
+    (ended,) = events(output, "island_ended")
+    assert (ended["inner_step"], ended["incarnation"]) == (INNER_STEPS, 2)
+    assert "hosts=2 copies=2" in (output / "west-0.log").read_text()
+    assert not served.config.checkpoint_dir.exists()
 
 
 @pytest.mark.slow

@@ -6,9 +6,17 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from diloco.launch.host_memory import CopySlots, Header, HostMemory, insist_on_memory
+from diloco.launch.host_memory import (
+    CopySlots,
+    Header,
+    HostMemory,
+    insist_on_memory,
+    next_sequence,
+)
 
 BODY_BYTES = 5000
 
@@ -108,3 +116,36 @@ def test_more_than_the_host_has_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"steps = 5: copies .* 1024 TiB.* are available; spread"):
         insist_on_memory("islands.east.memory_checkpoint_steps = 5", 1 << 50)
+
+
+#: How far a rank got in a copy; at the end of all ranks it was whole, and known to be.
+NOT_BEGUN, EMPTIED, SEALED = 0, 1, 2
+COPY = st.tuples(*[st.sampled_from([NOT_BEGUN, EMPTIED, SEALED])] * 3)
+#: Starts of an island of three ranks, their copies, and whether a torn one was somebody's death.
+HISTORIES = st.lists(st.lists(st.tuples(COPY, st.booleans()), max_size=5), max_size=6)
+
+
+@given(HISTORIES)
+def test_the_newest_whole_copy_outlives_every_history_of_deaths(
+    history: list[list[tuple[tuple[int, int, int], bool]]],
+) -> None:
+    slots: list[dict[int, tuple[int, int]]] = [{}, {}, {}]  # by rank: slot -> (sequence, copy)
+    newest, number = 0, 0
+
+    for start in history:
+        whole = max(set.intersection(*(set(held.values()) for held in slots)), default=None)
+        assert (whole[1] if whole else 0) == newest
+        last = max((sequence for held in slots for sequence, _ in held.values()), default=0)
+        known = None if whole is None else whole[0]
+        for reached, is_death in start:
+            sequence, number = next_sequence(last, known), number + 1
+            last = sequence
+            for held, stage in zip(slots, reached, strict=True):
+                if stage != NOT_BEGUN:
+                    held.pop(sequence % 2, None)
+                if stage == SEALED:
+                    held[sequence % 2] = (sequence, number)
+            if set(reached) == {SEALED}:
+                known, newest = sequence, number
+            elif is_death:
+                break  # all ranks start again
