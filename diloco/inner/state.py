@@ -47,13 +47,17 @@ def moments(
     parameters = canonical_parameters(model)
     return {
         moment: {
-            name: optimizer.state[parameter].get(moment, torch.zeros_like(parameter))
-            if parameter in optimizer.state
-            else torch.zeros_like(parameter)
-            for name, parameter in parameters.items()
+            name: _moment(optimizer, parameter, moment) for name, parameter in parameters.items()
         }
         for moment in MOMENTS
     }
+
+
+def _moment(optimizer: torch.optim.Optimizer, parameter: Tensor, moment: str) -> Tensor:
+    if parameter in optimizer.state and moment in optimizer.state[parameter]:
+        found: Tensor = optimizer.state[parameter][moment]
+        return found
+    return torch.zeros_like(parameter)
 
 
 def local_part(tensor: Tensor) -> Tensor:

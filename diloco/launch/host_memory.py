@@ -135,7 +135,9 @@ class CopySlots:
         """
         if self.missing_bytes:
             os.posix_fallocate(self._descriptor, 0, self.num_bytes)
-        self._memory = memoryview(mmap.mmap(self._descriptor, self.num_bytes))
+        # Populated now: page by page it would be in the first copies' time.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        self._memory = memoryview(mmap.mmap(self._descriptor, self.num_bytes, flags))
 
     def body(self, state: int, sequence: int) -> memoryview:
         """Return the body in which the copy `sequence` of the rank's n-th state lies."""
