@@ -206,8 +206,9 @@ class IslandCheckpoints:
         steps = written_steps(*self._place)
         # Later ones will be written anew.
         self._connection.report_checkpoints(s for s in steps if s <= self._outer.start_step)
-        began = time.monotonic()
-        copied = None if self._memory is None else self._memory.newest
+        memory, began, copied = self._memory, time.monotonic(), None
+        if memory is not None:
+            began, copied = began - memory.search_s, memory.newest
         for step in reversed(steps):
             if copied is not None and step <= copied:
                 break
@@ -221,8 +222,8 @@ class IslandCheckpoints:
                 self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
                 self._taken("checkpoint", step, began)
                 return
-        if self._memory is not None and copied is not None:
-            data, received_bytes = self._memory.load_()
+        if memory is not None and copied is not None:
+            data, received_bytes = memory.load_()
             if data["inner_step"] <= self._outer.start_step:
                 self._batches.load_state_dict(data)  # so that no text is read once more
             self._batches.seek(self._outer.start_step)

@@ -71,7 +71,12 @@ class MemoryCopies:
         every: Inner steps between copies, at least 1.
         island: Name of the island, for messages.
         on_event: Hears of copies, on the leader alone.
+
+    Attributes:
+        search_s: Seconds that `open` took to find the newest copy, and to prove it whole.
     """
+
+    search_s = 0.0
 
     def __init__(
         self,
@@ -141,7 +146,9 @@ class MemoryCopies:
                 f"not give {format_bytes(self._slots.num_bytes)} of memory for copies of rank "
                 f"{self._rank}: {error.strerror or error}; set it to 0, or give it more memory"
             ) from error
+        began = time.monotonic()
         self._found = self._find()
+        self.search_s = time.monotonic() - began
         self._tell()
 
     # -- copying -------------------------------------------------------------------------------
@@ -363,7 +370,7 @@ class MemoryCopies:
             for work in works:
                 work.wait()
             header = Header.from_bytes(words)
-            if header is None or Header.of(header.sequence, header.step, body) != header:
+            if header is None or Header.of(sequence, header.step, body) != header:
                 return f"what rank {rank} sent to the memory of rank {self._rank} is damaged"
             self._slots.seal(state, header)
             return ""

@@ -25,7 +25,7 @@ from tests.served_run import ServedRun
 
 pytestmark = pytest.mark.timeout(300)
 
-INNER_STEPS = 120
+INNER_STEPS = 80
 #: The first host's address; the other reaches it from 127.0.0.1.
 FIRST_HOST = "127.0.0.2"
 

@@ -23,6 +23,7 @@ class Memory:
 
     def __init__(self, newest: int | None) -> None:
         self.newest = newest
+        self.search_s = 100.0
         self.has_loaded = False
 
     def load_(self) -> tuple[dict[str, Any], int]:
@@ -88,6 +89,7 @@ def test_the_newer_of_memory_and_storage_is_taken(
     taken = [event for event in told if isinstance(event, InnerStateTaken)]
     assert [(event.source, event.taken_step) for event in taken] == ([expected] if expected else [])
     assert all(event.inner_step == START_STEP for event in taken)
+    assert all(event.seconds >= 100.0 for event in taken), "the search is part of it"
     assert batches.sent == sent
     assert memory.has_loaded == (expected is not None and expected[0] == "memory")
     is_from_storage = expected is not None and expected[0] == "checkpoint"
