@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -61,9 +62,9 @@ def end(*supervisors: subprocess.Popen[bytes]) -> None:
         supervisor.wait()
 
 
-def wait_for_copy(output: Path, supervisor: subprocess.Popen[bytes]) -> None:
+def wait_for_copy(output: Path, supervisor: subprocess.Popen[bytes], incarnation: int = 1) -> None:
     until = time.monotonic() + 120
-    while not events(output, "memory_copied"):
+    while not any(e["incarnation"] == incarnation for e in events(output, "memory_copied")):
         assert supervisor.poll() is None and time.monotonic() < until, all_logs(output)
         time.sleep(0.05)
 
@@ -100,6 +101,33 @@ def test_an_island_whose_rank_is_killed_returns_without_storage(tmp_path: Path) 
     assert steps == list(range(rejoined["inner_step"] + 1, INNER_STEPS + 1))
     assert not served.config.checkpoint_dir.exists(), "nothing was written, nothing could be read"
     assert "taken from memory" in (output / "west-1.log").read_text()
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_random_never_take_an_older_copy_than_was_whole(tmp_path: Path) -> None:
+    output, draw, num_kills = tmp_path / "out", random.Random(5), 6
+    with ServedRun(tmp_path, {"west": "dp_shard = 2"}, inner_steps=400) as served:
+        supervisor = start_island(served, output, 1, "--set", "islands.west.max_restarts=9")
+        try:
+            for incarnation in range(1, num_kills + 1):
+                wait_for_copy(output, supervisor, incarnation)
+                time.sleep(draw.uniform(0, 0.2))
+                for rank in draw.choice([(0,), (1,), (0, 1)]):
+                    os.kill(pid_of_rank(supervisor.pid, island_rank=rank), signal.SIGKILL)
+            code = supervisor.wait(120)
+        finally:
+            end(supervisor)
+
+    assert code == 0, all_logs(output)
+    copied, taken = events(output, "memory_copied"), events(output, "inner_state_taken")
+    assert [event["incarnation"] for event in taken] == list(range(2, num_kills + 2))
+    for event in taken:
+        told = [e for e in copied if e["incarnation"] == event["incarnation"] - 1]
+        assert event["source"] == "memory"
+        # What the leader was told, or one or two copies that it had no time to be told of.
+        assert 0 <= event["taken_step"] - told[-1]["copied_step"] <= 2
+    (ended,) = events(output, "island_ended")
+    assert ended["inner_step"] == 400
 
 
 @pytest.mark.slow
