@@ -227,6 +227,12 @@ def _show(planned: Forecast) -> None:
         f"({disk.num_records} records of "
         f"{format_bytes(disk.record_bytes)})."
     )
+    for island, num_bytes in planned.kept_bytes.items():
+        console.print(
+            f"In the memory of island {island}'s hosts: {format_bytes(num_bytes)} for each of the "
+            f"hosts that keep a copy of its inner state (islands.{island}.memory_copies, at most "
+            f"its hosts)."
+        )
     console.print(
         f"\nFingerprints: configuration {planned.config_fingerprint[:16]}, plan "
         f"{planned.plan_fingerprint[:16]}."

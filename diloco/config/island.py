@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from diloco.config.classes import Local, Section
-from diloco.config.fields import Deadline, Problem, Wait
+from diloco.config.fields import MOST_STEPS, Deadline, Problem, Wait
 from diloco.config.network import (
     NOT_LOOPBACK,
     UNKNOWN_CALLERS,
@@ -56,6 +56,20 @@ class IslandConfig(Section):
     )
     restart_reset: Local[Deadline] = Field(
         default="10min", description="Time without a failure after which all restarts are back"
+    )
+    memory_checkpoint_steps: Local[int] = Field(
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="Inner steps between copies of every rank's inner optimizer and data position "
+        "in host memory, from which an island whose ranks failed returns without storage; 0: none",
+    )
+    memory_copies: Local[int] = Field(
+        default=2,
+        ge=1,
+        description="Hosts of the island that keep each of these copies, the own one among them; "
+        "an island of fewer hosts keeps one on each. Takes 16 bytes a parameter and host that "
+        "keeps it",
     )
     peer_listen: Local[str] = Field(
         default="127.0.0.1:0",

@@ -37,16 +37,32 @@ def training_tensors(
     Returns:
         Section -> canonical name -> tensor of the shape and layout of the parameter.
     """
+    return {"model": canonical_parameters(model), **moments(model, optimizer)}
+
+
+def moments(
+    model: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """Return the sections of `training_tensors` that are the optimizer's."""
     parameters = canonical_parameters(model)
-    sections = {"model": parameters}
-    for moment in MOMENTS:
-        sections[moment] = {
-            name: optimizer.state[parameter].get(moment, torch.zeros_like(parameter))
-            if parameter in optimizer.state
-            else torch.zeros_like(parameter)
-            for name, parameter in parameters.items()
+    return {
+        moment: {
+            name: _moment(optimizer, parameter, moment) for name, parameter in parameters.items()
         }
-    return sections
+        for moment in MOMENTS
+    }
+
+
+def _moment(optimizer: torch.optim.Optimizer, parameter: Tensor, moment: str) -> Tensor:
+    if parameter in optimizer.state and moment in optimizer.state[parameter]:
+        found: Tensor = optimizer.state[parameter][moment]
+        return found
+    return torch.zeros_like(parameter)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank stores of a tensor, to be read and written in place."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> int:
@@ -69,17 +85,30 @@ def load_moments_(
 ) -> None:
     """Give a new AdamW the moments that `read` has, at the age of `step` optimizer steps.
 
-    One parameter at a time is held in full. Learning rates and other settings are left alone.
+    Learning rates and other settings are left alone.
+    """
+    for moment, tensors in new_moments_(model, optimizer, step=step).items():
+        for name, values in tensors.items():
+            _write_(values, read(moment, name))
+
+
+def new_moments_(
+    model: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer, *, step: int
+) -> dict[str, dict[str, Tensor]]:
+    """Give a new AdamW moments of zero at the age of `step` optimizer steps.
+
+    Returns:
+        Moment -> canonical name -> the tensor in use, of the layout of the parameter, to be filled.
     """
     is_fused = any(group["fused"] for group in optimizer.param_groups)
-    for name, parameter in canonical_parameters(model).items():
-        moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        for moment, values in moments.items():
-            _write_(values, read(moment, name))
+    for parameter in canonical_parameters(model).values():
         # Where AdamW itself keeps it: beside the parameter when fused, else on the CPU.
         device = parameter.device if is_fused else torch.device("cpu")
         age = torch.tensor(float(step), dtype=torch.float32, device=device)
-        optimizer.state[parameter] = {_STEP: age, **moments}
+        optimizer.state[parameter] = {_STEP: age} | {
+            moment: torch.zeros_like(parameter) for moment in MOMENTS
+        }
+    return moments(model, optimizer)
 
 
 @torch.no_grad()

@@ -4,6 +4,8 @@ bytes a round    every fragment once, up and down, in the run's codecs, without 
 bytes a run      by the schedule, flush included
 disk             checkpoints of the islands, records of the syncer, or of every island in an
                  all-reduce (`diloco.launch.disk`)
+host memory      copies of an island's inner states, for each of the hosts that keep one
+                 (`diloco.launch.host_memory`)
 alternatives     the same schedule in float32; data parallel at every inner step
 """
 
@@ -18,6 +20,7 @@ from diloco.config.schema import Config
 from diloco.inner.model import LlamaShape, build_model
 from diloco.launch.build import link_profile
 from diloco.launch.disk import DiskForecast, forecast_disk
+from diloco.launch.host_memory import kept_bytes
 from diloco.launch.traffic import (
     Traffic,
     allreduce_bytes,
@@ -76,6 +79,8 @@ class Forecast:
     """A run before it starts.
 
     `sends` lists the first two periods and the last one; `ways` begins with the run itself.
+    `kept_bytes` is what the islands that copy their inner states take of host memory, for each of
+    their hosts that keeps a copy.
     """
 
     run: str
@@ -93,6 +98,7 @@ class Forecast:
     link: str
     ways: tuple[WayForecast, ...]
     disk: DiskForecast
+    kept_bytes: dict[str, int]
     exchange: str
 
     @property
@@ -135,6 +141,11 @@ def forecast(config: Config) -> Forecast:
         link=link.name if link is not None else "",
         ways=_ways(config, plan, schedule, link),
         disk=forecast_disk(config, sum(fragment.parameters for fragment in fragments)),
+        kept_bytes={
+            name: kept_bytes(sum(fragment.parameters for fragment in fragments))
+            for name, island in sorted(config.islands.items())
+            if island.memory_checkpoint_steps
+        },
         exchange=config.outer.exchange,
     )
 

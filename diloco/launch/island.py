@@ -3,7 +3,8 @@
 A rank that fails ends the others. Where that may help (exit codes 20 and 40, a signal, a crash) all
 of them are started again, as a new start of the island, which then returns to the run; the budget
 is `islands.NAME.max_restarts`. An island of several hosts has one supervisor a host; the first
-host's decides for all (`diloco.launch.hosts`). Imports no torch, so that a supervisor is light;
+host's decides for all (`diloco.launch.hosts`). What the ranks copied to memory outlives them here
+(`diloco.launch.host_memory`). Imports no torch, so that a supervisor is light;
 where RANK, WORLD_SIZE and MASTER_ADDR are set, this process is itself a rank of somebody else's job
 and supervises nothing.
 
@@ -26,6 +27,7 @@ from diloco.config.schema import Config
 from diloco.durable import write_durably
 from diloco.errors import ConfigError, IslandFailed
 from diloco.launch.ending import Interrupted, Request, heeding_signals
+from diloco.launch.host_memory import HostMemory
 from diloco.launch.hosts import FirstHost, HostLost, Message, OtherHost
 from diloco.launch.place import Place
 from diloco.launch.ranks import End, RankCommand, Ranks
@@ -105,8 +107,10 @@ class _Supervisor:
 
     def run(self) -> int:
         """Supervise until the island ends; returns its exit code."""
-        command = self._command()
-        with heeding_signals() as request:
+        has_copies = self.config.island.memory_checkpoint_steps > 0
+        kept = self._island_ranks if has_copies else ()
+        with HostMemory(self.config.island_id, kept) as memory, heeding_signals() as request:
+            command = self._command(memory)
             try:
                 if self.place.host_index == 0:
                     return self._lead(command, request)
@@ -250,7 +254,7 @@ class _Supervisor:
 
     # -- both ----------------------------------------------------------------------------------
 
-    def _command(self) -> RankCommand:
+    def _command(self, memory: HostMemory) -> RankCommand:
         island, config = self.config.island_id, self.config
         index = self.place.host_index
         name = f"resolved-{island}.toml" if index == 0 else f"resolved-{island}-host-{index}.toml"
@@ -265,6 +269,7 @@ class _Supervisor:
             )
         arguments = ["--config", str(resolved), "--island", island, "--supervised"]
         arguments += ["--coordinator", self.coordinator_address, "--output", str(self.output_dir)]
+        arguments += ["--hosts", str(self.place.num_hosts)]
         return RankCommand(
             island=island,
             num_ranks=config.island.ranks,
@@ -272,6 +277,7 @@ class _Supervisor:
             output_dir=self.output_dir,
             arguments=arguments,
             interface=interface,
+            memory=memory,
         )
 
     @property
@@ -292,6 +298,8 @@ class _Supervisor:
             "ranks": self.config.island.ranks,
             "mesh": self.config.island.mesh.model_dump(),
             "tokens_per_inner_step": self.config.island.tokens_per_inner_step,
+            "memory_checkpoint_steps": self.config.island.memory_checkpoint_steps,
+            "memory_copies": self.config.island.memory_copies,
         }
 
     def _stopped(self, interrupted: Interrupted) -> End:

@@ -1,7 +1,8 @@
 """Where a start of the built-in loop takes up, and the checkpoints that it leaves.
 
     resumed run     everything from the run checkpoint that the operator named, bit for bit
-    return          parameters as published; inner optimizer from the island's newest checkpoint
+    return          parameters as published; inner optimizer from the newest of the island's
+                    checkpoints and of its copies in memory (`diloco.launch.memory_copies`)
     warm start      parameters and, from one of our checkpoints, inner optimizer and data position
     new run         nothing
 
@@ -31,12 +32,18 @@ from diloco.inner.trainer import InnerTrainer
 from diloco.launch.checkpoint_writer import CheckpointWriter, insist_on_all_ranks
 from diloco.launch.checkpoints import Checkpoint, abandon_later, remove_old, written_steps
 from diloco.launch.disk import num_unsure_checkpoints
+from diloco.launch.memory_copies import MemoryCopies
 from diloco.launch.progress import progress_bar
 from diloco.launch.warm_start import WarmStart
 from diloco.outer.fragments import plan_difference
 from diloco.sync.connection import Connection
 from diloco.sync.session import DiLoCo
-from diloco.telemetry.events import CheckpointFailed, CheckpointWritten, Event
+from diloco.telemetry.events import (
+    CheckpointFailed,
+    CheckpointWritten,
+    Event,
+    InnerStateTaken,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +58,19 @@ class IslandCheckpoints:
         trainer: InnerTrainer,
         batches: Batches,
         *,
+        memory: MemoryCopies | None,
         on_event: Callable[[Event], None],
     ) -> None:
-        """Assign only; the run has been joined. `on_event` hears of the leader's checkpoints."""
+        """Assign only; the run has been joined.
+
+        Args:
+            connection: Of this rank.
+            outer: Says where this start begins.
+            trainer: Whose model and inner optimizer are kept.
+            batches: The island's text.
+            memory: Opened; None: no copies in memory.
+            on_event: Hears of the leader's checkpoints.
+        """
         config = connection.config
         group = dist.group.WORLD if dist.is_initialized() else None
         self._connection = connection
@@ -61,6 +78,7 @@ class IslandCheckpoints:
         self._outer = outer
         self._trainer = trainer
         self._batches = batches
+        self._memory = memory
         self._on_event = on_event
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
@@ -121,6 +139,16 @@ class IslandCheckpoints:
         if self._is_leader:
             self._remove_old(step)
 
+    def copy(self) -> None:
+        """Copy the inner state to memory, if that is due after the present inner step."""
+        if self._memory is not None and self._memory.is_due(self._outer.inner_step):
+            self._memory.copy(self._outer.inner_step, data=self._batches.state_dict())
+
+    def close(self) -> None:
+        """Wait for the copy that is under way."""
+        if self._memory is not None:
+            self._memory.close(self._outer.inner_step)
+
     def _failed(self, step: int, error: OSError) -> None:
         reason = (
             f"no checkpoint after inner step {step}, earlier ones stay: {error}. Make room in "
@@ -174,26 +202,48 @@ class IslandCheckpoints:
         self._connection.report_checkpoints([step])
 
     def _return(self) -> None:
-        """Take the inner optimizer from the newest checkpoint of this island and run."""
-        self._batches.seek(self._outer.start_step)
+        """Take the inner optimizer from this island's newest copy in memory or checkpoint."""
         steps = written_steps(*self._place)
         # Later ones will be written anew.
         self._connection.report_checkpoints(s for s in steps if s <= self._outer.start_step)
+        memory, began, copied = self._memory, time.monotonic(), None
+        if memory is not None:
+            began, copied = began - memory.search_s, memory.newest
         for step in reversed(steps):
+            if copied is not None and step <= copied:
+                break
             try:
                 checkpoint = self._open(step)
             except ConfigError as error:
                 logger.warning("checkpoint skipped, step=%d: %s", step, error)
                 continue
             if checkpoint.plan == self._outer.plan:
+                self._batches.seek(self._outer.start_step)
                 self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
-                logger.info("inner optimizer of inner step %d taken from its checkpoint", step)
+                self._taken("checkpoint", step, began)
                 return
+        if memory is not None and copied is not None:
+            data, received_bytes = memory.load_()
+            if data["inner_step"] <= self._outer.start_step:
+                self._batches.load_state_dict(data)  # so that no text is read once more
+            self._batches.seek(self._outer.start_step)
+            self._taken("memory", copied, began, received_bytes)
+            return
+        self._batches.seek(self._outer.start_step)
         logger.warning(
-            "no checkpoint of island %s in %s: its inner optimizer begins anew (set "
-            "checkpoint.every_inner_steps to keep it over a restart)",
-            self._config.island_id, self._config.checkpoint_dir,
+            "no checkpoint of island %s in %s, no copy in memory: its inner optimizer begins anew "
+            "(set checkpoint.every_inner_steps or islands.%s.memory_checkpoint_steps to keep it "
+            "over a restart)",
+            self._config.island_id, self._config.checkpoint_dir, self._config.island_id,
         )  # fmt: skip
+
+    def _taken(self, source: str, step: int, began: float, received_bytes: int = 0) -> None:
+        """Say where the inner optimizer came from."""
+        where = "its checkpoint" if source == "checkpoint" else "memory"
+        logger.info("inner optimizer of inner step %d taken from %s", step, where)
+        if self._is_leader:
+            at, seconds = self._outer.start_step, time.monotonic() - began
+            self._on_event(InnerStateTaken(at, step, source, received_bytes, seconds))
 
     def _open(self, step: int) -> Checkpoint:
         """Open a checkpoint; the ranks share the reading that proves it whole.

@@ -22,14 +22,26 @@ class Job:
     ``tcp://HOST:PORT`` of a store that rank 0 serves, new at every start, so that no rank meets the
     addresses of an earlier one; with ``?descriptor=N``, for rank 0, on a socket that its supervisor
     listens with, so that no port has to be guessed.
+
+    Of a supervisor of ours also: on how many hosts the island is, and the file in memory that this
+    rank's copies lie in (`diloco.launch.host_memory`); None where none are kept.
     """
 
     island_rank: int
     num_ranks: int
     rendezvous: str
+    num_hosts: int = 1
+    memory: int | None = None
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str], *, rendezvous: str = "env://") -> Job:
+    def from_environment(
+        cls,
+        environ: Mapping[str, str],
+        *,
+        rendezvous: str = "env://",
+        num_hosts: int = 1,
+        memory: int | None = None,
+    ) -> Job:
         """Read RANK and WORLD_SIZE, and check MASTER_ADDR and MASTER_PORT where they are used.
 
         Raises:
@@ -41,7 +53,7 @@ class Job:
             _integer(environ, "MASTER_PORT", 1, 65535)
             if not environ.get("MASTER_ADDR"):
                 raise ConfigError("the environment has no MASTER_ADDR: the launcher must set it")
-        return cls(island_rank, num_ranks, rendezvous)
+        return cls(island_rank, num_ranks, rendezvous, num_hosts, memory)
 
 
 def meet(job: Job) -> None:

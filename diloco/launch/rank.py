@@ -44,6 +44,7 @@ from diloco.launch.connect import connect
 from diloco.launch.island_checkpoints import IslandCheckpoints
 from diloco.launch.job import Job, meet
 from diloco.launch.logs import log_to
+from diloco.launch.memory_copies import MemoryCopies
 from diloco.launch.record import RankRecord
 from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
@@ -116,6 +117,7 @@ class _Rank:
         self._enter(connection)
         self._train()
         self._finish()
+        self._checkpoints.close()
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -126,6 +128,13 @@ class _Rank:
             raise ConfigError(
                 f"islands.{config.island_id}.ranks = {config.island.ranks}, but the launcher "
                 f"started {job.num_ranks} processes (WORLD_SIZE): make them equal"
+            )
+        if config.island.memory_checkpoint_steps and job.memory is None:
+            raise ConfigError(
+                f"islands.{config.island_id}.memory_checkpoint_steps = "
+                f"{config.island.memory_checkpoint_steps}: copies in memory outlive the ranks in "
+                f"their supervisor, and another launcher has started these; start the island with "
+                f"`diloco island` and without RANK, WORLD_SIZE and MASTER_ADDR, or set it to 0"
             )
         self.record.open()
         torch.set_num_threads(config.island.threads)
@@ -162,7 +171,12 @@ class _Rank:
         batches = self._build_batches(mesh, data)
         self._trainer = self._build_trainer(model, mesh, data, batches)
         self._checkpoints = IslandCheckpoints(
-            connection, self._outer, self._trainer, batches, on_event=self.record.write
+            connection,
+            self._outer,
+            self._trainer,
+            batches,
+            memory=self._open_memory(),
+            on_event=self.record.write,
         )
         self._checkpoints.take_up(warm)
         if self._is_leader:
@@ -252,6 +266,36 @@ class _Rank:
             clock=time.monotonic,
         )
 
+    def _open_memory(self) -> MemoryCopies | None:
+        """Open the memory in which copies of this rank's state outlive it, if there are to be any.
+
+        Raises:
+            ConfigError: If the host has not enough of it.
+        """
+        config, island, job = self._config, self._config.island, self._job
+        if job.memory is None or not island.memory_checkpoint_steps:
+            return None
+        memory = MemoryCopies(
+            job.memory,
+            model=self._trainer.model,
+            optimizer=self._trainer.optimizer,
+            about={
+                "run": config.run.name,
+                "island": config.island_id,
+                "timeline": self._outer.timeline,
+                "plan_fingerprint": self._outer.plan.fingerprint(),
+                "ranks": island.ranks,
+                "mesh": island.mesh.model_dump(),
+            },
+            num_hosts=job.num_hosts,
+            copies=min(island.memory_copies, job.num_hosts),
+            every=island.memory_checkpoint_steps,
+            island=config.island_id,
+            on_event=self.record.write,
+        )
+        memory.open()
+        return memory
+
     def _write_manifest(self, data: Data) -> None:
         """Write down what this start of the island trains with."""
         manifest = {
@@ -291,6 +335,7 @@ class _Rank:
                 self._checkpoints.write()
             if outer.is_stopping:
                 return
+            self._checkpoints.copy()
 
     def _finish(self) -> None:
         """Evaluate, flush, and evaluate what is published; after a stop, only leave."""
@@ -346,6 +391,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--coordinator", required=True, help="HOST:PORT")
     parser.add_argument("--output", required=True, type=Path, help="directory of events and logs")
     parser.add_argument("--rendezvous", default="env://", help="where the ranks meet")
+    parser.add_argument("--hosts", default=1, type=int, help="hosts of the island")
+    parser.add_argument(
+        "--memory", type=int, help="inherited descriptor of the memory for copies of this rank"
+    )
     parser.add_argument(
         "--supervised", action="store_true", help="end when standard input is closed"
     )
@@ -354,7 +403,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threading.Thread(target=_die_with_supervisor, daemon=True).start()
     try:
         config = load_config(options.config, island=options.island)
-        job = Job.from_environment(os.environ, rendezvous=options.rendezvous)
+        job = Job.from_environment(
+            os.environ,
+            rendezvous=options.rendezvous,
+            num_hosts=options.hosts,
+            memory=options.memory,
+        )
     except ConfigError as error:
         logger.error("rank cannot start: %s", error)
         return error.exit_code

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.errors import IslandFailed
+from diloco.launch.host_memory import HostMemory
 from diloco.launch.logs import tail
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class RankCommand:
         output_dir: Where logs go.
         arguments: Of ``python -m diloco.launch.rank``, but for the rendezvous.
         interface: Network interface over which ranks talk; empty: gloo's own choice.
+        memory: Where copies of the ranks' states outlive them.
     """
 
     island: str
@@ -99,6 +101,7 @@ class RankCommand:
     output_dir: Path
     arguments: Sequence[str]
     interface: str
+    memory: HostMemory
 
     def environment(self, island_rank: int) -> Mapping[str, str]:
         """Environment of one rank; what the user set for gloo wins."""
@@ -149,6 +152,9 @@ class Ranks:
             served = "".join(f"?descriptor={number}" for number in inherited)
             log = self._command.output_dir / f"{self._command.island}-{island_rank}.log"
             arguments = [*self._command.arguments, "--rendezvous", rendezvous + served]
+            if (memory := self._command.memory.descriptor(island_rank)) is not None:
+                inherited.append(memory)
+                arguments += ["--memory", str(memory)]
             with log.open("ab") as output:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "diloco.launch.rank", *arguments],

@@ -157,6 +157,46 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryCopied(Event):
+    """All ranks' inner states of inner step `copied_step` are known to lie whole in host memory.
+
+    Bytes of all ranks and copies; `seconds` is what training waited for it on this rank.
+    """
+
+    kind: ClassVar[str] = "memory_copied"
+    inner_step: int
+    copied_step: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCopyFailed(Event):
+    """A copy in host memory is not what its owner sent; the one before it is untouched."""
+
+    kind: ClassVar[str] = "memory_copy_failed"
+    inner_step: int
+    copied_step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InnerStateTaken(Event):
+    """An island that returned took its inner optimizer, as it was after inner step `taken_step`.
+
+    `source` is "memory" (copies in host memory) or "checkpoint" (storage); `received_bytes` is what
+    came from other hosts' memory, of all ranks.
+    """
+
+    kind: ClassVar[str] = "inner_state_taken"
+    inner_step: int
+    taken_step: int
+    source: str
+    received_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluated(Event):
     """Held-out loss in nats a byte; `parameters` is "published" or "local"."""
 

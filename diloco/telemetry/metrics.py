@@ -21,6 +21,7 @@ from diloco.telemetry.events import (
     FragmentSent,
     InnerStepDone,
     IslandEnded,
+    MemoryCopied,
     RoundExpiredSeen,
 )
 
@@ -74,6 +75,8 @@ class Metrics:
                 }
             case CheckpointWritten():
                 scalars = {"checkpoint/bytes": event.bytes, "checkpoint/write(s)": event.seconds}
+            case MemoryCopied():
+                scalars = {"memory_copy/bytes": event.bytes, "memory_copy/wait(s)": event.seconds}
             case IslandEnded():
                 scalars = {
                     "utilisation": event.utilisation,

@@ -129,6 +129,16 @@ def test_disk_is_forecast(run_file: Path) -> None:
     assert "On disk, at most: 2.591 MiB an island (4 checkpoints of 663.2 KiB)" in plan(run_file)
 
 
+def test_host_memory_is_forecast_where_copies_are_kept(run_file: Path) -> None:
+    setting = ("--set", "islands.west.memory_checkpoint_steps=5")
+    planned = json.loads(plan(run_file, "--json", *setting))
+
+    # Two moments of 4 B, two slots.
+    assert planned["kept_bytes"] == {"west": 16 * 41120}
+    assert "In the memory of island west's hosts: 642.5 KiB for each of" in plan(run_file, *setting)
+    assert "In the memory" not in plan(run_file)
+
+
 def test_without_a_link_no_time_is_claimed(run_file: Path) -> None:
     text = plan(run_file, "--set", "transport.link=")
 

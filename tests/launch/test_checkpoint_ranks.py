@@ -120,7 +120,9 @@ def checkpoints_of(trained: Trained, directory: Path, **outer: Any) -> IslandChe
     joined: Any = SimpleNamespace(plan=trained.plan(), versions=[1], **outer)
     batches: Any = SimpleNamespace(seek=lambda step: None)
     trainer: Any = trained
-    return IslandCheckpoints(site, joined, trainer, batches, on_event=lambda event: None)
+    return IslandCheckpoints(
+        site, joined, trainer, batches, memory=None, on_event=lambda event: None
+    )
 
 
 @contextlib.contextmanager

@@ -129,6 +129,20 @@ def test_only_an_end_that_failed_is_logged_as_an_error(
     )
 
 
+def test_copies_in_memory_are_refused_where_another_launcher_started_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    setting = ["islands.east.memory_checkpoint_steps=5"]
+    config = load_config(write_run(tmp_path, {"east": ""}), setting, island="east")
+    monkeypatch.setattr("diloco.launch.rank.log_to", Mock())
+
+    code = run_rank(config, Job(0, 1, ""), coordinator_address=NOBODY, output_dir=tmp_path)
+
+    assert code == 2
+    assert "islands.east.memory_checkpoint_steps = 5: copies in memory outlive the" in caplog.text
+    assert "start the island with `diloco island` and without RANK" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_configured_link_takes_its_time(tmp_path: Path) -> None:
     run_file = write_run(

@@ -15,6 +15,7 @@ from diloco.telemetry.events import (
     FragmentSent,
     InnerStepDone,
     IslandRejoined,
+    MemoryCopied,
     RoundExpiredSeen,
     SyncerRestarted,
 )
@@ -89,10 +90,21 @@ def test_throughput_counts_what_the_island_was_blocked_since_its_last_step() -> 
             {"validation_metrics/published_nats_per_byte": 1.25},
         ),
         (CheckpointWritten(4, 900, 0.5), {"checkpoint/bytes": 900, "checkpoint/write(s)": 0.5}),
+        (MemoryCopied(4, 3, 800, 0.5), {"memory_copy/bytes": 800, "memory_copy/wait(s)": 0.5}),
         (RoundExpiredSeen(4, 0, 4, 0, 0.5), {"events/round_expired": 1}),
         (IslandRejoined(4, 7), {"events/island_rejoined": 1}),
     ],
-    ids=["sent", "declined", "merged", "bytes", "evaluated", "checkpoint", "expired", "rejoined"],
+    ids=[
+        "sent",
+        "declined",
+        "merged",
+        "bytes",
+        "evaluated",
+        "checkpoint",
+        "memory",
+        "expired",
+        "rejoined",
+    ],
 )
 def test_scalars_of_an_event(event: Event, scalars: dict[str, float]) -> None:
     assert row(Metrics(), event).scalars == scalars

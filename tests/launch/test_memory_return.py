@@ -1,0 +1,96 @@
+"""An island that returns takes its inner state from memory or storage, whichever is newer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diloco.inner.state import optimizer_step
+from diloco.launch.checkpoints import MANIFEST, step_directory
+from diloco.launch.island_checkpoints import IslandCheckpoints
+from diloco.telemetry.events import Event, InnerStateTaken
+from tests.launch.small_checkpoint import ISLAND, Trained
+
+#: Where the island goes on, and how old the optimizer is that its checkpoints hold.
+START_STEP, AGE = 6, 2
+
+
+class Memory:
+    """Copies of which the newest is known; None: there is none."""
+
+    def __init__(self, newest: int | None) -> None:
+        self.newest = newest
+        self.search_s = 100.0
+        self.has_loaded = False
+
+    def load_(self) -> tuple[dict[str, Any], int]:
+        self.has_loaded = True
+        return {"inner_step": self.newest}, 77
+
+
+class Batches:
+    """Notes where it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sent.append(state["inner_step"])
+
+    def seek(self, inner_step: int) -> None:
+        self.sent.append(inner_step)
+
+
+@pytest.mark.parametrize(
+    ("written", "damaged", "newest", "expected", "sent"),
+    [
+        pytest.param([], [], 4, ("memory", 4), [4, 6], id="no-storage"),
+        pytest.param([], [], 8, ("memory", 8), [6], id="copy-ahead-of-the-start"),
+        pytest.param([2], [], 4, ("memory", 4), [4, 6], id="memory-is-newer"),
+        pytest.param([2, 4], [], 4, ("memory", 4), [4, 6], id="equally-new"),
+        pytest.param([2, 5], [], 4, ("checkpoint", 5), [6], id="storage-is-newer"),
+        pytest.param([5], [5], 4, ("memory", 4), [4, 6], id="newer-storage-is-damaged"),
+        pytest.param([2, 5], [5], None, ("checkpoint", 2), [6], id="no-copy"),
+        pytest.param([5], [5], None, None, [6], id="neither"),
+    ],
+)
+def test_the_newer_of_memory_and_storage_is_taken(
+    tmp_path: Path,
+    written: list[int],
+    damaged: list[int],
+    newest: int | None,
+    expected: tuple[str, int] | None,
+    sent: list[int],
+) -> None:
+    source = Trained(num_steps=AGE)
+    for step in written:
+        source.write(tmp_path, step)
+    for step in damaged:
+        (step_directory(tmp_path, ISLAND, step) / MANIFEST).write_text("{}")
+    trained, memory, batches = Trained(seed=2, num_steps=0), Memory(newest), Batches()
+    told: list[Event] = []
+    site: Any = SimpleNamespace(
+        config=SimpleNamespace(checkpoint_dir=tmp_path, island_id=ISLAND),
+        report_checkpoints=lambda steps: None,
+    )
+    outer: Any = SimpleNamespace(
+        plan=trained.plan(), versions=[1], resume_step=None, start_step=START_STEP
+    )
+    parts: list[Any] = [trained, batches, memory]
+    checkpoints = IslandCheckpoints(
+        site, outer, parts[0], parts[1], memory=parts[2], on_event=told.append
+    )
+
+    checkpoints.take_up(None)
+
+    taken = [event for event in told if isinstance(event, InnerStateTaken)]
+    assert [(event.source, event.taken_step) for event in taken] == ([expected] if expected else [])
+    assert all(event.inner_step == START_STEP for event in taken)
+    assert all(event.seconds >= 100.0 for event in taken), "the search is part of it"
+    assert batches.sent == sent
+    assert memory.has_loaded == (expected is not None and expected[0] == "memory")
+    is_from_storage = expected is not None and expected[0] == "checkpoint"
+    assert optimizer_step(trained.optimizer) == (AGE if is_from_storage else 0)
