@@ -4,8 +4,9 @@
                              in flight, 8 more with error feedback; `keep` complete ones, those
                              that may become complete, one being written
     record of the syncer     (12 + M payloads up + one down) B a parameter: theta, published,
-                             momentum and what they were made from; the newest, those that
-                             `retained_versions` keeps, and those that checkpoints pin
+                             momentum (4 more: adam's second moment) and what they were made
+                             from; the newest, those that `retained_versions` keeps, and those that
+                             checkpoints pin
 
 A pin is a hard link, and a fragment gets one version in H inner steps: n checkpoints, one every k
 inner steps, pin at most min(n, ceil(n k / H) + 1) versions of it; those of stops, n.
@@ -52,6 +53,7 @@ PAYLOAD_BYTES: Mapping[CodecName, float] = {
 _INNER_AND_ANCHOR_BYTES = 16.0
 _RESIDUALS_BYTES = 8.0
 _STATE_BYTES = 12.0
+_SECOND_MOMENT_BYTES = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
     up, down = PAYLOAD_BYTES[outer.uplink_codec], PAYLOAD_BYTES[outer.downlink_codec]
     residuals = _RESIDUALS_BYTES if outer.error_feedback else 0.0
     num_checkpoints = config.checkpoint.keep + num_unsure_checkpoints(config) + 1
-    record = _STATE_BYTES + len(config.islands) * up + down
+    second = _SECOND_MOMENT_BYTES if outer.optimizer.name == "adam" else 0.0
+    record = _STATE_BYTES + second + len(config.islands) * up + down
     return DiskForecast(
         checkpoint_bytes=round(num_parameters * (_INNER_AND_ANCHOR_BYTES + residuals + up)),
         num_checkpoints=num_checkpoints,

@@ -55,6 +55,15 @@ def test_error_feedback_doubles_the_residual(config: Config) -> None:
     assert disk.checkpoint_bytes == 24_515_625
 
 
+def test_records_of_outer_adam_hold_one_more_vector(config: Config) -> None:
+    adam = config.outer.optimizer.model_copy(update={"name": "adam"})
+    outer = config.outer.model_copy(update={"optimizer": adam})
+
+    disk = forecast_disk(config.model_copy(update={"outer": outer}), MILLION)
+
+    assert disk.record_bytes == 16 * MILLION + 3 * 515_625
+
+
 @pytest.mark.parametrize(
     ("every", "num_unsure", "num_pinned"),
     [
