@@ -86,8 +86,8 @@ class Merger:
         """Compute and commit the version after `base`.
 
         Theta and moments are moved where they are, so that beside the state itself there are one
-        more vector of published values and a few lanes in memory (where norms decide, as many for
-        each contribution). Where that leads nowhere, they are read back from the record of `base`.
+        more vector of published values and a few lanes in memory (where angles decide, those of
+        every contribution). Where that leads nowhere, they are read back from the record of `base`.
 
         Args:
             base: The version that the contributions are based on, as it is durable; once this
@@ -152,13 +152,16 @@ class Merger:
             is_plain = weights == [c.weight_tokens for c in contributors]
             combination = mean_of(weights, self.fragment.padded_numel)
             return _Merge(contributors, combination, not is_plain, {})
+        # Where only norms count, a lane holds one contribution at a time, as in the plain mean.
+        products = self._products if rule.is_radial(is_flush=is_flush) else self._squares
         by_lane = pool.map(
-            lambda i: self._products(i, contributors, spool), range(len(self.fragment.lanes))
+            lambda i: (self._units_in(i), products(i, contributors, spool)),
+            range(len(self.fragment.lanes)),
         )
         # Added in the order of lanes, whichever was ready first.
         grams = torch.zeros(len(self.units), *(2 * [len(contributors)]), dtype=torch.float64)
-        for indices, products in by_lane:
-            grams[indices] += products
+        for (indices, _), found in by_lane:
+            grams[indices] += found
         judged = judge(grams.tolist(), self.units, weights, rule, is_flush=is_flush)
         rejected = {contributors[m].island: why for m, why in judged.rejected.items()}
         for island, why in rejected.items():
@@ -168,26 +171,35 @@ class Merger:
 
     def _products(
         self, lane_id: int, contributors: Sequence[Contributor], spool: Spooled
-    ) -> tuple[slice, Tensor]:
-        """Multiply the contributions to one lane with one another, by unit.
+    ) -> Tensor:
+        """Multiply the contributions to one lane with one another, by unit."""
+        deltas = [self._decoded(lane_id, c, spool) for c in contributors]
+        return inner_products(deltas, self._units_in(lane_id)[1])
 
-        Returns:
-            The units that the lane has a part in, and of these the inner products.
-        """
-        lane = self.fragment.lanes[lane_id]
-        codec = lane_codec(self.rules.uplink_codec, self.fragment, lane_id)
-        deltas = [
-            decode_contribution(codec, spool[c.island][lane_id].read(), lane.numel)
+    def _squares(self, lane_id: int, contributors: Sequence[Contributor], spool: Spooled) -> Tensor:
+        """Do as `_products` does for products with themselves; all others are zero."""
+        places = self._units_in(lane_id)[1]
+        squares = [
+            inner_products([self._decoded(lane_id, c, spool)], places)[:, 0, 0]
             for c in contributors
         ]
+        return torch.diag_embed(torch.stack(squares, dim=1))
+
+    def _decoded(self, lane_id: int, contributor: Contributor, spool: Spooled) -> Tensor:
+        codec = lane_codec(self.rules.uplink_codec, self.fragment, lane_id)
+        payload = spool[contributor.island][lane_id].read()
+        return decode_contribution(codec, payload, self.fragment.lanes[lane_id].numel)
+
+    def _units_in(self, lane_id: int) -> tuple[slice, list[slice]]:
+        """Return which units a lane has a part in, and where in the lane these are."""
+        lane = self.fragment.lanes[lane_id]
         borders = itertools.pairwise((0, *(unit.end for unit in self.units)))
         places = {
             index: slice(max(start, lane.start) - lane.start, min(end, lane.end) - lane.start)
             for index, (start, end) in enumerate(borders)
             if start < lane.end and end > lane.start
         }
-        indices = slice(min(places), max(places) + 1)
-        return indices, inner_products(deltas, list(places.values()))
+        return slice(min(places), max(places) + 1), list(places.values())
 
     def _restore(self, base: VersionRecord) -> None:
         for lane_id, state in enumerate(base.lanes):

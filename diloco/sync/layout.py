@@ -23,8 +23,8 @@ def build_plan(outer: OuterConfig, parameters: Mapping[str, Tensor]) -> Plan:
             `canonical_parameters`.
 
     Raises:
-        ConfigError: If the parameters do not allow that plan (more fragments than tensors,
-            a codec for a name that there is not, ...).
+        ConfigError: If the parameters do not allow that plan (more fragments than they can be cut
+            into, a codec for a name that there is not, ...).
     """
     check_patterns(outer.uplink, parameters)
     for key in ("plain_mean", "experts"):

@@ -225,7 +225,7 @@ def test_events_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("outer.num_fragments=500", "outer.num_fragments"),
+        ("outer.num_fragments=99999", "outer.num_fragments"),
         ("transport.link=nope", "transport.link"),
         ("coordinator.state_dir=/proc/nope", "coordinator.state_dir"),
         ("run.warm_start=./nope", "run.warm_start"),

@@ -189,12 +189,12 @@ def test_a_link_profile_with_nonsense_is_refused(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("outer.num_fragments=99", "outer.num_fragments = 99 is outside"),
+        ("outer.num_fragments=99999", "outer.num_fragments = 99999 is outside"),
         ("transport.link=none-such", "transport.link = 'none-such'.*thin-5M-60ms"),
         ("coordinator.state_dir=/dev/null/x", "state_dir = /dev/null/x cannot be .*: /dev/null is"),
         ("telemetry.dir=/dev/null", "telemetry.dir = /dev/null cannot be a directory"),
     ],
-    ids=["more-fragments-than-tensors", "unknown-link", "below-a-file", "a-file"],
+    ids=["more-fragments-than-rows", "unknown-link", "below-a-file", "a-file"],
 )
 def test_impossible_run_is_refused_with_its_field(
     run_file: Path, override: str, words: str

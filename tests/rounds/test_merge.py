@@ -6,6 +6,7 @@ import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import blake3
 import pytest
@@ -311,8 +312,12 @@ def test_lanes_and_threads_do_not_change_a_version(tmp_path: Path, rules: Public
     assert again.header() == four.header()
 
 
-def test_an_outlier_is_not_in_the_version_and_the_record_says_why(tmp_path: Path) -> None:
-    bench, without = Round(tmp_path / "1", RADIAL), Round(tmp_path / "2", RADIAL)
+@pytest.mark.parametrize("name", ["mean", "radial_directional"])
+def test_an_outlier_is_not_in_the_version_and_the_record_says_why(
+    tmp_path: Path, name: Literal["mean", "radial_directional"]
+) -> None:
+    rules = replace(RULES, merge=MergeRule(name, reject_norm_ratio=10.0))
+    bench, without = Round(tmp_path / "1", rules), Round(tmp_path / "2", rules)
     deltas = bench.deltas()
 
     record = bench.publish({**deltas, "b": deltas["b"] * 100})
