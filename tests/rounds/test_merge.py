@@ -23,7 +23,7 @@ from diloco.rounds.merge import Merger, Spooled
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest, publish_lane
 from diloco.rounds.record import RecordDraft, record_path
 from diloco.rounds.spool import Spool
-from diloco.rounds.state import Close, Contributor, RoundKey
+from diloco.rounds.state import Close, Contributor, Inclusion, RoundKey
 from diloco.rounds.store import FragmentStore, VersionRecord, founding_record, recompute
 from diloco.telemetry.syncer_meter import SyncerMeter
 
@@ -125,6 +125,10 @@ def test_the_record_is_the_same_to_the_byte_however_it_was_made(
         contributors=CLOSE.contributors,
         contributions={name: [payload(name, i) for i in lanes] for name in ISLANDS},
         refused=CLOSE.refused,
+        last_included={
+            c.island: Inclusion(c.incarnation, CLOSE.key.version, CLOSE.key.attempt)
+            for c in CLOSE.contributors
+        },
     )
     whole = Bench(tmp_path / "whole")
     whole.store.commit(expected)

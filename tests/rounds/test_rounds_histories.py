@@ -303,7 +303,7 @@ class MembersComeAndGo(AnyHistory):
         self.send_whole(islands)
         self.wait(11.0)
         if self.pending:
-            self.write(is_killed=False, is_broken=False)
+            self.write(is_killed=False, is_broken=False, outlier="c")
 
     @rule(island=st.sampled_from(ISLANDS), step_s=st.sampled_from([0.5, 1.0, 2.0]))
     def step(self, island: str, step_s: float) -> None:

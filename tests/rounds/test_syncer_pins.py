@@ -69,8 +69,8 @@ def test_every_island_pins_the_same_versions_and_hears_when_they_are_durable(
     [
         ({0: 0}, "the checkpoint of inner step 4 holds version 1, not 0"),
         ({0: 2}, "the checkpoint of inner step 4 holds version 1, not 2"),
-        ({}, "each of the 1 fragments, [] were named"),
-        ({0: 1, 3: 1}, "each of the 1 fragments, [0, 3] were named"),
+        ({}, "each of the 1 fragments, 0 were named: []"),
+        ({0: 1, 3: 1}, "each of the 1 fragments, 2 were named: [0, 3]"),
     ],
     ids=["behind", "ahead", "none", "no-such-fragment"],
 )
