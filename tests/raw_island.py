@@ -12,7 +12,7 @@ import torch
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.rounds.messages import key_message, outcome_of
-from diloco.rounds.state import OutcomeKind, RoundKey
+from diloco.rounds.terms import OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
 from tests.virtual_run import Setting, VirtualRun, grant
 from transport.contracts import PROTOCOL_VERSION, Buffer, Reply

@@ -63,6 +63,7 @@ FORBIDDEN = [
     pytest.param("diloco.compression", IMPURE, (), id="compression-is-pure"),
     pytest.param("diloco.inner.placement", (*IMPURE, "torch"), (), id="placement-is-pure"),
     pytest.param("diloco.rounds.state", (*IMPURE, "torch"), (), id="rounds.state-is-pure"),
+    pytest.param("diloco.rounds.timing", (*IMPURE, "torch"), (), id="rounds.timing-is-pure"),
     pytest.param("diloco.launch.diagnosis", (*IMPURE, "torch"), (), id="diagnosis-is-pure"),
     pytest.param("diloco.rounds.allreduce", (*IMPURE, "torch"), (), id="rounds.allreduce-is-pure"),
     pytest.param("diloco.coordinator.membership", (*IMPURE, "torch"), (), id="membership-is-pure"),

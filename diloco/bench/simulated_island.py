@@ -13,7 +13,7 @@ from diloco.compression.base import to_bytes
 from diloco.errors import DilocoError
 from diloco.outer.fragments import Fragment
 from diloco.rounds.messages import key_message
-from diloco.rounds.state import RoundKey
+from diloco.rounds.terms import RoundKey
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport

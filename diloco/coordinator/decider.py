@@ -52,7 +52,7 @@ from diloco.rounds.messages import (
     keys_of,
     outcome_message,
 )
-from diloco.rounds.state import Admission, Lost, RecordExpiry, RoundKey, RoundRules
+from diloco.rounds.terms import Admission, Lost, RecordExpiry, RoundKey, RoundRules
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
 from protos.control_pb2 import ROLE_ISLAND, FragmentStatus, Grant

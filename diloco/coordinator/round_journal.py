@@ -21,7 +21,7 @@ import blake3
 from diloco.coordinator.journal import Journal
 from diloco.errors import DilocoError
 from diloco.rounds.messages import DIGEST_BYTES
-from diloco.rounds.state import PastRound
+from diloco.rounds.terms import PastRound
 from transport.errors import FrameError
 
 

@@ -30,11 +30,11 @@ from typing import Any
 
 import blake3
 
-from diloco.rounds.state import (
+from diloco.rounds.state import FragmentRounds
+from diloco.rounds.terms import (
     Admission,
     Close,
     Contributor,
-    FragmentRounds,
     Instruction,
     LaneArrival,
     Phase,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco.rounds.allreduce import Announced, Assignment
 from diloco.rounds.messages import key_message, key_of
-from diloco.rounds.state import Contributor, LaneArrival
+from diloco.rounds.terms import Contributor, LaneArrival
 from protos import allreduce_pb2 as wire
 
 

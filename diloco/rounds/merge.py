@@ -39,8 +39,8 @@ from diloco.rounds.publication import (
 )
 from diloco.rounds.record import RecordDraft
 from diloco.rounds.spool import SpooledLane
-from diloco.rounds.state import Close, Contributor, Inclusion
 from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.terms import Close, Contributor, Inclusion
 from diloco.telemetry.syncer_meter import SyncerMeter
 from transport.contracts import Buffer
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from diloco.rounds.state import Admission, LaneArrival, Outcome, OutcomeKind, RoundKey
+from diloco.rounds.terms import Admission, LaneArrival, Outcome, OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
 from transport.errors import FrameError
 

@@ -25,7 +25,7 @@ from diloco.outer.combination import Combination, MergeRule
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer, flush_step_
 from diloco.rounds.record import SECOND_MOMENT, STATE_SECTIONS
-from diloco.rounds.state import RoundKey
+from diloco.rounds.terms import RoundKey
 from transport.contracts import Buffer
 
 #: Values of the lanes that one call may fetch together: a call a lane costs a small model more than

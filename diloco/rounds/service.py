@@ -31,11 +31,12 @@ from diloco.rounds.merge import Merger, Spooled, drop
 from diloco.rounds.publication import MOST_TOGETHER, PublicationRules
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.spool import Spool, SpooledLane
-from diloco.rounds.state import (
+from diloco.rounds.state import FragmentRounds
+from diloco.rounds.store import FragmentStore, VersionRecord, founding_record
+from diloco.rounds.terms import (
     Admission,
     Close,
     DropLanes,
-    FragmentRounds,
     Instruction,
     LaneArrival,
     Lost,
@@ -44,7 +45,6 @@ from diloco.rounds.state import (
     RecordExpiry,
     RoundKey,
 )
-from diloco.rounds.store import FragmentStore, VersionRecord, founding_record
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall

@@ -16,239 +16,35 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from diloco.peer_texts import MOST_REASON, bounded_text
 from diloco.refusals import Cause
+from diloco.rounds.terms import (
+    Admission,
+    Close,
+    Contribution,
+    Contributor,
+    DropLanes,
+    Inclusion,
+    Instruction,
+    LaneArrival,
+    Lost,
+    Objection,
+    Opened,
+    Outcome,
+    OutcomeKind,
+    PastRound,
+    Phase,
+    Published,
+    RecordExpiry,
+    RoundKey,
+    RoundRules,
+)
 from diloco.rounds.timing import FixedTiming, Timing
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class RoundKey:
-    """Names one attempt at publishing `version` + 1 of a fragment."""
-
-    timeline: int
-    fragment_id: int
-    version: int
-    attempt: int
-
-    def __str__(self) -> str:
-        """Short form for messages: timeline/fragment/version/attempt."""
-        return f"t{self.timeline}/f{self.fragment_id}/v{self.version}/a{self.attempt}"
-
 
 #: Results in a row that cannot be used and end the run, also where expiries do not.
 _MOST_BROKEN = 3
-
-
-class Phase(StrEnum):
-    """Where a fragment's current round stands."""
-
-    UNFOUNDED = "unfounded"
-    WAITING = "waiting"
-    OPEN = "open"
-    GRACE = "grace"
-    CLOSING = "closing"
-    EXPIRING = "expiring"
-    LOST = "lost"
-
-
-class OutcomeKind(StrEnum):
-    """How a contribution ended (protocol.md section 5)."""
-
-    INCLUDED = "included"
-    NOT_INCLUDED = "not_included"
-    EXPIRED = "expired"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The one end of a contribution."""
-
-    key: RoundKey
-    kind: OutcomeKind
-    reason: str = ""
-
-
-class Admission(StrEnum):
-    """Answer to one lane of a contribution."""
-
-    ACCEPTED = "accepted"
-    REPEAT = "repeat"
-    OVER = "over"
-    CONFLICT = "conflict"
-    FENCED = "fenced"
-    NOT_OPEN = "not_open"
-    INVALID = "invalid"
-
-
-@dataclass(frozen=True, slots=True)
-class Objection:
-    """What is wrong with a lane, whenever it comes: as it is answered, counted and said."""
-
-    admission: Admission
-    cause: Cause
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class RoundRules:
-    """What a fragment's rounds obey.
-
-    Args:
-        members: Islands of every round, sorted; where `min_members` is given, those of the first.
-        num_lanes: Lanes of the fragment; a contribution is complete when all have arrived.
-        deadline_s: Seconds from the first complete contribution, or decline, to expiry; like
-            `grace_s` and `opening_floor_s` unless the machine is given a timing of its own.
-        min_contributions: Quorum; None means all members that have not left the attempt.
-        grace_s: Extra seconds after a quorum that is not everybody.
-        opening_floor_s: Seconds after a close before the next attempt opens.
-        max_expired_in_a_row: Expiries in a row after which the quorum is lost; None: never, then
-            rounds wait for islands to come back.
-        min_members: Live islands without which nothing opens: members of an attempt are those
-            that live when it opens. None: members are fixed, and nothing opens before each of
-            them holds a grant.
-    """
-
-    members: tuple[str, ...]
-    num_lanes: int
-    deadline_s: float
-    min_contributions: int | None = None
-    grace_s: float = 0.0
-    opening_floor_s: float = 0.0
-    max_expired_in_a_row: int | None = 3
-    min_members: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LaneArrival:
-    """One lane of one contribution, as its header declares it."""
-
-    key: RoundKey
-    island: str
-    incarnation: int
-    lane_id: int
-    digest: bytes
-    weight_tokens: int
-    weight_steps: int
-    sent_at_inner_step: int
-    is_flush: bool
-
-
-@dataclass(slots=True)
-class Contribution:
-    """What has arrived of one island in the current attempt."""
-
-    island: str
-    incarnation: int
-    weight_tokens: int
-    weight_steps: int
-    sent_at_inner_step: int
-    is_flush: bool
-    lanes: dict[int, bytes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Contributor:
-    """An island that a closing round counts, with its weight in tokens."""
-
-    island: str
-    incarnation: int
-    weight_tokens: int
-    weight_steps: int
-    sent_at_inner_step: int
-    lane_digests: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Announce that contributions to `key` are accepted from `members`; flushes only, if so."""
-
-    key: RoundKey
-    members: tuple[str, ...]
-    is_flush: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Merge exactly these contributors, in this order, and commit; then call `committed`.
-
-    `refused` says why other islands left the attempt; it is committed too, so that a restart does
-    not change an outcome.
-    """
-
-    key: RoundKey
-    contributors: tuple[Contributor, ...]
-    is_flush: bool
-    refused: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordExpiry:
-    """Write the expiry of `key` durably, then call `expiry_recorded`.
-
-    `missing` are the members that it waited for in vain, `broken_in_a_row` the attempts since the
-    last publication, this one included, whose results could not be used.
-    """
-
-    key: RoundKey
-    reason: str
-    missing: tuple[str, ...]
-    broken_in_a_row: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Announce version `key.version` + 1."""
-
-    key: RoundKey
-
-
-@dataclass(frozen=True, slots=True)
-class DropLanes:
-    """Forget the spooled lanes of one island's start in this attempt."""
-
-    key: RoundKey
-    island: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """End the run: the quorum is lost (`missing` says who) or the numerics broke."""
-
-    key: RoundKey
-    missing: tuple[str, ...]
-    reason: str
-    is_numeric: bool
-
-
-Instruction = Opened | Close | RecordExpiry | Published | DropLanes | Lost
-
-
-@dataclass(frozen=True, slots=True)
-class Inclusion:
-    """The newest contribution of an island that a version counts.
-
-    An island has one contribution a fragment outstanding, so this answers for whatever it may
-    still ask about, however long ago the round was.
-    """
-
-    incarnation: int
-    version: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class PastRound:
-    """What is remembered of a published round, to answer late questions."""
-
-    attempt: int
-    contributors: frozenset[tuple[str, int]]
-    refused: Mapping[str, str]
-    rejected: Mapping[str, str] = field(default_factory=dict)
 
 
 class FragmentRounds:

@@ -54,7 +54,7 @@ from diloco.rounds.record import (
     version_of,
     versions_in,
 )
-from diloco.rounds.state import Contributor, Inclusion, PastRound, RoundKey
+from diloco.rounds.terms import Contributor, Inclusion, PastRound, RoundKey
 from transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)

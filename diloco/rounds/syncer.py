@@ -27,8 +27,9 @@ from diloco.rounds.pins import forget_pins
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.service import FragmentService, Hooks, Worker
 from diloco.rounds.spool import Spool
-from diloco.rounds.state import Admission, FragmentRounds, Lost, RoundKey, RoundRules
+from diloco.rounds.state import FragmentRounds
 from diloco.rounds.store import FragmentStore, PinRefused
+from diloco.rounds.terms import Admission, Lost, RoundKey, RoundRules
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from diloco.errors import CoordinatorUnavailable, DilocoError, Fenced
 from diloco.rounds.messages import key_message
-from diloco.rounds.state import RoundKey
+from diloco.rounds.terms import RoundKey
 from diloco.sync.ledger import Outstanding
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant

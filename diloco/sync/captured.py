@@ -25,7 +25,7 @@ from torch import Tensor
 from diloco.compression.lanes import lane_codec
 from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
-from diloco.rounds.state import RoundKey
+from diloco.rounds.terms import RoundKey
 from diloco.sync.ledger import FragmentLedger, Outstanding
 
 _FORMAT = 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.compression.base import from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.outer.fragments import Fragment
-from diloco.rounds.state import RoundKey
+from diloco.rounds.terms import RoundKey
 from diloco.sync.captured import CapturedLanes
 from diloco.sync.ledger import Outstanding, Verdict
 from protos import fragment_pb2 as wire

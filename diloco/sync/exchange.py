@@ -33,7 +33,7 @@ from diloco.errors import (
 from diloco.outer.fragments import Plan
 from diloco.outer.pseudo_gradient import l2_norm, pseudo_gradient_
 from diloco.rounds.messages import outcome_of
-from diloco.rounds.state import Outcome, RoundKey
+from diloco.rounds.terms import Outcome, RoundKey
 from diloco.sync.calls import SyncerCalls
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.carried import NOT_DURABLE, CarriedFragment, FragmentView, SentLane

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from diloco.rounds.state import RoundKey
+from diloco.rounds.terms import RoundKey
 
 #: Expired attempts of one version in a run that goes on, at most: three in a row end it. Larger
 #: numbers come from a syncer whose record of expiries was damaged, and count nothing.

@@ -39,9 +39,9 @@ from diloco.rounds.service import (
     insist_on_size,
     verify_payload,
 )
-from diloco.rounds.state import RoundKey
 from diloco.rounds.store import PinRefused
 from diloco.rounds.syncer import is_news
+from diloco.rounds.terms import RoundKey
 from diloco.sync.fragment_peer import FragmentPeer, Own
 from diloco.sync.peer_calls import PeerCalls
 from diloco.sync.replica import SECTIONS, Replica

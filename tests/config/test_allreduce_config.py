@@ -15,7 +15,7 @@ from diloco.peer_texts import MOST_ENDING, MOST_REASON, MOST_TEXT
 from diloco.rounds.allreduce import Assignment, Prepared, commit_record
 from diloco.rounds.allreduce_messages import assignment_message
 from diloco.rounds.messages import outcome_message
-from diloco.rounds.state import Contributor, Outcome, OutcomeKind, RoundKey
+from diloco.rounds.terms import Contributor, Outcome, OutcomeKind, RoundKey
 from protos import allreduce_pb2
 from protos.fragment_pb2 import Fatal
 from tests.run_files import write_run

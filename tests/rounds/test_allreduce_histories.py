@@ -25,7 +25,7 @@ from diloco.rounds.allreduce import (
     Staged,
     duty,
 )
-from diloco.rounds.state import (
+from diloco.rounds.terms import (
     DropLanes,
     LaneArrival,
     OutcomeKind,

@@ -22,8 +22,8 @@ from diloco.rounds.pins import (
 )
 from diloco.rounds.publication import LaneState, lane_digest
 from diloco.rounds.record import RecordInvalid, fragment_directory, record_path, versions_in
-from diloco.rounds.state import Contributor, RoundKey
 from diloco.rounds.store import FragmentStore, PinRefused, VersionRecord
+from diloco.rounds.terms import Contributor, RoundKey
 
 PLAN = make_plan([TensorSpec("v", (300,)), TensorSpec("w", (300,))], num_fragments=2)
 RETAINED = 2

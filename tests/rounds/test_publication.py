@@ -25,7 +25,7 @@ from diloco.rounds.publication import (
     publish_lane,
     version_digest,
 )
-from diloco.rounds.state import RoundKey
+from diloco.rounds.terms import RoundKey
 
 NUMEL = 300
 FRAGMENT = make_plan([TensorSpec("w", (NUMEL,))], num_fragments=1).fragments[0]

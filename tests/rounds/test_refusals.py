@@ -13,7 +13,7 @@ import torch
 from diloco.compression.base import to_bytes
 from diloco.peer_texts import MOST_REASON
 from diloco.rounds.messages import key_message
-from diloco.rounds.state import RoundKey
+from diloco.rounds.terms import RoundKey
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import RefusalCount
 from tests.raw_island import KEY, NUMEL, RawIsland, founded

@@ -17,11 +17,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from diloco.rounds.state import (
+from diloco.rounds.state import FragmentRounds
+from diloco.rounds.terms import (
     Admission,
     Close,
     DropLanes,
-    FragmentRounds,
     Inclusion,
     Instruction,
     LaneArrival,

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from diloco.rounds.state import (
+from diloco.rounds.state import FragmentRounds, InvalidTransition
+from diloco.rounds.terms import (
     Admission,
     Close,
     DropLanes,
-    FragmentRounds,
     Instruction,
-    InvalidTransition,
     LaneArrival,
     Lost,
     Opened,

@@ -18,8 +18,8 @@ from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest, publish_lane
 from diloco.rounds.record import RecordInvalid, headers_in, record_path
-from diloco.rounds.state import Contributor, RoundKey
 from diloco.rounds.store import FragmentStore, VersionRecord, recompute
+from diloco.rounds.terms import Contributor, RoundKey
 
 # 128 blocks, 65,536 bytes a lane: two lanes.
 FRAGMENT = make_plan([TensorSpec("w", (32768,))], num_fragments=1).fragments[0]

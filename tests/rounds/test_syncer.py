@@ -20,8 +20,8 @@ from diloco.errors import (
 )
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.messages import key_message
-from diloco.rounds.state import OutcomeKind, RoundKey
 from diloco.rounds.store import FragmentStore
+from diloco.rounds.terms import OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from tests.raw_island import KEY, NUMEL, Dead, Incoming, RawIsland, SlowWorker, founded, restart

@@ -18,8 +18,8 @@ from diloco.errors import (
     QuorumLost,
 )
 from diloco.outer.optimizer import OuterOptimizer
-from diloco.rounds.state import OutcomeKind, RoundKey
 from diloco.rounds.store import FragmentStore, recompute
+from diloco.rounds.terms import OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
 from tests.raw_island import KEY, NUMEL, Dead, RawIsland, SlowWorker, founded, restart
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from diloco.rounds.pins import pinned_steps, valid_pins
-from diloco.rounds.state import OutcomeKind, RoundKey
 from diloco.rounds.store import FragmentStore
+from diloco.rounds.terms import OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
 from tests.raw_island import NUMEL, RawIsland, founded, restart
 from tests.virtual_run import Setting, VirtualRun

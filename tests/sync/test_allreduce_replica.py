@@ -16,7 +16,7 @@ from diloco.outer.fragments import Fragment, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.allreduce import Assignment, Prepared, Staged
 from diloco.rounds.publication import PublicationRules
-from diloco.rounds.state import Contributor, RoundKey
+from diloco.rounds.terms import Contributor, RoundKey
 from diloco.sync.replica import Replica, state_digest
 from tests.virtual_run import InlineWorker
 from transport.contracts import Buffer

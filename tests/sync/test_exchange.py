@@ -25,9 +25,9 @@ from diloco.errors import (
     QuorumLost,
 )
 from diloco.outer.fragments import Lane
-from diloco.rounds.state import RoundKey
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
+from diloco.rounds.terms import RoundKey
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.rounds.state import RoundKey
+from diloco.rounds.terms import RoundKey
 from diloco.sync.ledger import FragmentLedger, Verdict
 
 TOKENS = 100
