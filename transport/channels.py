@@ -70,7 +70,9 @@ class LossMeter:
         """Begin with nothing counted."""
         self._last: dict[int, SegmentCounts] = {}
         self._sums = [0.0, 0.0, 0.0, 0.0]
+        self._look = [0, 0]  # received and out of order, of a look that has not enough yet
         self._holed_looks = 0
+        self._is_holed = False
 
     def count(self, connections: Mapping[int, SegmentCounts]) -> None:
         """Take the counts of the connections that are open now, by a number of each."""
@@ -81,8 +83,14 @@ class LossMeter:
                 new[i] += max(now - then, 0)
         self._last = dict(connections)
         self._sums = [total + more for total, more in zip(self._sums, new, strict=True)]
-        if new[2] >= _ENOUGH_SEGMENTS:
-            self._holed_looks = self._holed_looks + 1 if new[3] else 0
+        self._look = [self._look[0] + new[2], self._look[1] + new[3]]
+        if self._look[0] >= _ENOUGH_SEGMENTS:
+            # Where few are lost a look may have no hole: what was found is not forgotten for one.
+            step = 1 if self._look[1] else -1
+            self._holed_looks = min(max(self._holed_looks + step, 0), _HOLED_LOOKS)
+            if self._holed_looks in (0, _HOLED_LOOKS):
+                self._is_holed = self._holed_looks > 0
+            self._look = [0, 0]
         if self._sums[0] + self._sums[2] > _MANY_SEGMENTS:
             self._sums = [total / 2 for total in self._sums]
 
@@ -98,7 +106,7 @@ class LossMeter:
     def received_loss(self) -> float:
         """Share of packets lost of what is received; 0: none, or too few to say."""
         _, _, received, out_of_order = self._sums
-        if received < _ENOUGH_SEGMENTS or self._holed_looks < _HOLED_LOOKS:
+        if not self._is_holed:
             return 0.0
         return (out_of_order / received / _MATHIS) ** 2
 

@@ -18,9 +18,11 @@ Source: GEMINI (SOSP 2023); protocol.md section 9.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ _HEADER = struct.Struct("<8sqq32s")
 _MAGIC = b"diloco-1"
 _NUM_SLOTS = 2
 _MEMINFO = Path("/proc/meminfo")
+_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 class HostMemory:
@@ -200,6 +203,21 @@ def kept_bytes(num_parameters: int) -> int:
     return 2 * 4 * _NUM_SLOTS * num_parameters
 
 
+def _room_in_cgroup() -> int:
+    """Bytes that this process's cgroup and those above it still let it take; cgroup version 2."""
+    room = sys.maxsize
+    for line in _CGROUP.read_text().splitlines() if _CGROUP.exists() else ():
+        place = _CGROUPS / line.removeprefix("0::").lstrip("/") if line.startswith("0::") else None
+        while place is not None:
+            with contextlib.suppress(OSError, ValueError):  # no limit: "max", or the root's
+                limit = int((place / "memory.max").read_text())
+                stat = dict(row.split() for row in (place / "memory.stat").read_text().splitlines())
+                used = int((place / "memory.current").read_text()) - int(stat["inactive_file"])
+                room = min(room, max(limit - used, 0))
+            place = place.parent if place != _CGROUPS else None
+    return room
+
+
 def insist_on_memory(key: str, num_bytes: int) -> None:
     """Refuse to take more of the host's memory than is there.
 
@@ -215,6 +233,7 @@ def insist_on_memory(key: str, num_bytes: int) -> None:
         for line in _MEMINFO.read_text().splitlines()
         if line.startswith("MemAvailable:")
     )
+    available = min(available, _room_in_cgroup())
     if num_bytes > available:
         raise ConfigError(
             f"{key}: copies of the inner state take {format_bytes(num_bytes)} of this host's "

@@ -74,6 +74,8 @@ class FragmentRounds:
         self.last_included: dict[str, Inclusion] = {}
         self.live = rules.members
         self.is_finishing = False
+        self._is_flush_attempt = False
+        self._least: dict[str, int] = {}
         self.story: deque[str] = deque(maxlen=40)
         self._timing = timing or FixedTiming(rules.deadline_s, rules.grace_s, rules.opening_floor_s)
         self._deadline = math.inf
@@ -142,6 +144,7 @@ class FragmentRounds:
         self.phase = Phase.WAITING
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
         self._broken_in_a_row = broken_in_a_row
+        self._timing.resumed(expired_in_a_row, now)
         self._tell(now, f"founded at version {version}, attempt {attempt}")
         if self._is_beyond(expired_in_a_row):
             last = reason or f"missing: {', '.join(missing) or 'nobody'}"
@@ -154,7 +157,7 @@ class FragmentRounds:
 
     def granted(self, island: str, incarnation: int, now: float) -> list[Instruction]:
         """Take note that `island` presented a valid grant; fences its earlier starts."""
-        if incarnation <= self.incarnations.get(island, 0):
+        if incarnation <= self.incarnations.get(island, 0) or self.is_fenced(island, incarnation):
             return []
         self.incarnations[island] = incarnation
         self._tell(now, f"{island} holds grant {incarnation}")
@@ -170,8 +173,8 @@ class FragmentRounds:
         return [DropLanes(self.key, island, earlier.incarnation), *self._advance(now)]
 
     def is_fenced(self, island: str, incarnation: int) -> bool:
-        """Whether a newer start of `island` is known."""
-        return incarnation < self.incarnations.get(island, 0)
+        """Whether a newer start of `island` is known, or the coordinator asks for one."""
+        return incarnation < max(self.incarnations.get(island, 0), self._least.get(island, 0))
 
     def admit(self, lane: LaneArrival) -> Admission:
         """Judge a lane by its header, before its payload is read; changes nothing."""
@@ -204,9 +207,10 @@ class FragmentRounds:
             words = f"the run is in timeline {self.timeline}, not {key.timeline}"
             return Objection(Admission.FENCED, Cause.TIMELINE, words)
         if self.is_fenced(lane.island, lane.incarnation):
+            newest = max(self.incarnations.get(lane.island, 0), self._least.get(lane.island, 0))
             words = (
-                f"a newer start has joined: incarnation {self.incarnations[lane.island]} of island "
-                f"{lane.island!r}, this is {lane.incarnation}"
+                f"a newer start has joined: incarnation {newest} of island {lane.island!r}, this "
+                f"is {lane.incarnation}"
             )
             return Objection(Admission.FENCED, Cause.INCARNATION, words)
         cause, words = Cause.KEY, ""
@@ -216,8 +220,14 @@ class FragmentRounds:
             cause, words = Cause.LANE, f"fragment {p} has {num_lanes} lanes, none is {lane.lane_id}"
         elif lane.weight_tokens < 0 or (lane.weight_tokens == 0 and not lane.is_flush):
             cause, words = Cause.WEIGHT, f"a weight of {lane.weight_tokens} tokens counts nothing"
-        elif self.is_finishing and not lane.is_flush and key == self.key:
-            words = f"fragment {p} has merged the run's tokens: it takes flushes only"
+        elif (
+            self.rules.min_members is not None
+            and self.is_open
+            and key == self.key
+            and lane.is_flush != self._is_flush_attempt
+        ):
+            taken = "flushes only" if self._is_flush_attempt else "no flushes yet"
+            words = f"{key} takes {taken}"
         elif (
             self.phase is not Phase.UNFOUNDED
             and key.version == self.version
@@ -311,13 +321,23 @@ class FragmentRounds:
             if held is not None and held < least:
                 key, reason = self.key, "fenced by the coordinator"
                 instructions += self.refused(key, island, held, reason, now)
-                self.incarnations[island] = least
+                del self.incarnations[island]  # it is no member before its next start is here
+            self._least[island] = max(least, self._least.get(island, 0))
+        if self.is_open and not set(self.members) <= set(self.live):
+            # Who is left has begun to wait for islands that may never come.
+            self._begin_deadline(now)
+            active = {m for m in self.members if m not in self.left}
+            if active.isdisjoint(self.live) and not any(
+                map(self._is_complete, self.contributions.values())
+            ):
+                instructions += self._expire("none of its members lives", now)
         return instructions + self._open_if_due(now)
 
     def finishing(self) -> None:
-        """Open flush rounds only from now on: the fragment has merged the run's tokens.
+        """Open flush attempts only from now on: the fragment has merged the run's tokens.
 
-        A flush of a run whose members come and go closes with those that came by its deadline.
+        What is open stays what it is. A flush of a run whose members come and go closes with those
+        that came by its deadline.
         """
         assert self.rules.min_members is not None, "a run of fixed members ends with its steps"
         self.is_finishing = True
@@ -329,7 +349,7 @@ class FragmentRounds:
         if self.phase is Phase.GRACE and now >= self._grace_end:
             return self._close(now)
         if self.phase is Phase.OPEN and now >= self._deadline:
-            if self.is_finishing and any(map(self._is_complete, self.contributions.values())):
+            if self._is_flush_attempt and any(map(self._is_complete, self.contributions.values())):
                 return self._close(now)
             names = ", ".join(self._absent()) or "nobody (flush and ordinary ones are mixed)"
             return self._expire(f"deadline of {self._deadline_s:g} s; missing: {names}", now)
@@ -462,9 +482,10 @@ class FragmentRounds:
             return []
         self.phase = Phase.OPEN
         self.members = self._eligible()
+        self._is_flush_attempt = self.is_finishing
         self._timing.opened(now)
         self._tell(now, f"opened {self.key}")
-        return [Opened(self.key, self.members, self.is_finishing)]
+        return [Opened(self.key, self.members, self._is_flush_attempt)]
 
     def _begin_deadline(self, now: float) -> None:
         if math.isinf(self._deadline):

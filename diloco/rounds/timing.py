@@ -96,10 +96,13 @@ class Timing(Protocol):
         """The last contributor holds what the previous close has published."""
 
     def published(self) -> None:
-        """A version is durable."""
+        """What was closed last is durable."""
 
     def expired(self, now: float) -> None:
         """The attempt came to nothing."""
+
+    def resumed(self, expiries: int, now: float) -> None:
+        """A restart found so many expiries since the last publication."""
 
 
 class FixedTiming:
@@ -147,6 +150,9 @@ class FixedTiming:
     def expired(self, now: float) -> None:
         """See `Timing`."""
 
+    def resumed(self, expiries: int, now: float) -> None:
+        """See `Timing`."""
+
 
 @dataclass(frozen=True, slots=True)
 class TimingRules:
@@ -183,6 +189,7 @@ class MeasuredTiming:
         self._until_quorum, self._until_fetched = Average(), Average()
         self._opened_at = self._first_at = math.nan
         self._closed_at, self._share = begins_at, rules.phase
+        self._fetching_since = begins_at
         self._expired_at, self._expiries = -math.inf, 0
 
     def opens_at(self, live: Collection[str]) -> float:
@@ -201,7 +208,7 @@ class MeasuredTiming:
         """See `Timing`."""
         steps = self._steps.of(members)
         quorum, fetched = self._until_quorum.value, self._until_fetched.value
-        if not steps or quorum is None or fetched is None:
+        if len(steps) < max(len(members), 1) or quorum is None or fetched is None:
             return 0.0
         slack = self._rules.overlap_steps * max(steps) - (quorum + fetched)
         return min(max(self._rules.grace_share * slack, 0.0), self._rules.grace_cap_s)
@@ -238,12 +245,17 @@ class MeasuredTiming:
 
     def fetched(self, now: float) -> None:
         """See `Timing`."""
-        self._until_fetched.add(now - self._closed_at)
+        self._until_fetched.add(now - self._fetching_since)
 
     def published(self) -> None:
         """See `Timing`."""
-        self._expiries = 0
+        self._expiries, self._fetching_since = 0, self._closed_at
 
     def expired(self, now: float) -> None:
         """See `Timing`."""
         self._expired_at, self._expiries = now, self._expiries + 1
+
+    def resumed(self, expiries: int, now: float) -> None:
+        """See `Timing`."""
+        if expiries:
+            self._expired_at, self._expiries = now, expiries

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
+from diloco.launch import host_memory
 from diloco.launch.host_memory import (
     CopySlots,
     Header,
@@ -149,3 +151,22 @@ def test_the_newest_whole_copy_outlives_every_history_of_deaths(
                 known, newest = sequence, number
             elif is_death:
                 break  # all ranks start again
+
+
+def test_a_cgroup_has_less_memory_than_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "groups" / "job" / "rank"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (tmp_path / "groups/job/memory.max").write_text("10000\n")
+    (tmp_path / "groups/job/memory.current").write_text("7000\n")
+    (tmp_path / "groups/job/memory.stat").write_text("anon 2000\ninactive_file 3000\n")
+    (tmp_path / "self").write_text("0::/job/rank\n")
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path / "self")
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path / "groups")
+
+    insist_on_memory("here", 6000)
+
+    with pytest.raises(ConfigError, match=r"and 5\.859 KiB are available"):
+        insist_on_memory("here", 6001)

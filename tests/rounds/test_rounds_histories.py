@@ -338,6 +338,8 @@ class MembersComeAndGo(AnyHistory):
         if rounds.is_open and any(len(c.lanes) == 2 for c in rounds.contributions.values()):
             assert rounds.next_wake < self.now + 11.0
         assert rounds.phase is not Phase.LOST or rounds._broken_in_a_row >= 3
+        if rounds.is_open and not set(rounds.members) & set(self.live):
+            assert rounds.next_wake < self.now + 11.0, "nobody is left who could answer"
 
 
 for history in (AnyHistory, MembersComeAndGo):

@@ -718,6 +718,83 @@ def test_a_quorum_that_cannot_be_reached_any_more_expires_at_once() -> None:
     assert isinstance(refuse(rounds, "c")[0], RecordExpiry)
 
 
+# -- members who come and go ---------------------------------------------------------------------
+
+
+def dynamic(*, granted: str = "abc", **rules: Any) -> FragmentRounds:
+    values = {"min_contributions": 1, "min_members": 1, "max_expired_in_a_row": None} | rules
+    return machine(members=("a", "b", "c"), granted=granted, **values)
+
+
+def test_members_are_those_who_live_when_an_attempt_opens() -> None:
+    rounds = dynamic(granted="")
+    rounds.heard_of(["a", "c"], {}, 1.0)
+    rounds.granted("b", 1, 1.0)
+    assert not rounds.is_open
+
+    (opened,) = rounds.granted("c", 1, 2.0)
+
+    assert isinstance(opened, Opened)
+    assert opened.members == ("c",)
+
+
+def test_an_attempt_whose_members_have_all_gone_expires() -> None:
+    rounds = dynamic(granted="a")
+
+    (expiry,) = rounds.heard_of(["b"], {}, 5.0)
+
+    assert isinstance(expiry, RecordExpiry)
+    assert rounds.expiry_recorded(expiry.key, 6.0) == []
+    (opened,) = rounds.granted("b", 1, 7.0)
+    assert isinstance(opened, Opened)
+
+
+def test_an_attempt_that_a_member_has_left_has_a_deadline() -> None:
+    rounds = dynamic(min_members=3)
+    assert rounds.next_wake == math.inf
+
+    assert rounds.heard_of(["a"], {}, 5.0) == []
+
+    assert rounds.next_wake == 5.0 + DEADLINE_S
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_kicked_start_counts_nothing_and_its_next_one_does(is_known: bool) -> None:
+    """Also where the fence is heard of before the start: a syncer that was restarted."""
+    rounds = dynamic(granted="b")
+    if is_known:
+        rounds.granted("a", 1, 0.0)
+    rounds.heard_of(["a", "b"], {"a": 2}, 1.0)
+
+    assert rounds.granted("a", 1, 2.0) == []
+    assert rounds.admit(lane(rounds, "a")) is Admission.FENCED
+    rounds.granted("a", 2, 3.0)
+    contribute(rounds, "b", 4.0)
+    rounds.committed(rounds.key, 5.0)
+
+    assert rounds.members == ("a", "b")
+
+
+def test_flush_attempts_take_flushes_only_and_close_with_those_that_came() -> None:
+    rounds = dynamic(min_contributions=None, min_members=3)
+    assert rounds.admit(lane(rounds, "a", is_flush=True)) is Admission.INVALID
+    contribute(rounds, "a", 1.0)
+    rounds.finishing()
+    for island in "bc":  # what was open stays what it was
+        contribute(rounds, island, 1.0)
+    (_, opened) = rounds.committed(rounds.key, 2.0)
+    assert isinstance(opened, Opened)
+    assert opened.is_flush
+
+    assert rounds.admit(lane(rounds, "a")) is Admission.INVALID
+    contribute(rounds, "a", 3.0, is_flush=True)
+    (close,) = rounds.tick(3.0 + DEADLINE_S)
+
+    assert isinstance(close, Close)
+    assert close.is_flush
+    assert [c.island for c in close.contributors] == ["a"]
+
+
 # -- misuse --------------------------------------------------------------------------------------
 
 

@@ -38,8 +38,8 @@ def one_round(timing: MeasuredTiming, at: float, *, slow_after: float) -> None:
     timing.at_quorum(at + 1.0)
     timing.arrived("slow", at + 1.0 + slow_after)
     timing.closed(at + 1.0 + slow_after)
-    timing.fetched(at + 1.5 + slow_after)
     timing.published()
+    timing.fetched(at + 1.5 + slow_after)
 
 
 def test_a_round_opens_when_the_fastest_has_made_its_steps_since_the_close() -> None:
@@ -87,6 +87,30 @@ def measured_with(*, timing_cap: float) -> MeasuredTiming:
     timing = measured(grace_cap_s=timing_cap)
     one_round(timing, 130.0, slow_after=1.0)
     return timing
+
+
+def test_a_member_without_a_known_step_is_not_waited_for() -> None:
+    timing = measured()
+    one_round(timing, 130.0, slow_after=1.0)
+
+    assert timing.grace_s((*BOTH, "new")) == 0.0
+
+
+def test_a_close_that_came_to_nothing_is_not_what_is_fetched() -> None:
+    timing = measured()
+    one_round(timing, 130.0, slow_after=1.0)
+    before = timing.grace_s(BOTH)
+    timing.closed(150.0)  # of an attempt that is broken
+    timing.fetched(132.5)  # what was published at 132
+
+    assert timing.grace_s(BOTH) == before
+
+
+def test_a_restart_goes_on_waiting_ever_longer() -> None:
+    timing = measured()
+    timing.resumed(3, 200.0)
+
+    assert timing.opens_at(BOTH) == 204.0
 
 
 def test_where_fetching_takes_longer_than_the_overlap_there_is_no_grace() -> None:

@@ -54,6 +54,31 @@ def test_loss_is_that_of_the_worse_direction_and_of_what_is_new() -> None:
     assert meter.wanted == 8
 
 
+def test_a_slow_connection_does_not_hide_its_losses() -> None:
+    """One that carries some 400 segments a look, which are few each."""
+    meter, wanted = LossMeter(), []
+    for look in range(1, 31):
+        meter.count({2: SegmentCounts(received=look * 390, out_of_order=look * 15)})
+        wanted.append(meter.wanted)
+
+    assert wanted[0] == 1
+    assert wanted[-1] == 16
+
+
+def test_one_look_without_a_hole_forgets_nothing() -> None:
+    meter, received, behind_holes = LossMeter(), 0, 0
+    for is_holed in (True, True, True, False, True, False, True):
+        received, behind_holes = received + 10_000, behind_holes + 150 * is_holed
+        meter.count({2: SegmentCounts(received=received, out_of_order=behind_holes)})
+        if received >= 30_000:
+            assert meter.wanted >= 4
+    for _ in range(4):
+        received += 10_000
+        meter.count({2: SegmentCounts(received=received, out_of_order=behind_holes)})
+
+    assert meter.wanted == 1
+
+
 @pytest.mark.parametrize("num_lost", range(5))
 @pytest.mark.parametrize("sent", [1000, 2000, 49_000])
 def test_a_few_losses_open_no_connection(num_lost: int, sent: int) -> None:

@@ -295,9 +295,13 @@ def test_a_bit_that_the_wire_flips_is_a_checksum_mismatch(size: int, where: str)
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
-            await asyncio.gather(
-                pass_on(reader, far_writer), pass_on(far_reader, writer), return_exceptions=True
-            )
+            try:
+                await asyncio.gather(
+                    pass_on(reader, far_writer), pass_on(far_reader, writer), return_exceptions=True
+                )
+            finally:  # also where the test ends first
+                far_writer.close()
+                writer.close()
 
         proxy = await asyncio.start_server(relay, "127.0.0.1", 0)
         address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
