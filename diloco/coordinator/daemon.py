@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
+from diloco.config.fields import MOST_CHECKPOINTS
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Entries, JoinVerdict, Membership
@@ -63,8 +64,6 @@ _WATCH_S = 1.0
 _MAX_START_ID = 64
 #: Differences that one refusal names.
 _MOST_LINES = 16
-#: Checkpoints that a report may name: more than any island keeps.
-_MOST_CHECKPOINTS = 1000
 #: What an island may say that it is doing: operators read it, and metrics are named by it.
 ISLAND_STATES = frozenset({"", "waiting", "training", "flushing", "finished", "stopped", "failed"})
 
@@ -263,9 +262,9 @@ class Coordinator:
         if request.state not in ISLAND_STATES:
             self.refused(grant.island, Cause.FRAME)
             raise FrameError(f"a report's state is {request.state[:40]!r}")
-        if (count := len(request.checkpoint_steps)) > _MOST_CHECKPOINTS:
+        if (count := len(request.checkpoint_steps)) > MOST_CHECKPOINTS:
             self.refused(grant.island, Cause.FRAME)
-            raise FrameError(f"a report of {count} checkpoints; {_MOST_CHECKPOINTS} are allowed")
+            raise FrameError(f"a report of {count} checkpoints; {MOST_CHECKPOINTS} are allowed")
         request.message = bounded_text(request.message)
         if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
             cause = membership.cause_against(grant.island, grant.incarnation, grant.timeline)

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
+from diloco.errors import ConfigError
+from diloco.launch.disk import num_unsure_checkpoints
 from protos import control_pb2 as control
 from tests.coordinator.test_daemon import IDENTITY, PLAN, SECRET, Desk, Play, joined, play
 from tests.coordinator.test_membership import OTHER_PLAN
+from tests.run_files import write_run
 from tests.transport.test_tokens import EAST, write_table
 from transport.contracts import PROTOCOL_VERSION
 from transport.errors import FrameError, Unauthorised
@@ -134,6 +138,32 @@ def test_what_a_report_says_is_shown_cut_and_counted_if_refused(play: Play) -> N
             ("coordinator", "east", "frame"): 1,
             ("coordinator", "east", "incarnation"): 1,
         }
+
+    play(story)
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_what_a_run_file_lets_an_island_keep_a_coordinator_lets_it_report(
+    every: int, play: Play, tmp_path: Path
+) -> None:
+    file = write_run(tmp_path, {"east": "", "west": ""})
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep: 5000: .*<= 250"):
+        load_config(file, ["checkpoint.keep=5000"])
+    often = ["checkpoint.keep=250", "outer.inner_steps_per_round=600"]
+    with pytest.raises(ConfigError, match=r"every_inner_steps: 1: .*1000 are allowed: make them"):
+        load_config(file, [*often, "checkpoint.every_inner_steps=1"])
+    settings = ["checkpoint.keep=250", f"checkpoint.every_inner_steps={every}"]
+    config = load_config(file, [*settings, "outer.inner_steps_per_round=497"])
+    # Beside what a removal leaves: the checkpoint of a stop, and the one that it was resumed from.
+    count = config.checkpoint.keep + num_unsure_checkpoints(config) + 2
+
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+
+        reply = await desk.report(east, inner_step=count, checkpoint_steps=range(count))
+
+        assert not reply.stop
+        assert refusals(desk) == {}
 
     play(story)
 
