@@ -222,8 +222,8 @@ class Coordinator:
         if joined.verdict is not JoinVerdict.ACCEPTED:
             logger.warning("join refused, island=%.100r verdict=%s", request.island, joined.verdict)
             assert joined.cause is not None
-            # By its own word: callers are known where the run has certificates or tokens.
-            is_known = request.island in self._membership.members
+            # Without certificates and tokens anybody could fill another's count.
+            is_known = call.caller is not None and request.island in self._membership.members
             self.refused(request.island if is_known else "", joined.cause)
             self._end_if_over()
             return _reply(JoinReply(status=_STATUS[joined.verdict], message=_lines(joined.message)))

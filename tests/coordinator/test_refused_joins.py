@@ -44,6 +44,19 @@ async def ask(desk: Desk, **changes: Any) -> control.JoinReply:
     return control.JoinReply.FromString(await desk.call("join", request))
 
 
+class KnownCall:
+    """A join by a caller who has proved who it is."""
+
+    method, peer, caller = "control.join", "test", EAST
+    payload_bytes, is_local = 0, False
+
+    def __init__(self, **changes: Any) -> None:
+        self.header = control.JoinRequest(**{**FIELDS, **changes}).SerializeToString()
+
+    async def read_payload(self) -> bytes:
+        return b""
+
+
 @pytest.mark.parametrize(
     ("changes", "island", "cause", "words"),
     [
@@ -74,11 +87,24 @@ def test_a_join_is_refused_by_field_and_both_values(
         accepted = await ask(desk, island="west")
         assert accepted.status == control.JOIN_STATUS_ACCEPTED
 
-        reply = await ask(desk, **changes)
+        answer = await desk.coordinator.handlers["control.join"](KnownCall(**changes))
 
+        reply = control.JoinReply.FromString(answer.header)
         assert reply.status != control.JOIN_STATUS_ACCEPTED
         assert [word for word in words if word not in reply.message] == []
         assert refusals(desk) == {("coordinator", island, cause): 1}
+
+    play(story)
+
+
+def test_a_stranger_fills_nobodys_count_of_refusals(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        await ask(desk, island="west")
+
+        reply = await ask(desk, plan_json=OTHER_PLAN)
+
+        assert reply.status != control.JOIN_STATUS_ACCEPTED
+        assert refusals(desk) == {("coordinator", "", "plan"): 1}
 
     play(story)
 
