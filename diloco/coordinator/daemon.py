@@ -392,7 +392,9 @@ class Coordinator:
             inner_steps=self._inner_steps(),
             syncer_address=self._syncer_address,
         )
-        if island in membership.members:
+        # A stranger on a trusted network could name any island: that is `control.status`.
+        is_proved = call.caller is not None or call.is_local
+        if is_proved and island in membership.members:
             reply.island.CopyFrom(self._island_status(island))
         return _reply(reply)
 
