@@ -99,4 +99,5 @@ def _show(findings: list[Finding]) -> None:
     # Commands stand alone on their lines, unbroken, so that they can be copied.
     for finding in findings:
         if finding.mend:
-            console.print(f"\n{finding.what}:\n  {finding.mend}", soft_wrap=True, markup=False)
+            mend = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in finding.mend)
+            console.print(f"\n{finding.what}:\n  {mend}", soft_wrap=True, markup=False)

@@ -150,7 +150,7 @@ def _coordinator_findings(facts: Facts) -> Iterator[Finding]:
             "call to the coordinator",
             State.BROKEN,
             call.error,
-            "start it: diloco coordinator RUN.toml; or give transport.initial_peers that know it",
+            "start it: diloco coordinator RUN.toml; or set transport.hivemind.initial_peers",
         )
     elif not all(path.error for path in facts.paths):
         yield Finding(

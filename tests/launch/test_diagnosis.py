@@ -250,7 +250,8 @@ def port(**changes: object) -> Facts:
         ),
         pytest.param(
             replace(LIBP2P, paths=(), call=CallFacts("/p2p/QmQ", error="no way to it")),
-            "call to the coordinator", State.BROKEN, "no way to it", "transport.initial_peers",
+            "call to the coordinator", State.BROKEN, "no way to it",
+            "transport.hivemind.initial_peers",
             id="libp2p-finds-no-way",
         ),
         pytest.param(

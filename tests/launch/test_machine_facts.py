@@ -269,11 +269,11 @@ def test_the_way_to_the_syncer_is_tried_as_the_coordinator_tells_it(
 def test_what_peers_say_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     found = "[fd00::2]:4710 is not reached: [/x] [bold]\x1b[2J"
 
-    _show([Finding("coordinator", State.BROKEN, found, "[fd00::2] [/x]")])
+    _show([Finding("coordinator", State.BROKEN, found, "[fd00::2] [/x]\x1b")])
 
     shown = " ".join(capsys.readouterr().out.split())
     assert r"broken [fd00::2]:4710 is not reached: [/x] [bold]\x1b[2J coordinator:" in shown
-    assert shown.endswith("[fd00::2] [/x]")
+    assert shown.endswith(r"[fd00::2] [/x]\x1b")
 
 
 def test_a_relay_is_not_taken_for_the_peer() -> None:
