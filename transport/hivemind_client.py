@@ -12,8 +12,8 @@ from transport.hivemind_address import parse_peer_address
 from transport.hivemind_daemon import Daemon, DaemonFailed, HivemindMissing, Stream, Swarm
 from transport.hivemind_wire import (
     ACCEPTED,
-    RELAYED_CHUNK_BYTES,
     Opening,
+    largest_chunk,
     read_message,
     write_message,
 )
@@ -89,14 +89,14 @@ class HivemindTransport:
         try:
             async with self._deadlines.within(method, deadline_s):
                 reader, writer, is_relayed = await self._open()
-                most = RELAYED_CHUNK_BYTES if is_relayed else self._chunk_bytes
                 try:
+                    size = memoryview(payload).nbytes
                     request = Request(
                         header,
                         payload,
                         transfer,
                         max_reply_bytes=max_reply_bytes,
-                        chunk_bytes=min(most, self._chunk_bytes),
+                        chunk_bytes=largest_chunk(self._chunk_bytes, size, is_relayed=is_relayed),
                         pacer=self._pacer,
                     )
                     opening = Opening(method, self._token, deadline_s)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transport.addresses import is_own, split_address
 from transport.contracts import Buffer, Handlers
-from transport.errors import FrameError, PeerReset, TransportError
+from transport.errors import FrameError, MessageTooLarge, PeerReset, TransportError
 from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes
 from transport.hivemind_address import (
     PeerAddress,
@@ -28,8 +28,8 @@ from transport.hivemind_control import Whereabouts
 from transport.hivemind_daemon import Daemon, DaemonFailed, Swarm
 from transport.hivemind_wire import (
     ACCEPTED,
-    RELAYED_CHUNK_BYTES,
     Opening,
+    largest_chunk,
     read_message,
     read_opening,
     write_message,
@@ -295,8 +295,12 @@ class HivemindServer:
 
     async def _send(self, answer: Answer, stream: _Stream) -> None:
         """Write a reply to the end and hear the caller out: it hangs up when it has the reply."""
-        most = RELAYED_CHUNK_BYTES if stream.is_relayed else self._chunk_bytes
-        await answer.send(stream.write, min(most, self._chunk_bytes), self._pacer)
+        size, chunk_bytes = memoryview(answer.reply.payload).nbytes, self._chunk_bytes
+        try:
+            chunk_bytes = largest_chunk(chunk_bytes, size, is_relayed=stream.is_relayed)
+        except MessageTooLarge as error:
+            answer = Answer.failure(error)
+        await answer.send(stream.write, chunk_bytes, self._pacer)
         async with asyncio.timeout(stream.silence_s):
             while await stream.reader.read(DEFAULT_CHUNK_BYTES):
                 pass

@@ -14,8 +14,9 @@ import asyncio
 import struct
 from dataclasses import dataclass
 
-from transport.errors import FrameError
-from transport.framing import MAX_MESSAGE_BYTES
+from transport.errors import FrameError, MessageTooLarge
+from transport.framing import MAX_CHUNKS, MAX_MESSAGE_BYTES
+from transport.units import format_bytes
 
 #: Sent by a server as soon as it takes a call; one that broke without it is taken for one that
 #: never arrived, though a peer that dies may take the byte with it.
@@ -44,6 +45,23 @@ class Opening:
         """Write it."""
         method, token = self.method.encode(), self.token.encode()
         return _OPENING.pack(self.deadline_s, len(method), len(token)) + method + token
+
+
+def largest_chunk(chunk_bytes: int, payload_bytes: int, *, is_relayed: bool) -> int:
+    """Return the largest chunk of a payload, that of the configuration or what a relay takes.
+
+    Raises:
+        MessageTooLarge: If a relay would need more than `MAX_CHUNKS` of them.
+    """
+    if not is_relayed:
+        return chunk_bytes
+    largest = min(RELAYED_CHUNK_BYTES, chunk_bytes)
+    if payload_bytes > MAX_CHUNKS * largest:
+        raise MessageTooLarge(
+            f"{payload_bytes} bytes cannot travel through a relay, at most "
+            f"{format_bytes(MAX_CHUNKS * largest)}: dial the peer directly (open a port to it)"
+        )
+    return largest
 
 
 async def read_opening(reader: asyncio.StreamReader) -> Opening:

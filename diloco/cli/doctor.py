@@ -82,16 +82,22 @@ def tell_at_start(peers: str) -> None:
 def _show(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from diloco.peer_texts import MOST_ENDING, bounded_text
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("found", overflow="fold")
     for finding in findings:
-        table.add_row(finding.what, f"[{_STYLES[finding.state]}]{finding.state}[/]", finding.found)
+        # Peers' words among them, which are neither markup nor commands of a terminal.
+        found = Text(bounded_text(finding.found, MOST_ENDING))
+        table.add_row(finding.what, Text(finding.state, style=_STYLES[finding.state]), found)
     console = Console(highlight=False)
     console.print(table)
     # Commands stand alone on their lines, unbroken, so that they can be copied.
     for finding in findings:
         if finding.mend:
-            console.print(f"\n{finding.what}:\n  {finding.mend}", soft_wrap=True, markup=False)
+            mend = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in finding.mend)
+            console.print(f"\n{finding.what}:\n  {mend}", soft_wrap=True, markup=False)

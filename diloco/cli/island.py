@@ -163,6 +163,11 @@ def _showing(config: Config, name: str, address: str) -> Iterator[None]:
             standing = io.run(ask_standing(transport, name))
         except CoordinatorUnavailable as error:
             return f"island {name}: {' '.join(str(error).split())}"
+        if not standing.HasField("island"):  # it answers callers elsewhere, whom it cannot know
+            return (
+                f"island {name}: the run is {standing.state}; the coordinator tells how an island "
+                f"stands to callers it knows: diloco status RUN.toml on its machine"
+            )
         return f"island {name} {island_text(standing.island, standing.inner_steps)}"
 
     io.start()

@@ -19,6 +19,8 @@ from transport.units import parse_bandwidth, parse_bytes, parse_duration
 
 #: More than any run makes, and less than what integers on the wire hold.
 MOST_STEPS = 10**9
+#: Checkpoints that an island may keep, and name in a report to the coordinator.
+MOST_CHECKPOINTS = 1000
 
 #: A path below the validated field, the value found there, and what is wrong with it.
 Problem: TypeAlias = tuple[str, object, str]

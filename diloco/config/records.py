@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, field_validator
 
 from diloco.config.classes import Local, Policy, Section
+from diloco.config.fields import MOST_CHECKPOINTS
 from diloco.config.network import host_of
 
 
@@ -19,13 +21,26 @@ class CheckpointConfig(Section):
         description="Inner steps between run checkpoints; 0: only at a graceful stop",
     )
     keep: Policy[int] = Field(
-        default=2, ge=1, description="Complete checkpoints that are kept; older ones are removed"
+        default=2,
+        ge=1,
+        le=MOST_CHECKPOINTS // 4,  # as many again may be unsure, and more where they are frequent
+        description="Complete checkpoints that are kept; older ones are removed",
     )
     dir: Local[str] = Field(
         default="",
         description="Directory of this site's checkpoints, seen by all ranks of its island; empty: "
         "checkpoints in coordinator.state_dir",
     )
+
+    def num_unsure(self, apart: int) -> int:
+        """Newest checkpoints that are kept though it is not known that every island has them.
+
+        keep + ceil(apart / every), with islands at most `apart` = H + tau inner steps apart: an
+        older one that is not complete yet never will be. One where they are made at stops only.
+        """
+        if self.every_inner_steps == 0:
+            return 1
+        return self.keep + math.ceil(apart / self.every_inner_steps)
 
 
 class EvaluationConfig(Section):

@@ -15,7 +15,14 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Identity, Local, Policy, Section
 from diloco.config.data import DataConfig
-from diloco.config.fields import MOST_STEPS, IslandName, Name, Problem, several_problems
+from diloco.config.fields import (
+    MOST_CHECKPOINTS,
+    MOST_STEPS,
+    IslandName,
+    Name,
+    Problem,
+    several_problems,
+)
 from diloco.config.inner import InnerConfig
 from diloco.config.island import MAX_PEERS, IslandConfig, announced_bytes, island_problems
 from diloco.config.model import ModelConfig
@@ -128,6 +135,23 @@ class Config(Section):
         problems += _of_a_syncer(value, ("syncer_listen", "syncer_address", "spool_memory"), info)
         if problems:
             raise several_problems(problems)
+        return value
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _check_kept(cls, value: CheckpointConfig, info: ValidationInfo) -> CheckpointConfig:
+        outer = info.data.get("outer")
+        if outer is None:
+            return value
+        apart = outer.inner_steps_per_round + outer.overlap_steps
+        # Beside them the one of a graceful stop, and the one that the run was resumed from.
+        count = value.keep + value.num_unsure(apart) + 2
+        if count > MOST_CHECKPOINTS:
+            message = (
+                f"an island would keep {count} checkpoints at a time, as islands may be {apart} "
+                f"inner steps apart; {MOST_CHECKPOINTS} are allowed: make them less often"
+            )
+            raise several_problems([("every_inner_steps", value.every_inner_steps, message)])
         return value
 
     @field_validator("telemetry")

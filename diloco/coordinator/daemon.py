@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
+from diloco.config.fields import MOST_CHECKPOINTS
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Entries, JoinVerdict, Membership
@@ -63,8 +64,6 @@ _WATCH_S = 1.0
 _MAX_START_ID = 64
 #: Differences that one refusal names.
 _MOST_LINES = 16
-#: Checkpoints that a report may name: more than any island keeps.
-_MOST_CHECKPOINTS = 1000
 #: What an island may say that it is doing: operators read it, and metrics are named by it.
 ISLAND_STATES = frozenset({"", "waiting", "training", "flushing", "finished", "stopped", "failed"})
 
@@ -223,8 +222,8 @@ class Coordinator:
         if joined.verdict is not JoinVerdict.ACCEPTED:
             logger.warning("join refused, island=%.100r verdict=%s", request.island, joined.verdict)
             assert joined.cause is not None
-            # By its own word: callers are known where the run has certificates or tokens.
-            is_known = request.island in self._membership.members
+            # Without certificates and tokens anybody could fill another's count.
+            is_known = call.caller is not None and request.island in self._membership.members
             self.refused(request.island if is_known else "", joined.cause)
             self._end_if_over()
             return _reply(JoinReply(status=_STATUS[joined.verdict], message=_lines(joined.message)))
@@ -263,9 +262,9 @@ class Coordinator:
         if request.state not in ISLAND_STATES:
             self.refused(grant.island, Cause.FRAME)
             raise FrameError(f"a report's state is {request.state[:40]!r}")
-        if (count := len(request.checkpoint_steps)) > _MOST_CHECKPOINTS:
+        if (count := len(request.checkpoint_steps)) > MOST_CHECKPOINTS:
             self.refused(grant.island, Cause.FRAME)
-            raise FrameError(f"a report of {count} checkpoints; {_MOST_CHECKPOINTS} are allowed")
+            raise FrameError(f"a report of {count} checkpoints; {MOST_CHECKPOINTS} are allowed")
         request.message = bounded_text(request.message)
         if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
             cause = membership.cause_against(grant.island, grant.incarnation, grant.timeline)
@@ -393,7 +392,9 @@ class Coordinator:
             inner_steps=self._inner_steps(),
             syncer_address=self._syncer_address,
         )
-        if island in membership.members:
+        # A stranger on a trusted network could name any island: that is `control.status`.
+        is_proved = call.caller is not None or call.is_local
+        if is_proved and island in membership.members:
             reply.island.CopyFrom(self._island_status(island))
         return _reply(reply)
 

@@ -139,12 +139,19 @@ def _coordinator_findings(facts: Facts) -> Iterator[Finding]:
             found = f"{path.address} is not reached from here but answers calls: through grpc_proxy"
             yield Finding("coordinator", State.OK, found)
     else:
-        yield from _path_findings("coordinator", "coordinator.address", facts.paths)
+        yield from _path_findings("coordinator", "coordinator.address", facts, facts.paths)
     call = facts.call
     if call is None:
         return
     if not call.error:
         yield Finding("call to the coordinator", State.OK, "answered")
+    elif facts.is_libp2p and all(path.error for path in facts.paths):
+        yield Finding(
+            "call to the coordinator",
+            State.BROKEN,
+            call.error,
+            "start it: diloco coordinator RUN.toml; or set transport.hivemind.initial_peers",
+        )
     elif not all(path.error for path in facts.paths):
         yield Finding(
             "call to the coordinator",
@@ -168,33 +175,43 @@ def _syncer_findings(facts: Facts) -> Iterator[Finding]:
         found = f"{call.syncer} is reached through the libp2p network, which was not tried"
         yield Finding("syncer", State.UNKNOWN, found)
     else:
-        yield from _path_findings("syncer", "coordinator.syncer_address", facts.syncer_paths)
+        key = "coordinator.syncer_address"
+        yield from _path_findings("syncer", key, facts, facts.syncer_paths)
 
 
-def _path_findings(what: str, key: str, paths: Sequence[PathFacts]) -> Iterator[Finding]:
+def _path_findings(
+    what: str, key: str, facts: Facts, paths: Sequence[PathFacts]
+) -> Iterator[Finding]:
     is_reached = not all(path.error for path in paths)
     for path in paths:
-        if path.error:
+        if path.error and facts.is_libp2p:
+            found = (
+                f"{path.address} is not reached directly: {path.error}; libp2p may find another "
+                f"way, or a relay, which is slow"
+            )
+            yield Finding(what, State.UNKNOWN, found, _mend_path(path, key, is_libp2p=True))
+        elif path.error:
             # Another address that answers is enough: they are tried in order.
             state = State.SLOW if is_reached else State.BROKEN
             found = f"{path.address} is not reached: {path.error}"
-            yield Finding(what, state, found, _mend_path(path, key))
+            yield Finding(what, state, found, _mend_path(path, key, is_libp2p=False))
         else:
             found = f"{path.address} is reached, round trip {format_duration(path.rtt_s)}"
             yield Finding(what, State.OK, found)
 
 
-def _mend_path(path: PathFacts, key: str) -> str:
+def _mend_path(path: PathFacts, key: str, *, is_libp2p: bool) -> str:
     host, port = split_address(path.address)
     if "refused" in path.error.lower():
         return f"start it: diloco coordinator RUN.toml; or correct {key}"
     if "resolve" in path.error.lower() or "name" in path.error.lower():
         given = f"{key} (--coordinator)" if key == "coordinator.address" else key
         return f"getent hosts {host}; correct {given}"
-    return (
+    mend = (
         f"open TCP port {port} towards {host} in the firewalls between (nc -vz {host} {port} tries "
-        f"it), or set grpc_proxy"
+        f"it)"
     )
+    return mend if is_libp2p else f"{mend}, or set grpc_proxy"
 
 
 def _mtu_findings(facts: Facts) -> Iterator[Finding]:
@@ -285,8 +302,9 @@ def _token_findings(facts: Facts) -> Iterator[Finding]:
 
 def _stranger_findings(facts: Facts) -> Iterator[Finding]:
     """Judge what keeps strangers out where there are no certificates."""
-    if facts.certificates or not (facts.ports or facts.paths):
+    if facts.certificates or not (facts.ports or facts.coordinator):
         return
+    is_found_only = bool(facts.coordinator) and not facts.paths  # by its identity, or a relay
     hosts = [split_address(port.address)[0] for port in facts.ports]
     hosts += [split_address(path.address)[0] for path in (*facts.paths, *facts.syncer_paths)]
     mend = "diloco certs init RUN.toml"
@@ -297,7 +315,7 @@ def _stranger_findings(facts: Facts) -> Iterator[Finding]:
         else:
             found += "whoever reaches the ports can read and change the traffic"
         yield Finding("certificate", State.SLOW, found, mend)
-    elif all(is_loopback(host) for host in hosts):
+    elif not is_found_only and all(is_loopback(host) for host in hosts):
         yield Finding("certificate", State.OK, "none; everything is on this machine's loopback")
     elif facts.is_libp2p and facts.tokens:
         yield Finding("certificate", State.OK, "none: libp2p encrypts, tokens say who calls")

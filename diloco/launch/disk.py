@@ -86,14 +86,10 @@ class DiskForecast:
 def num_unsure_checkpoints(config: Config) -> int:
     """Newest checkpoints that are kept though it is not known that every island has them.
 
-    keep + ceil((H + tau) / every): islands are at most H + tau inner steps apart, so an older one
-    that is not complete yet never will be. One where checkpoints are made at stops only.
+    Islands are at most H + tau inner steps apart; see `CheckpointConfig.num_unsure`.
     """
-    outer, checkpoint = config.outer, config.checkpoint
-    if checkpoint.every_inner_steps == 0:
-        return 1
-    apart = outer.inner_steps_per_round + outer.overlap_steps
-    return checkpoint.keep + math.ceil(apart / checkpoint.every_inner_steps)
+    outer = config.outer
+    return config.checkpoint.num_unsure(outer.inner_steps_per_round + outer.overlap_steps)
 
 
 def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:

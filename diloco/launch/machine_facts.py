@@ -39,7 +39,7 @@ from transport.addresses import is_loopback, split_address, split_candidates
 from transport.certificates import CertificateError
 from transport.contracts import PROTOCOL_VERSION
 from transport.errors import TransportError
-from transport.hivemind_address import is_peer_address, parse_peer_address
+from transport.hivemind_address import is_peer_address, is_relayed_way, parse_peer_address
 from transport.identity import Identity, Role
 from transport.tls import Tls
 
@@ -101,7 +101,8 @@ def read_tcp() -> TcpFacts | None:
 
 def are_local(address: str) -> bool:
     """Whether only this machine's loopback is meant by an address of a peer, or several."""
-    return all(is_loopback(split_address(host)[0]) for host in _hosts_of(address))
+    hosts = _hosts_of(address, with_relays=True)
+    return all(is_loopback(split_address(host)[0]) for host in hosts)
 
 
 def gather(config: Config | None, *, coordinator: str = "") -> Facts:
@@ -151,14 +152,16 @@ def _is_running(config: Config) -> bool:
     return lock.exists() and holder(lock) is not None
 
 
-def _hosts_of(address: str) -> list[str]:
-    """Give the HOST:PORT that lead to a server; none where it is unknown."""
+def _hosts_of(address: str, *, with_relays: bool = False) -> list[str]:
+    """Give the HOST:PORT that lead to a server, or to its relays; none where it is unknown."""
     if not address:
         return []
     if not is_peer_address(address):
         return split_candidates(address)
     hosts = []
     for way in parse_peer_address(address).ways:
+        if is_relayed_way(way) and not with_relays:
+            continue
         parts = way.split("/")
         if parts[1:2] and parts[1] in ("ip4", "ip6", "dns4", "dns6", "dns") and "tcp" in parts:
             host = f"[{parts[2]}]" if parts[1] == "ip6" else parts[2]

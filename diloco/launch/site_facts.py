@@ -129,10 +129,10 @@ class Facts:
         is_libp2p: Whether the run goes over libp2p, which encrypts and knows no certificates.
         ports: That this site's processes listen at.
         coordinator: Its address, as far as it is known.
-        paths: To every address of the coordinator.
+        paths: To every address of the coordinator; over libp2p those without a relay.
         call: To the coordinator.
         asks_syncer: Whether this site's processes call a syncer.
-        syncer_paths: To every address of the syncer.
+        syncer_paths: To every address of the syncer; as `paths`.
     """
 
     tcp: TcpFacts | None = None
@@ -157,7 +157,8 @@ class Facts:
     def is_proxied(self) -> bool:
         """Whether the coordinator answers though no address of it is reached: by grpc_proxy."""
         is_answered = self.call is not None and not self.call.error
-        return is_answered and bool(self.paths) and all(path.error for path in self.paths)
+        is_dialled = bool(self.paths) and not self.is_libp2p  # which heeds no grpc_proxy
+        return is_answered and is_dialled and all(path.error for path in self.paths)
 
     def as_dict(self) -> dict[str, Any]:
         """Give them as JSON values, hence `Any`."""

@@ -40,7 +40,7 @@ from protos.control_pb2 import (
 )
 from tests.guarded_server import serving
 from tests.transport.pki import COORDINATOR, EAST, Pki
-from transport.contracts import IncomingCall, Reply, Transport
+from transport.contracts import Handler, IncomingCall, Reply, Transport
 from transport.grpc_client import GrpcTransport
 from transport.identity import Identity, Role
 
@@ -94,6 +94,10 @@ async def standing(call: IncomingCall) -> Reply:
     name = StandingRequest.FromString(call.header).island
     own = next(island for island in REPLY.islands if island.island == name)
     return Reply(StandingReply(island=own, inner_steps=REPLY.inner_steps).SerializeToString())
+
+
+async def standing_of_the_run(_: IncomingCall) -> Reply:
+    return Reply(StandingReply(state="running", inner_steps=325).SerializeToString())
 
 
 ANSWERS = {"control.status": status, "control.standing": standing}
@@ -221,15 +225,16 @@ def test_one_line_says_where_every_island_stands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_there", "words"),
+    ("answer", "words"),
     [
-        pytest.param(True, "island east training, step 120/325 loss", id="there"),
-        pytest.param(False, "does not run, start it: diloco coordinator", id="away"),
+        pytest.param(standing, "island east training, step 120/325 loss", id="there"),
+        pytest.param(standing_of_the_run, "island east: the run is running", id="unproved"),
+        pytest.param(None, "does not run, start it: diloco coordinator", id="away"),
     ],
 )
 def test_an_island_says_where_it_stands_while_it_lives(
     tmp_path: Path,
-    is_there: bool,
+    answer: Handler | None,
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,9 +261,9 @@ def test_an_island_says_where_it_stands_while_it_lives(
     island.register(typed)
     run_file = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
 
-    with serving(ANSWERS, tls) as address:
+    with serving({"control.standing": answer or standing}, tls) as address:
         arguments = ["island", str(run_file), "--island", "east", "--coordinator"]
-        arguments += [address if is_there else "127.0.0.1:1"]
+        arguments += [address if answer else "127.0.0.1:1"]
         result = CliRunner().invoke(typed, [*arguments, "--set", f"transport.certs={tmp_path}"])
 
     assert result.exit_code == 0, result.output

@@ -19,8 +19,10 @@ from diloco.coordinator.membership import Membership
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.sync.registration import IslandState
 from protos import control_pb2 as control
+from tests.transport.pki import EAST
 from transport.contracts import PROTOCOL_VERSION
 from transport.errors import FrameError, HandlerFailed
+from transport.identity import Identity
 from transport.loopback import LoopbackNetwork, run_virtual
 
 SECRET = bytes(32)
@@ -391,6 +393,34 @@ def test_an_island_is_told_of_the_run_and_of_itself_alone(play: Play) -> None:
             island=own,
         )
         assert not (await desk.standing("south")).HasField("island")
+
+    play(story)
+
+
+@pytest.mark.parametrize("caller", [None, EAST], ids=["stranger", "known"])
+def test_how_an_island_stands_is_told_to_known_callers_and_on_this_machine(
+    caller: Identity | None, play: Play
+) -> None:
+    class Call:
+        method, peer, payload_bytes, is_local = "control.standing", "test", 0, False
+        header = control.StandingRequest(island="east").SerializeToString()
+
+        def __init__(self) -> None:
+            self.caller = caller
+
+        async def read_payload(self) -> bytes:
+            return b""
+
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+        await desk.report(east, inner_step=9, state="training")
+
+        answer = await desk.coordinator.handlers["control.standing"](Call())
+
+        told = control.StandingReply.FromString(answer.header)
+        assert (told.run, told.state, told.inner_steps) == ("demo", "running", 100)
+        assert told.HasField("island") == (caller is not None)
+        assert (await desk.standing("east")).HasField("island")  # a call on its own machine
 
     play(story)
 

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
+from diloco.errors import ConfigError
+from diloco.launch.disk import num_unsure_checkpoints
 from protos import control_pb2 as control
 from tests.coordinator.test_daemon import IDENTITY, PLAN, SECRET, Desk, Play, joined, play
 from tests.coordinator.test_membership import OTHER_PLAN
+from tests.run_files import write_run
 from tests.transport.test_tokens import EAST, write_table
 from transport.contracts import PROTOCOL_VERSION
 from transport.errors import FrameError, Unauthorised
@@ -38,6 +42,19 @@ def refusals(desk: Desk) -> dict[tuple[str, str, str], int]:
 async def ask(desk: Desk, **changes: Any) -> control.JoinReply:
     request = control.JoinRequest(**{**FIELDS, **changes})
     return control.JoinReply.FromString(await desk.call("join", request))
+
+
+class KnownCall:
+    """A join by a caller who has proved who it is."""
+
+    method, peer, caller = "control.join", "test", EAST
+    payload_bytes, is_local = 0, False
+
+    def __init__(self, **changes: Any) -> None:
+        self.header = control.JoinRequest(**{**FIELDS, **changes}).SerializeToString()
+
+    async def read_payload(self) -> bytes:
+        return b""
 
 
 @pytest.mark.parametrize(
@@ -70,11 +87,24 @@ def test_a_join_is_refused_by_field_and_both_values(
         accepted = await ask(desk, island="west")
         assert accepted.status == control.JOIN_STATUS_ACCEPTED
 
-        reply = await ask(desk, **changes)
+        answer = await desk.coordinator.handlers["control.join"](KnownCall(**changes))
 
+        reply = control.JoinReply.FromString(answer.header)
         assert reply.status != control.JOIN_STATUS_ACCEPTED
         assert [word for word in words if word not in reply.message] == []
         assert refusals(desk) == {("coordinator", island, cause): 1}
+
+    play(story)
+
+
+def test_a_stranger_fills_nobodys_count_of_refusals(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        await ask(desk, island="west")
+
+        reply = await ask(desk, plan_json=OTHER_PLAN)
+
+        assert reply.status != control.JOIN_STATUS_ACCEPTED
+        assert refusals(desk) == {("coordinator", "", "plan"): 1}
 
     play(story)
 
@@ -134,6 +164,32 @@ def test_what_a_report_says_is_shown_cut_and_counted_if_refused(play: Play) -> N
             ("coordinator", "east", "frame"): 1,
             ("coordinator", "east", "incarnation"): 1,
         }
+
+    play(story)
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_what_a_run_file_lets_an_island_keep_a_coordinator_lets_it_report(
+    every: int, play: Play, tmp_path: Path
+) -> None:
+    file = write_run(tmp_path, {"east": "", "west": ""})
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep: 5000: .*<= 250"):
+        load_config(file, ["checkpoint.keep=5000"])
+    often = ["checkpoint.keep=250", "outer.inner_steps_per_round=600"]
+    with pytest.raises(ConfigError, match=r"every_inner_steps: 1: .*1000 are allowed: make them"):
+        load_config(file, [*often, "checkpoint.every_inner_steps=1"])
+    settings = ["checkpoint.keep=250", f"checkpoint.every_inner_steps={every}"]
+    config = load_config(file, [*settings, "outer.inner_steps_per_round=497"])
+    # Beside what a removal leaves: the checkpoint of a stop, and the one that it was resumed from.
+    count = config.checkpoint.keep + num_unsure_checkpoints(config) + 2
+
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+
+        reply = await desk.report(east, inner_step=count, checkpoint_steps=range(count))
+
+        assert not reply.stop
+        assert refusals(desk) == {}
 
     play(story)
 

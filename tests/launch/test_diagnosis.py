@@ -68,6 +68,14 @@ def test_the_way_to_a_host_is_judged_once_and_an_all_reduce_has_no_syncer() -> N
     assert "syncer" not in found(replace(GOOD, asks_syncer=False, syncer_paths=()))
 
 
+def test_no_proxy_is_named_over_libp2p_which_heeds_none() -> None:
+    unreached = (replace(PATH, error="timed out after 5.0 s"),)
+
+    for call in (GOOD.call, CallFacts(PATH.address, error="no way to it")):
+        findings = diagnose(replace(LIBP2P, paths=unreached, syncer_paths=unreached, call=call))
+        assert not any("grpc_proxy" in finding.as_text() for finding in findings)
+
+
 def port(**changes: object) -> Facts:
     facts = PortFacts("coordinator.listen", "0.0.0.0:4711")
     return replace(GOOD, ports=(replace(facts, **changes),))  # type: ignore[arg-type]
@@ -229,6 +237,26 @@ def port(**changes: object) -> Facts:
         pytest.param(
             replace(GOOD, tokens=(TokenFacts("island/a", "c", "it is open to all"),)), "token",
             State.BROKEN, "it is open to all", "diloco certs token island/a", id="bad-token",
+        ),
+        pytest.param(
+            replace(LIBP2P, paths=(replace(PATH, error="timed out"),)), "coordinator",
+            State.UNKNOWN, "10.0.0.5:4711 is not reached directly: timed out; libp2p may find",
+            "nc -vz 10.0.0.5 4711 tries it)", id="libp2p-finds-another-way",
+        ),
+        pytest.param(
+            replace(LIBP2P, syncer_paths=(replace(PATH, error="timed out"),)), "syncer",
+            State.UNKNOWN, "is not reached directly", "open TCP port",
+            id="libp2p-finds-another-way-to-the-syncer",
+        ),
+        pytest.param(
+            replace(LIBP2P, paths=(), call=CallFacts("/p2p/QmQ", error="no way to it")),
+            "call to the coordinator", State.BROKEN, "no way to it",
+            "transport.hivemind.initial_peers",
+            id="libp2p-finds-no-way",
+        ),
+        pytest.param(
+            replace(LIBP2P, paths=(), syncer_paths=()), "token", State.BROKEN, "knows no callers",
+            "transport.tokens", id="libp2p-by-a-relay-is-no-loopback",
         ),
         pytest.param(
             replace(LIBP2P, tokens=(TokenFacts("island/a", "c"),)), "certificate", State.OK,

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diloco.cli.doctor import tell_at_start
+from diloco.cli.doctor import _show, tell_at_start
 from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.durable import write_json
-from diloco.launch.machine_facts import gather, read_tcp, try_path
+from diloco.launch.diagnosis import Finding, State
+from diloco.launch.machine_facts import _hosts_of, are_local, gather, read_tcp, try_path
 from diloco.launch.run_ca import RunCa
 from diloco.launch.state_dir import Endpoint, StateDir, acquire, write_pid
 from protos.control_pb2 import ClockReply, StandingReply
@@ -263,6 +264,25 @@ def test_the_way_to_the_syncer_is_tried_as_the_coordinator_tells_it(
         (0, ["ok"]) if is_there else (1, ["broken"])
     )
     assert syncer in found["syncer"][0]["found"]
+
+
+def test_what_peers_say_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    found = "[fd00::2]:4710 is not reached: [/x] [bold]\x1b[2J"
+
+    _show([Finding("coordinator", State.BROKEN, found, "[fd00::2] [/x]\x1b")])
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert r"broken [fd00::2]:4710 is not reached: [/x] [bold]\x1b[2J coordinator:" in shown
+    assert shown.endswith(r"[fd00::2] [/x]\x1b")
+
+
+def test_a_relay_is_not_taken_for_the_peer() -> None:
+    peer, relay = "/p2p/" + "1" * 46, "/p2p/" + "2" * 46
+    relayed = f"/ip4/192.0.2.9/tcp/4711{relay}/p2p-circuit{peer}"
+
+    assert _hosts_of(f"/ip6/fd00::2/tcp/4710{peer},{relayed}") == ["[fd00::2]:4710"]
+    assert _hosts_of(relayed) == []
+    assert not are_local(relayed)
 
 
 @pytest.mark.parametrize("missing", ["", "tokens.json", "syncer.token"])

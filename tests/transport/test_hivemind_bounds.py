@@ -16,15 +16,17 @@ import pytest
 
 from tests.transport.test_hivemind import DEADLINE_S, daemons_of, echo, echoed, make, serving
 from transport import hivemind_client, hivemind_daemon, hivemind_directory
-from transport.errors import DeadlineExceeded, TransportError, Unauthorised
-from transport.framing import FrameReader
+from transport.contracts import Reply
+from transport.errors import DeadlineExceeded, MessageTooLarge, TransportError, Unauthorised
+from transport.framing import FrameReader, Resumption
 from transport.hivemind_address import PeerAddress, parse_peer_address
 from transport.hivemind_client import HivemindTransport
-from transport.hivemind_daemon import Daemon, DaemonFailed, Swarm
+from transport.hivemind_daemon import Daemon, DaemonFailed, Stream, Swarm
 from transport.hivemind_directory import SocketDirectory, sweep
 from transport.hivemind_server import HivemindServer, _Stream
 from transport.hivemind_wire import ACCEPTED, Opening, read_message
 from transport.limits import Limits
+from transport.serving import Answer
 from transport.tokens import TokenTable
 
 NOBODY = "12D3KooWN5P2Q2iiazQx4nT1YLy7dtk141rSerXCWfCod4awDsn9"
@@ -111,6 +113,53 @@ def test_a_caller_that_takes_nothing_is_not_written_to_without_end() -> None:
                 with pytest.raises(TimeoutError):
                     await stream.write(bytes(8 << 20))
             stream.writer.transport.abort()
+
+    asyncio.run(run())
+
+
+RELAYED = f"/ip4/192.0.2.9/tcp/4711/p2p/{NOBODY}/p2p-circuit"
+OVER_A_RELAY = bytes((256 << 20) + 1)
+NOT_OVER_A_RELAY = r"268435457 bytes cannot travel through a relay, at most 256 MiB: dial"
+
+
+def test_a_request_that_no_relay_carries_is_refused_before_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+
+        async def relayed(_: HivemindTransport) -> Stream:
+            return *await asyncio.open_connection(sock=ours), True
+
+        monkeypatch.setattr(HivemindTransport, "_open", relayed)
+        transport = HivemindTransport(f"/p2p/{NOBODY}")
+        with theirs:
+            with pytest.raises(MessageTooLarge, match=NOT_OVER_A_RELAY) as caught:
+                await transport.call("echo", b"", OVER_A_RELAY, deadline_s=DEADLINE_S)
+            assert not caught.value.is_retryable
+            reader, writer = await asyncio.open_connection(sock=theirs)
+            assert await reader.read() == b""
+            writer.close()
+        await transport.close()
+
+    asyncio.run(run())
+
+
+def test_a_reply_that_no_relay_carries_is_refused_by_name(tmp_path: Path) -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        address = PeerAddress(NOBODY, (RELAYED,))
+        stream = _Stream(address, *await asyncio.open_connection(sock=ours))
+        stream.silence_s = DEADLINE_S
+        server = make(tmp_path, {})
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        answer = Answer(Reply(b"", OVER_A_RELAY), Resumption())
+        sending = asyncio.create_task(server._send(answer, stream))
+        with pytest.raises(MessageTooLarge, match=NOT_OVER_A_RELAY):
+            FrameReader(await read_message(reader))
+        writer.close()
+        await sending
+        stream.writer.close()
 
     asyncio.run(run())
 
