@@ -374,6 +374,18 @@ def test_headers_are_read_without_a_record_being_whole(store: FragmentStore) -> 
     assert list(recovered.headers) == [records[0].header()], "a version that is not whole is none"
 
 
+def test_a_record_of_an_earlier_format_is_invalid_by_name(store: FragmentStore) -> None:
+    commit(store, 1)
+    path = path_of(store, 1)
+    path.write_bytes(path.read_bytes().replace(b"DILOREC2", b"DILOREC1", 1))
+
+    with pytest.raises(RecordInvalid, match=r"begins with b'DILOREC1', not b'DILOREC2'"):
+        store.load(1)
+    recovered = store.recover()
+    assert recovered is not None
+    assert recovered.record.version == 0
+
+
 # -- expiries ------------------------------------------------------------------------------------
 
 
