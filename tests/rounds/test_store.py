@@ -396,12 +396,14 @@ def attempt_file(store: FragmentStore) -> Path:
 def test_a_restart_opens_the_attempt_after_the_last_recorded(store: FragmentStore) -> None:
     commit(store, 1)
     for attempt in range(3):
-        store.record_expiry(RoundKey(0, 0, 1, attempt), ("east", "west")[:attempt])
+        store.record_expiry(RoundKey(0, 0, 1, attempt), ("east", "west")[:attempt], attempt // 2)
 
         recovered = store.recover()
 
         assert recovered is not None
         assert recovered.missing == ("east", "west")[:attempt]
+        assert recovered.expired_in_a_row == attempt + 1
+        assert recovered.broken_in_a_row == attempt // 2
         assert (recovered.record.version, recovered.attempt) == (1, attempt + 1)
 
 
