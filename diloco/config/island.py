@@ -92,6 +92,18 @@ class IslandConfig(Section):
         """Seconds without a failure after which all restarts are back."""
         return parse_duration(self.restart_reset)
 
+    @field_validator("memory_copies")
+    @classmethod
+    def _check_copies(cls, value: int, info: ValidationInfo) -> int:
+        if value != cls.model_fields["memory_copies"].default and (
+            info.data.get("memory_checkpoint_steps") == 0
+        ):
+            raise ValueError(
+                "memory_checkpoint_steps = 0 makes none: leave it out, or set that to the inner "
+                "steps between copies"
+            )
+        return value
+
     @field_validator("peer_listen", "peer_address")
     @classmethod
     def _check_peer(cls, value: str, info: ValidationInfo) -> str:

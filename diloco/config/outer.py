@@ -41,6 +41,9 @@ CodecName: TypeAlias = Literal[
 #: Codecs that lose too much of a pseudo-gradient to forget it.
 _COARSE = ("int2", "topk64", "topk128")
 
+#: Contributions of a round below which none is compared with their median.
+FEWEST_OF_A_MEDIAN = 3
+
 _OUTER_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "classic": {"num_fragments": 1},
     "streaming": {
@@ -228,6 +231,33 @@ class OuterConfig(Section):
             if not set(_COARSE).isdisjoint(codecs):
                 data = {"error_feedback": True, **data}
         return data
+
+    @field_validator("optimizer")
+    @classmethod
+    def _check_ramp(cls, value: OuterOptimizerConfig, info: ValidationInfo) -> OuterOptimizerConfig:
+        """Refuse a ramp of a momentum that is not there, unless it is the preset's."""
+        of_preset = _OUTER_PRESETS.get(str(info.data.get("preset")), {}).get("optimizer", {})
+        ramp = value.momentum_ramp_rounds
+        is_chosen = ramp not in (0, of_preset.get("momentum_ramp_rounds"))
+        if is_chosen and value.name in ("sgd", "adam"):
+            message = (
+                f"{value.name} has no momentum to ramp up: leave it out, or choose "
+                'name = "nesterov" or "momentum"'
+            )
+            raise several_problems([("momentum_ramp_rounds", ramp, message)])
+        return value
+
+    @field_validator("plain_mean", "experts")
+    @classmethod
+    def _check_of_radial(cls, value: Any, info: ValidationInfo) -> Any:  # of either field's type
+        assert info.field_name is not None
+        default = cls.model_fields[info.field_name].default
+        if value != default and info.data.get("merge_rule") not in ("radial_directional", None):
+            raise ValueError(
+                "only radial_directional has it: leave it out, or choose "
+                'merge_rule = "radial_directional"'
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_exchange(self) -> OuterConfig:

@@ -34,7 +34,7 @@ from diloco.config.network import (
     TransportConfig,
     beyond_loopback,
 )
-from diloco.config.outer import OuterConfig
+from diloco.config.outer import FEWEST_OF_A_MEDIAN, OuterConfig
 from diloco.config.records import CheckpointConfig, EvaluationConfig, TelemetryConfig
 from diloco.errors import ConfigError
 from transport.framing import MAX_HEADER_BYTES
@@ -177,6 +177,13 @@ class Config(Section):
             for path, shown, message in island_problems(island, info.data)
         ]
         outer = info.data.get("outer")
+        if outer is not None and len(value) < FEWEST_OF_A_MEDIAN:
+            for key in ("clip_norm_ratio", "reject_norm_ratio"):
+                if ratio := getattr(outer, key):
+                    raise ValueError(
+                        f"{len(value)} of them, and outer.{key} = {ratio:g} compares "
+                        f"{FEWEST_OF_A_MEDIAN} contributions or more: leave it out"
+                    )
         if outer is not None and outer.exchange == "allreduce" and len(value) > MAX_PEERS:
             raise ValueError(
                 f'{len(value)} islands, and outer.exchange = "allreduce" is for {MAX_PEERS} at '

@@ -204,9 +204,9 @@ def make_plan(
             norm, head).
             strided: layer i goes to fragment i mod P (the layer of the embedding is i = -1).
             sequential: layers are cut into P runs of equal length, give or take one.
-            balanced: tensors by descending size (then name), each to the lightest fragment. One
-            that is larger than the share of a fragment, the P-th part of all elements, is cut
-            between indices of its dim 0 into as few equal pieces as are not.
+            balanced: tensors by descending size (then name), each to the lightest fragment. Those
+            that are larger than the share of a fragment, the P-th part of all elements, are cut
+            between indices of their dim 0 and fill the fragments up to the same level.
             explicit: as listed in `explicit`.
         embedding_alone: The tensors outside the layers with "embed" in their name are the last
             fragment, counted in P; the pattern fills the other P - 1.

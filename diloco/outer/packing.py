@@ -9,7 +9,6 @@ Source: Streaming DiLoCo (arXiv 2501.18512), strided and sequential fragments; D
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter
@@ -22,6 +21,8 @@ from diloco.errors import ConfigError
 Range: TypeAlias = tuple[str, int, int]
 #: Name -> shape, in sorted order of names.
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+#: A tensor that is cut between any rows: elements of a row, name, number of rows.
+_Sand: TypeAlias = tuple[int, str, int]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -42,21 +43,21 @@ def by_pattern(
             "name: use outer.fragment_pattern = 'explicit'"
         )
     num_rest = num_fragments - bool(alone)
-    pieces = _whole(rest)
+    pieces, sands = _whole(rest), list[_Sand]()
     if pattern == "balanced" and num_rest > 0:
-        share = sum(map(math.prod, rest.values())) / num_rest
-        pieces = [piece for name, shape in rest.items() for piece in _cut(name, shape, share)]
-    if not (1 <= num_rest <= len(pieces) or num_rest == len(rest) == 0):
+        pieces, sands = _crushed(rest, num_rest)
+    num_pieces = len(pieces) + sum(num_rows for _, _, num_rows in sands)
+    if not (1 <= num_rest <= num_pieces or num_rest == len(rest) == 0):
         what = "pieces of tensors, cut along dim 0," if pattern == "balanced" else "tensors"
         beside = " beside the embedding, a fragment of its own" if alone else ""
         raise ConfigError(
             f"outer.num_fragments = {num_fragments} is outside [{1 + bool(alone)}, "
-            f"{len(pieces) + bool(alone)}]: there are {len(pieces)} {what} to share out{beside}"
+            f"{num_pieces + bool(alone)}]: there are {num_pieces} {what} to share out{beside}"
         )
     if not rest:
         groups = []
     elif pattern == "balanced":
-        groups = _balanced(pieces, num_rest)
+        groups = _balanced(pieces, sands, num_rest)
     elif pattern in ("strided", "sequential"):
         groups = _by_layer(rest, num_rest, pattern)
     else:
@@ -75,16 +76,25 @@ def _whole(shapes: Shapes) -> list[Range]:
     return [(name, 0, math.prod(shape)) for name, shape in shapes.items()]
 
 
-def _cut(name: str, shape: tuple[int, ...], share: float) -> list[Range]:
-    """Cut a tensor larger than `share` between rows, as equally as rows allow.
+def _crushed(shapes: Shapes, num_fragments: int) -> tuple[list[Range], list[_Sand]]:
+    """Return what is dealt piece by piece, and the tensors that are poured beside it.
 
-    Into ceil(numel / share) pieces, or into its rows where these are fewer.
+    A tensor is cut if it is larger than a fragment's equal share, total / P: into its rows where
+    these are over a third of the share, at will where they are not.
     """
-    numel, num_rows = math.prod(shape), shape[0] if shape else 1
-    count = min(num_rows, math.ceil(numel / share))
-    row = numel // num_rows
-    borders = [piece * num_rows // count * row for piece in range(count + 1)]
-    return [(name, start, end) for start, end in itertools.pairwise(borders)]
+    total = sum(map(math.prod, shapes.values()))
+    pieces: list[Range] = []
+    sands: list[_Sand] = []
+    for name, shape in shapes.items():
+        numel, num_rows = math.prod(shape), shape[0] if shape else 1
+        row = numel // num_rows
+        if numel * num_fragments <= total:
+            pieces.append((name, 0, numel))
+        elif 3 * row * num_fragments > total:
+            pieces += [(name, start, start + row) for start in range(0, numel, row)]
+        else:
+            sands.append((row, name, num_rows))
+    return pieces, sands
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
@@ -97,10 +107,15 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     return runs
 
 
-def _balanced(pieces: Sequence[Range], num_fragments: int) -> list[list[Range]]:
-    """Give each piece, largest first, to the lightest group (the first of equals).
+def _balanced(
+    pieces: Sequence[Range], sands: Sequence[_Sand], num_fragments: int
+) -> list[list[Range]]:
+    """Give each piece, largest first, to the lightest group (the first of equals), then pour.
 
-    Source: Graham 1969, longest processing time first: at most 4/3 - 1/(3P) of the optimum.
+    At most 4/3 of the optimum over all cuts of the large tensors between rows: pieces alone are at
+    most 4/3 - 1/(3P) of theirs, and pouring ends within a row, a third of the share at most, of it.
+
+    Source: Graham 1969, longest processing time first.
     """
     groups: list[list[Range]] = [[] for _ in range(num_fragments)]
     loads = [0] * num_fragments
@@ -108,7 +123,33 @@ def _balanced(pieces: Sequence[Range], num_fragments: int) -> list[list[Range]]:
         lightest = loads.index(min(loads))
         groups[lightest].append((name, start, end))
         loads[lightest] += end - start
+    rest = sum(row * num_rows for row, _, num_rows in sands)
+    for row, name, num_rows in sorted(sands, key=lambda sand: (-sand[0], sand[1])):
+        taken: Counter[int] = Counter()  # rows by group, in the order of their ranges
+        left = num_rows
+        while left:
+            lightest = loads.index(min(loads))
+            room = _level(loads, rest) - loads[lightest]
+            count = min(left, -(-room // row))  # over the level: the group takes no more
+            taken[lightest] += count
+            loads[lightest] += count * row
+            rest -= count * row
+            left -= count
+        start = 0
+        for group, count in taken.items():
+            groups[group].append((name, start, start + count * row))
+            start += count * row
     return groups
+
+
+def _level(loads: Sequence[int], rest: int) -> int:
+    """Level to which `rest` fills the groups up, rounded up; those above it take none."""
+    filled = sum(loads)
+    for count, highest in zip(range(len(loads), 0, -1), sorted(loads, reverse=True), strict=True):
+        if rest + filled >= count * highest:
+            break
+        filled -= highest
+    return -(-(rest + filled) // count)
 
 
 def _by_layer(shapes: Shapes, num_fragments: int, pattern: str) -> list[list[Range]]:

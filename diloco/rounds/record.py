@@ -31,7 +31,7 @@ STATE_SECTIONS = ("theta", "published", "momentum")
 #: One more, after these, where the outer optimizer is Adam.
 SECOND_MOMENT = "second_moment"
 
-_MAGIC = b"DILOREC1"
+_MAGIC = b"DILOREC2"
 _PREFIX = struct.Struct("<8sQ32s")
 _FLOAT32_BYTES = 4
 _DIGEST_BYTES = 32
@@ -268,8 +268,12 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     if len(prefix) < _PREFIX.size:
         raise RecordInvalid(f"{path} is torn: {len(prefix)} bytes")
     magic, header_bytes, digest = _PREFIX.unpack(prefix)
+    if magic != _MAGIC:
+        raise RecordInvalid(
+            f"{path} is no record of this version: it begins with {magic!r}, not {_MAGIC!r}"
+        )
     encoded = file.read(min(header_bytes, os.fstat(file.fileno()).st_size))
-    if magic != _MAGIC or blake3.blake3(encoded).digest() != digest:
+    if blake3.blake3(encoded).digest() != digest:
         raise RecordInvalid(f"{path} has a damaged header")
     return json.loads(encoded), _PREFIX.size + header_bytes
 

@@ -240,10 +240,13 @@ class Reporter:
 def _told_of(header: Mapping[str, Any]) -> str:
     """Return what is told of a record: its header, or what of it has room in a message.
 
-    The record itself stays whole. Reasons go first, then all lists: an index needs neither.
+    The record itself stays whole. Coefficients go first, they are for who recomputes a version;
+    then reasons, then whatever has an entry for each island: an index needs none of them.
     """
     text = json.dumps(header, sort_keys=True)
-    for dropped in (("refused",), ("refused", "lane_digests", "contributors")):
+    dropped: tuple[str, ...] = ()
+    for more in (("merge",), ("refused",), ("lane_digests", "contributors", "last_included")):
+        dropped += more
         if len(text) <= _MOST_HEADER_BYTES:
             break
         logger.warning(

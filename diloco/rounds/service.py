@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -133,6 +133,7 @@ class FragmentService:
                 _now(),
                 last_included=recovered.record.last_included,
                 expired_in_a_row=recovered.expired_in_a_row,
+                broken_in_a_row=recovered.broken_in_a_row,
                 missing=recovered.missing,
             )
             self._perform(instructions)
@@ -300,10 +301,10 @@ class FragmentService:
                     logger.debug("%s", instruction)
                 case Close():
                     self._hooks.spawn(self._publish(instruction))
-                case RecordExpiry(key, reason, missing):
+                case RecordExpiry(key, reason):
                     logger.warning("round expired, key=%s: %s", key, reason)
                     spool, self._spool = self._spool, {}
-                    self._hooks.spawn(self._expire(key, missing, spool))
+                    self._hooks.spawn(self._expire(instruction, spool))
                 case DropLanes(_, island, _):
                     drop({island: self._spool.pop(island, {})})
                 case Lost():
@@ -335,14 +336,14 @@ class FragmentService:
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
 
-    async def _expire(self, key: RoundKey, missing: Sequence[str], spool: Spooled) -> None:
+    async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
         def expire() -> None:
             drop(spool)
-            self._store.record_expiry(key, missing)
+            self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row)
 
         await self._hooks.worker.run(expire)
-        self._hooks.meter.expired(key.fragment_id)
-        self._perform(self.rounds.expiry_recorded(key, _now()))
+        self._hooks.meter.expired(expiry.key.fragment_id)
+        self._perform(self.rounds.expiry_recorded(expiry.key, _now()))
 
     def _hold(self, record: VersionRecord) -> None:
         """Serve a durable version from memory; contributions are left to the disk."""

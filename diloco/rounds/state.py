@@ -146,12 +146,14 @@ class FragmentRounds:
         self._broken_in_a_row = broken_in_a_row
         self._timing.resumed(expired_in_a_row, now)
         self._tell(now, f"founded at version {version}, attempt {attempt}")
-        if self._is_beyond(expired_in_a_row):
-            last = reason or f"missing: {', '.join(missing) or 'nobody'}"
+        is_numeric = self._is_beyond(broken_in_a_row, or_at=_MOST_BROKEN)
+        if is_numeric or self._is_beyond(expired_in_a_row):
+            absent = f"missing: {', '.join(missing) or 'nobody'}"
+            last = reason or ("results not usable" if is_numeric else absent)
             return self._lose(
                 self.key,
                 f"{expired_in_a_row} attempts in a row had expired before this restart; {last}",
-                is_numeric=self._is_beyond(broken_in_a_row),
+                is_numeric=is_numeric,
             )
         return self._open_if_due(now)
 

@@ -142,14 +142,16 @@ class VersionRecord:
 class Recovered:
     """What a store held when it was opened: the newest valid version and the next attempt.
 
-    `expired_in_a_row` counts the expiries recorded since that version was published; `missing` are
-    the islands that the last of them waited for in vain.
+    `expired_in_a_row` counts the expiries recorded since that version was published,
+    `broken_in_a_row` those whose results could not be used; `missing` are the islands that the last
+    of them waited for in vain.
     `headers` are those of all versions that may not have been reported yet, oldest first.
     """
 
     record: VersionRecord
     attempt: int
     expired_in_a_row: int
+    broken_in_a_row: int
     missing: tuple[str, ...]
     past: Mapping[int, PastRound]
     headers: tuple[Mapping[str, Any], ...]
@@ -209,9 +211,9 @@ class FragmentStore:
                 )
         if newest is None:
             return None
-        attempt, expired_in_a_row, missing = self._attempt_after(newest.version)
+        standing = self._attempt_after(newest.version)
         headers = [h for h in headers_in(self._directory) if h["version"] <= newest.version]
-        return Recovered(newest, attempt, expired_in_a_row, missing, past, tuple(headers))
+        return Recovered(newest, *standing, past, tuple(headers))
 
     def draft(
         self,
@@ -283,14 +285,22 @@ class FragmentStore:
             if self._is_indexed(version_of(kept)):
                 kept.unlink()
 
-    def record_expiry(self, key: RoundKey, missing: Sequence[str] = ()) -> None:
+    def record_expiry(
+        self, key: RoundKey, missing: Sequence[str] = (), broken_in_a_row: int = 0
+    ) -> None:
         """Write durably that `key` expired, so that a restart opens the attempt after it.
 
         Args:
             key: Of the attempt.
             missing: Islands that it waited for in vain.
+            broken_in_a_row: Attempts at this version, it included, with results of no use.
         """
-        noted = {"version": key.version, "attempt": key.attempt + 1, "missing": list(missing)}
+        noted = {
+            "version": key.version,
+            "attempt": key.attempt + 1,
+            "broken_in_a_row": broken_in_a_row,
+            "missing": list(missing),
+        }
         body = json.dumps(noted).encode()
         write_durably(
             self._directory / "attempt.json",
@@ -380,20 +390,23 @@ class FragmentStore:
             raise RecordInvalid("; ".join(str(error) for error in invalid.values()))
         return None
 
-    def _attempt_after(self, version: int) -> tuple[int, int, tuple[str, ...]]:
-        """Return the next attempt at the version after this one, how many expired, who missed."""
+    def _attempt_after(self, version: int) -> tuple[int, int, int, tuple[str, ...]]:
+        """Return the next attempt at the version after this one, and how those before it ended.
+
+        That is how many expired, how many of them with results of no use, and who was missing.
+        """
         path = self._directory / "attempt.json"
         if not path.exists():
-            return 0, 0, ()
+            return 0, 0, 0, ()
         checksum, _, body = path.read_bytes().partition(b"\n")
         if blake3.blake3(body).hexdigest().encode() != checksum:
             logger.warning("expiry record damaged, path=%s", path)
-            return _LATER_ATTEMPT, 0, ()
+            return _LATER_ATTEMPT, 0, 0, ()
         noted = json.loads(body)
         if noted["version"] != version:
-            return 0, 0, ()
-        attempt = int(noted["attempt"])
-        return attempt, attempt % _LATER_ATTEMPT, tuple(noted["missing"])
+            return 0, 0, 0, ()
+        attempt, broken = int(noted["attempt"]), int(noted["broken_in_a_row"])
+        return attempt, attempt % _LATER_ATTEMPT, broken, tuple(noted["missing"])
 
     def _forget(self, version: int) -> None:
         """Remove a record; its header stays until it is indexed."""

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from diloco.config.load import load_config, resolved_toml
+from diloco.config.outer import FEWEST_OF_A_MEDIAN
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.outer.combination import MIN_JUDGED
 
 RUNS = Path(__file__).resolve().parents[2] / "configs" / "runs"
 DEMO = RUNS / "demo.toml"
@@ -161,6 +163,29 @@ def test_coarse_uplinks_have_error_feedback_unless_it_is_refused(
     given: list[str], is_on: bool, tmp_path: Path
 ) -> None:
     assert load_config(write(tmp_path, MINIMAL), given).outer.error_feedback == is_on
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_a_ramp_of_the_preset_is_no_word_against_an_optimizer_without_momentum(
+    name: str, tmp_path: Path
+) -> None:
+    streaming = ("outer.preset=streaming", "outer.num_fragments=1", f"outer.optimizer.name={name}")
+
+    config = load_config(write(tmp_path, MINIMAL), streaming)
+    again = load_config(write(tmp_path, resolved_toml(config)))
+
+    assert again == config
+    assert config.outer.optimizer.momentum_ramp_rounds == 5
+
+
+def test_ratios_are_taken_where_a_median_is(tmp_path: Path) -> None:
+    islands = [f"islands.{i}={{ranks=1, tokens_per_inner_step=64}}" for i in "bc"]
+    ratios = ["outer.clip_norm_ratio=3", "outer.reject_norm_ratio=10"]
+
+    outer = load_config(write(tmp_path, MINIMAL), [*islands, *ratios]).outer
+
+    assert (outer.clip_norm_ratio, outer.reject_norm_ratio) == (3.0, 10.0)
+    assert FEWEST_OF_A_MEDIAN == MIN_JUDGED
 
 
 def test_codecs_by_name_are_a_part_of_both_directions(tmp_path: Path) -> None:
@@ -325,6 +350,18 @@ REFUSALS = [
     ("outer.round_deadline=infs", ['outer.round_deadline: "infs":', NO_UNIT]),
     ("outer.num_lanes=9999999999999999999999", ["outer.num_lanes:", ">= 1 and <= 65536"]),
     ("outer.optimizer={name='sgd', momentum=0.9}", ["momentum: 0.9: sgd has none: leave it out"]),
+    (
+        "outer.optimizer={name='adam', momentum_ramp_rounds=5}",
+        ["outer.optimizer.momentum_ramp_rounds: 5: adam has no momentum to ramp up: leave it out"],
+    ),
+    ("outer.plain_mean=['*norm*']", ['plain_mean: ["*norm*"]: only radial_directional has it']),
+    ("outer.experts=[]", ["outer.experts: []: only radial_directional has it: leave it out"]),
+    (
+        "outer.clip_norm_ratio=3",
+        ["islands:", "1 of them, and outer.clip_norm_ratio = 3 compares 3"],
+    ),
+    ("outer.reject_norm_ratio=9", ["islands:", "outer.reject_norm_ratio = 9", "leave it out"]),
+    ("islands.a.memory_copies=3", ["islands.a.memory_copies: 3: memory_checkpoint_steps = 0"]),
     ("run.inner_steps=99999999999999", ["run.inner_steps: 99999999999999:", "<= 1000000000"]),
     ("outer.inner_steps_per_round=9999999999", ["inner_steps_per_round:", "<= 1000000000"]),
     ("transport.rpc_timeout=1us", ['transport.rpc_timeout: "1us": is out of', "100ms to 168h"]),

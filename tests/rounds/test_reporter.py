@@ -315,10 +315,18 @@ def test_what_was_last_heard_of_checkpoints_holds_while_the_coordinator_is_away(
 @pytest.mark.parametrize(
     ("header", "told"),
     [
-        ({"refused": {"east": "\x01" * 180_000}, "lane_digests": ["00"]}, {"lane_digests": ["00"]}),
+        (
+            {"merge": {"scales": [0.1] * 200_000}, "refused": {"east": "late"}},
+            {"refused": {"east": "late"}},
+        ),
+        (
+            {"refused": {"east": "\x01" * 180_000}, "merge": {}, "lane_digests": ["00"]},
+            {"lane_digests": ["00"]},
+        ),
         ({"refused": {}, "lane_digests": ["00" * 32] * 20_000, "contributors": []}, {}),
+        ({"last_included": {f"i{i}": [1, 0, 0] for i in range(100_000)}}, {}),
     ],
-    ids=["reasons", "digests"],
+    ids=["coefficients", "reasons", "digests", "inclusions"],
 )
 def test_a_record_that_no_message_holds_is_told_without_what_is_too_much(
     header: dict[str, Any], told: dict[str, Any]

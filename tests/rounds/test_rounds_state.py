@@ -42,8 +42,8 @@ def machine(*, granted: str = "ab", **rules: Any) -> FragmentRounds:
     return rounds
 
 
-def unfounded() -> FragmentRounds:
-    rounds = FragmentRounds(3, 0, RoundRules(("a", "b"), NUM_LANES, DEADLINE_S))
+def unfounded(**rules: Any) -> FragmentRounds:
+    rounds = FragmentRounds(3, 0, RoundRules(("a", "b"), NUM_LANES, DEADLINE_S, **rules))
     for island in "ab":
         rounds.granted(island, 1, 0.0)
     return rounds
@@ -544,16 +544,27 @@ def test_results_that_could_not_be_used_count_over_a_restart() -> None:
         assert (isinstance(end, Lost) and end.is_numeric) == is_lost
 
 
-def test_a_run_that_was_lost_for_its_numbers_is_so_after_a_restart() -> None:
-    rounds = unfounded()
+@pytest.mark.parametrize("limit", [3, None])
+@pytest.mark.parametrize("reason", ["theta is not finite", ""])
+def test_a_run_that_was_lost_for_its_numbers_is_so_after_a_restart(
+    limit: int | None, reason: str
+) -> None:
+    rounds = unfounded(max_expired_in_a_row=limit)
 
-    (lost,) = rounds.founded(
-        0, 3, {}, 0.0, expired_in_a_row=3, broken_in_a_row=3, reason="theta is not finite"
-    )
+    (lost,) = rounds.founded(0, 4, {}, 0.0, expired_in_a_row=4, broken_in_a_row=3, reason=reason)
 
     assert isinstance(lost, Lost)
     assert lost.is_numeric
-    assert lost.reason.endswith("theta is not finite")
+    assert lost.reason.endswith(reason or "results not usable")
+
+
+def test_expiries_that_end_no_run_end_none_after_a_restart() -> None:
+    rounds = unfounded(max_expired_in_a_row=None)
+
+    rounds.founded(0, 9, {}, 0.0, expired_in_a_row=9, broken_in_a_row=2, missing=("b",))
+
+    assert rounds.key.attempt == 9
+    assert rounds.is_open
 
 
 # -- flush ---------------------------------------------------------------------------------------

@@ -374,6 +374,18 @@ def test_headers_are_read_without_a_record_being_whole(store: FragmentStore) -> 
     assert list(recovered.headers) == [records[0].header()], "a version that is not whole is none"
 
 
+def test_a_record_of_an_earlier_format_is_invalid_by_name(store: FragmentStore) -> None:
+    commit(store, 1)
+    path = path_of(store, 1)
+    path.write_bytes(path.read_bytes().replace(b"DILOREC2", b"DILOREC1", 1))
+
+    with pytest.raises(RecordInvalid, match=r"begins with b'DILOREC1', not b'DILOREC2'"):
+        store.load(1)
+    recovered = store.recover()
+    assert recovered is not None
+    assert recovered.record.version == 0
+
+
 # -- expiries ------------------------------------------------------------------------------------
 
 
@@ -384,12 +396,14 @@ def attempt_file(store: FragmentStore) -> Path:
 def test_a_restart_opens_the_attempt_after_the_last_recorded(store: FragmentStore) -> None:
     commit(store, 1)
     for attempt in range(3):
-        store.record_expiry(RoundKey(0, 0, 1, attempt), ("east", "west")[:attempt])
+        store.record_expiry(RoundKey(0, 0, 1, attempt), ("east", "west")[:attempt], attempt // 2)
 
         recovered = store.recover()
 
         assert recovered is not None
         assert recovered.missing == ("east", "west")[:attempt]
+        assert recovered.expired_in_a_row == attempt + 1
+        assert recovered.broken_in_a_row == attempt // 2
         assert (recovered.record.version, recovered.attempt) == (1, attempt + 1)
 
 

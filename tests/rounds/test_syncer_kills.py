@@ -18,6 +18,7 @@ from diloco.errors import (
     QuorumLost,
 )
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.rounds.merge import Merger
 from diloco.rounds.store import FragmentStore, recompute
 from diloco.rounds.terms import OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
@@ -231,6 +232,32 @@ def test_a_quorum_lost_that_only_a_restart_can_announce_names_island_and_command
         assert "missing: b. The run stops (on_member_lost = stop)" in fatal.reason
         assert "diloco coordinator RUN.toml --resume" in fatal.reason
         assert "diloco island RUN.toml --island b" in fatal.reason
+
+    run_virtual(scenario())
+
+
+def test_results_of_no_use_are_counted_over_a_restart(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise AggregationError("theta is not finite")
+
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        monkeypatch.setattr(Merger, "publish", broken)
+        for attempt in range(3):
+            assert run.syncer.fatal is None
+            await restart(run)
+            await a.contribute(RoundKey(0, 0, 0, attempt))
+            await b.contribute(RoundKey(0, 0, 0, attempt))
+            await asyncio.sleep(1.0)
+        assert run.syncer.fatal.exit_code == AggregationError.exit_code
+
+        await restart(run)
+
+        fatal = (await a.poll()).fatal
+        assert fatal.exit_code == AggregationError.exit_code
+        assert "results not usable" in fatal.reason
 
     run_virtual(scenario())
 
