@@ -170,7 +170,7 @@ class Setting:
     shaper_bytes: tuple[int, ...] = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
     shaper_s: float = 1.0
     tls_cost: float = 1.7
-    tls_bytes: int = 512 * _MIB
+    tls_bytes: int = 2048 * _MIB
 
 
 _THIN = LinkSpec("100Mbit/s", 60)

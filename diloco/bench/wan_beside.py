@@ -16,6 +16,9 @@ from transport.contracts import Reply
 from transport.link import Link, LinkState
 from transport.shaped import ShapedTransport
 
+#: In which the bytes of a measurement of CPU time are sent.
+_BURSTS = 8
+
 
 def measure_shaper(
     rates_bps: Sequence[float], chunks_bytes: Sequence[int], *, shortest_s: float, tries: int
@@ -110,15 +113,15 @@ def measure_mtls(num_bytes: int, *, tries: int) -> dict[str, Any]:
 
 
 def _cpu_s(num_bytes: int, directory: Path, certs: str) -> tuple[float, float]:
-    """CPU seconds of both ends for one burst of half the bytes, and for three.
+    """CPU seconds of both ends for one burst, and for that and the bytes in `_BURSTS` more.
 
     Starting and connecting is in both.
     """
     used = []
-    for bursts in (1, 3):
+    for bursts in (1, 1 + _BURSTS):
         with receiving("grpc", "127.0.0.1", directory, certs=certs) as address:
             order = {"kind": "grpc", "address": address, "certs": certs, "parts": LANES}
-            order |= {"part_bytes": num_bytes // LANES // 2, "bursts": bursts, "every_s": 0}
+            order |= {"part_bytes": num_bytes // LANES // _BURSTS, "bursts": bursts, "every_s": 0}
             found = sent((), order)
         used.append(found["cpu_s"] + found["receiver_cpu_s"])
     return used[0], used[1]
