@@ -1,8 +1,9 @@
 """Bytes of a run counted by hand.
 
-Tensors of 200 and 100 values are fragments 0 and 1, padded to 2 and 1 blocks of 128 values: 1024
-and 512 bytes in float32, 132 and 66 in int4 (66 a block). H = 4 and 8 inner steps: fragment 0 is
-sent after inner steps 2 and 6, fragment 1 after 4, and after 8 unless a flush ends the run.
+Tensors of 200 values, in one row that is never cut, and 100 are fragments 0 and 1, padded to 2 and
+1 blocks of 128 values: 1024 and 512 bytes in float32, 132 and 66 in int4 (66 a block). H = 4 and 8
+inner steps: fragment 0 is sent after inner steps 2 and 6, fragment 1 after 4, and after 8 unless a
+flush ends the run.
 """
 
 import pytest
@@ -12,7 +13,7 @@ from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.schedule import Schedule
 from transport.link import Link, LinkProfile
 
-PLAN = make_plan([TensorSpec("a", (100,)), TensorSpec("b", (200,))], num_fragments=2)
+PLAN = make_plan([TensorSpec("a", (100,)), TensorSpec("b", (1, 200))], num_fragments=2)
 
 
 def schedule(*, flush: bool) -> Schedule:
