@@ -219,20 +219,22 @@ class PollRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., known_epoch: _Optional[int] = ..., known: _Optional[_Iterable[_Union[FragmentState, _Mapping]]] = ..., outstanding: _Optional[_Iterable[_Union[RoundKey, _Mapping]]] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class PollReply(_message.Message):
-    __slots__ = ("syncer_epoch", "fragments", "outcomes", "fatal", "is_fenced", "message")
+    __slots__ = ("syncer_epoch", "fragments", "outcomes", "fatal", "is_fenced", "message", "asks_first")
     SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     FATAL_FIELD_NUMBER: _ClassVar[int]
     IS_FENCED_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIRST_FIELD_NUMBER: _ClassVar[int]
     syncer_epoch: int
     fragments: _containers.RepeatedCompositeFieldContainer[FragmentState]
     outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
     fatal: Fatal
     is_fenced: bool
     message: str
-    def __init__(self, syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentState, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ..., is_fenced: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+    asks_first: bool
+    def __init__(self, syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentState, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ..., is_fenced: _Optional[bool] = ..., message: _Optional[str] = ..., asks_first: _Optional[bool] = ...) -> None: ...
 
 class FetchHeader(_message.Message):
     __slots__ = ("protocol_version", "grant", "fragment_id", "version", "kind", "lane_ids")

@@ -105,6 +105,7 @@ class Setting:
     error_feedback: bool = False
     round_deadline_s: float = 60.0
     num_unsure_pins: int = 4
+    spool_bytes: int = 1 << 30
     step_s: float = 1.0
     merge: MergeRule = field(default_factory=MergeRule)
 
@@ -269,6 +270,7 @@ class VirtualRun:
                 setting.publication(),
                 setting.round_deadline_s,
                 setting.num_unsure_pins,
+                setting.spool_bytes,
             ),
             [FragmentStore(setting.directory, fragment, 4) for fragment in plan.fragments],
             syncer_epoch=self.epoch,

@@ -9,12 +9,12 @@
 A reply may be a failure instead: then its number is not 0 and the header is a message for people.
 
 A call with a name (`transfer`, not 0) goes on where an earlier attempt broke. The caller of such an
-attempt (flag 1) says how many bytes (`offset`) of which `reply` it has, and sends no chunk before
-the peer has said, in a message of its own ahead of the reply, at which position the payload goes
-on. In a reply, `reply` is its name and `offset` the byte at which its chunks begin; 0 when the
-caller's part of it is worth nothing. Flag 2: payloads of other calls go first. Flag 4: the payload
-is in this message, there is no other; at most `WHOLE_BYTES`, and never with flag 1. Flag 8: the
-caller takes no payload in reply.
+attempt, or of a first one that waits for its turn (flag 1), says how many bytes (`offset`) of which
+`reply` it has, and sends no chunk before the peer has said, in a message of its own ahead of the
+reply, at which position the payload goes on. In a reply, `reply` is its name and `offset` the byte
+at which its chunks begin; 0 when the caller's part of it is worth nothing. Flag 2: payloads of
+other calls go first. Flag 4: the payload is in this message, there is no other; at most
+`WHOLE_BYTES`, and never with flag 1. Flag 8: the caller takes no payload in reply.
 
 Integers are little-endian; a checksum is the xxh3_64 (canonical, big-endian) of everything after
 it in its message. Both directions of a call use the same form. Pure; content is never parsed.
@@ -245,7 +245,8 @@ class FrameReader:
     """Rebuilds one direction of a call, message by message; `is_whole`: the first has it all.
 
     The first message makes the reader and tells header and declared size; nothing is allocated
-    for the payload until `accept` has agreed to that size. Then `feed` takes the chunks in order.
+    for the payload until `accept` has agreed to that size, nor before its first chunk: one that
+    waits in its stream is not in memory twice. `feed` takes the chunks in order.
     """
 
     def __init__(self, first_message: bytes) -> None:
@@ -315,7 +316,7 @@ class FrameReader:
     @property
     def is_complete(self) -> bool:
         """Whether every declared byte has arrived (true at once for an empty payload)."""
-        return self.partial.is_complete if self.partial else self.payload_bytes == 0
+        return self.payload_bytes == (self.partial.filled if self.partial else 0)
 
     @property
     def payload(self) -> bytearray:
@@ -324,7 +325,7 @@ class FrameReader:
         return self.partial.payload
 
     def accept(self, max_payload_bytes: int, partial: Partial | None = None) -> Partial:
-        """Allocate the payload if its declared size is at most `max_payload_bytes`; once.
+        """Agree to the payload if its declared size is at most `max_payload_bytes`; once.
 
         Args:
             max_payload_bytes: What may be held.
@@ -346,7 +347,7 @@ class FrameReader:
             partial = Partial(bytearray(self._whole), self.payload_bytes)
             self._whole = None
         elif partial is None or len(partial.payload) != self.payload_bytes:
-            partial = Partial(bytearray(self.payload_bytes))
+            partial = Partial()
         self.partial = partial
         return partial
 
@@ -367,7 +368,11 @@ class FrameReader:
                 f"at byte {filled} of {self.payload_bytes}"
             )
         _verify(message, f"the chunk at byte {filled} of {self.payload_bytes}")
-        self.partial.payload[filled : filled + due] = data
+        if due == self.payload_bytes:
+            self.partial.payload = bytearray(data)
+        else:
+            self.partial.payload = self.partial.payload or bytearray(self.payload_bytes)
+            self.partial.payload[filled : filled + due] = data
         self.partial.filled += due
 
     def truncated(self) -> FrameError:

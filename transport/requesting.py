@@ -52,7 +52,8 @@ class Request:
         self._chunk_bytes = pacer.chunk_bytes(
             chunk_bytes, len(self._payload), is_bulk=self._transfer.is_bulk
         )
-        self.is_whole = len(self._payload) <= min(WHOLE_BYTES, self._chunk_bytes)
+        is_small = len(self._payload) <= min(WHOLE_BYTES, self._chunk_bytes)
+        self.is_whole = is_small and not (self._payload and self._transfer.asks_first)
         self._is_resuming = False
         self._position: asyncio.Future[int]
         self._moving = contextlib.ExitStack()
@@ -70,7 +71,7 @@ class Request:
         transfer, is_bulk = self._transfer, self._transfer.is_bulk
         size = len(self._payload)
         self.is_sent = False
-        is_resuming = self._is_resuming = transfer.is_begun
+        is_resuming = self._is_resuming = transfer.asks_first
         # Its own: whoever ends the messages for another address cancels what they wait for.
         position = self._position = asyncio.get_running_loop().create_future()
         yield frame_opening(self._header, size, self._chunk_bytes, self._resumption())
@@ -79,7 +80,7 @@ class Request:
         for chunk in frame_chunks(self._payload, self._chunk_bytes, offset):
             num_bytes = chunk_size(chunk)
             await self._pacer.admit(num_bytes, is_bulk=is_bulk)
-            transfer.is_begun = True
+            transfer.asks_first = True
             transfer.sent_bytes += num_bytes
             yield chunk
         self._moving.close()

@@ -30,15 +30,13 @@ SENT_S = 90.0
 
 @dataclass(slots=True)
 class Partial:
-    """A payload that arrives from front to back; what has arrived has been verified."""
+    """A payload that arrives from front to back; what has arrived has been verified.
 
-    payload: bytearray
+    There is memory for all of it from its first bytes on, and none before.
+    """
+
+    payload: bytearray = field(default_factory=bytearray)
     filled: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every byte has arrived."""
-        return self.filled == len(self.payload)
 
 
 @dataclass(slots=True)
@@ -48,7 +46,8 @@ class Transfer:
     Attributes:
         is_bulk: Whether its payloads let those of other calls go first: whole models.
         name: Random; what the peer knows it by.
-        is_begun: Whether bytes of the payload may have reached the peer: the next attempt asks.
+        asks_first: Whether the next attempt sends nothing of the payload before the peer has said
+            where it goes on: bytes of it may have arrived, or the peer has no room for it yet.
         acknowledged_bytes: Of the payload, what the peer said it has.
         reply: What has arrived of the reply's payload.
         reply_name: The peer's name for that reply.
@@ -58,7 +57,7 @@ class Transfer:
 
     is_bulk: bool = False
     name: bytes = field(default_factory=lambda: secrets.token_bytes(NAME_BYTES))
-    is_begun: bool = False
+    asks_first: bool = False
     acknowledged_bytes: int = 0
     reply: Partial | None = None
     reply_name: bytes = NO_NAME

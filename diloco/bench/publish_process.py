@@ -19,11 +19,11 @@ from typing import TypeVar
 import blake3
 import torch
 
+from diloco.allocator import keep_freed_memory
 from diloco.bench.simulated_island import SimulatedIsland
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.compression.warm_up import warm_up
-from diloco.launch.allocator import keep_freed_memory
 from diloco.outer.fragments import Fragment, Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import PublicationRules

@@ -17,6 +17,7 @@ from diloco.rounds.terms import RoundKey
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
+from transport.transfer import Transfer
 
 _DEADLINE_S = 300.0
 _POLL_S = 20.0
@@ -32,6 +33,7 @@ class SimulatedIsland:
         self._grant = grant
         self._fragment = fragment
         self._codec = codec
+        self._asks_first = False
 
     async def join(self) -> None:
         """Present the grant."""
@@ -101,6 +103,7 @@ class SimulatedIsland:
         reply = wire.PollReply.FromString((await self._call("fragment.poll", request)).header)
         if reply.is_fenced or reply.HasField("fatal"):
             raise DilocoError(f"the bench's syncer gave up: {reply.message or reply.fatal.reason}")
+        self._asks_first = reply.asks_first
         return reply
 
     async def _call(self, method: str, header: Message, payload: Buffer = b"") -> Reply:
@@ -113,4 +116,5 @@ class SimulatedIsland:
             payload,
             deadline_s=_DEADLINE_S,
             max_reply_bytes=size + _STATE_BYTES,
+            transfer=Transfer(asks_first=self._asks_first) if payload else None,
         )

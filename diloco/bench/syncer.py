@@ -8,18 +8,18 @@ seconds count, so other load on the machine does less harm; memory is the high-w
 resident set.
 
 In the row of a small spool all islands send at once, and only the syncer bounds what is in memory:
-as many bytes as its spool holds may arrive, and a lane that waits for its turn has at most a chunk
-unread in its stream. In the row of mTLS gRPC's threads encrypt, too: what they take beyond the same
-row without it is the cost of TLS.
+as many bytes as its spool holds may arrive, and a lane that waits for its turn waits at its island,
+which was told to ask first. In the row of mTLS gRPC's threads encrypt, too: what they take beyond
+the same row without it is the cost of TLS.
 
-    extra = peak - idle - state - held - in flight - unread
+    extra = peak - idle - state - held - in flight
 
 `idle` is a syncer that all islands have joined; `held` are the coded contributions that the spool
-has in memory; `in flight` the lanes that arrive and `unread` what others hold in their streams,
-once each. One fragment's state may be there on top: the next version (theta, published, momentum)
-is made beside the current one, which must survive a failed write. A quarter of it is left for
-decoding by tiles, gRPC's windows and what the allocator keeps. Over mTLS 64 islands take some 40
-MiB more (0.2 of that state; not traced), so there the bar is only hoped for.
+has in memory; `in flight` the lanes that arrive, once each; nothing else may wait in streams. What
+a merge makes beside the state is its next published values (a third of the state), one decoded
+lane a thread and its sums. The rest is what gRPC reads ahead and, most of all, memory that was
+freed and not given back: pages of coded lanes that the merge has let go, too small for vectors.
+The bar, with mTLS and without, is one fragment's state and a quarter.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Setting:
         num_rounds: Measured in a row, after one that warms up.
         flatness: CPU time a parameter and island with the most islands, over that with the fewest.
         memory: Peak memory beyond state, contributions and lanes in flight, over one fragment's
-            state: 1 for the version that is being made.
+            state.
     """
 
     numel: int = 16 << 20
@@ -139,7 +139,6 @@ _COLUMNS = (
     Column("peak_mib", "peak MiB", ".0f"),
     Column("held_mib", "coded MiB", ".0f"),
     Column("in_flight_mib", "in flight MiB", ".0f"),
-    Column("unread_mib", "unread MiB", ".0f"),
     Column("extra_mib", "extra MiB", ".0f"),
     Column("extra_of_state", "/fragment", ".2f"),
 )
@@ -177,7 +176,6 @@ def run_syncer(setting: Setting, on_progress: Callable[[int, int], None]) -> Rep
                 max(row["extra_of_state"] for row in rows if row["security"] == security),
                 setting.memory,
                 "of one fragment's state",
-                is_stretch=security == _MTLS,
             )
             for security in (_PLAIN, _MTLS)
         ),
@@ -226,10 +224,8 @@ def _measure(
     held = min(row.num_islands * coded, spool_bytes)
     at_once = min(row.num_sending or row.num_islands, row.num_islands)
     in_flight = min(at_once * coded, spool_bytes)
-    streams = at_once * len(payloads)
-    unread = min(at_once * coded - in_flight, streams * config.transport.chunk_bytes)
     fragment_bytes = _STATE_BYTES * setting.numel
-    extra = peak - baseline - fragment_bytes - held - in_flight - unread
+    extra = peak - baseline - fragment_bytes - held - in_flight
     tls_s = max(0.0, spent.wire_s - plain["wire_s"]) if plain else 0.0
     parts = {
         "tensors": spent.tensors_s,
@@ -255,7 +251,6 @@ def _measure(
         "peak_mib": peak / _MIB,
         "held_mib": held / _MIB,
         "in_flight_mib": in_flight / _MIB,
-        "unread_mib": unread / _MIB,
         "extra_mib": extra / _MIB,
         "extra_of_state": extra / fragment_bytes,
     }

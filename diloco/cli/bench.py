@@ -197,10 +197,8 @@ def syncer(json_target: JsonTarget = "", require: Require = False) -> None:
     bounds what is in memory.
 
     "extra": peak memory beyond an idle syncer, the fragment's state, the contributions in memory
-    ("coded"), the lanes in flight and what waits "unread" in streams, each counted once;
-    "/fragment": over the state of the fragment, 12 bytes a parameter. Its bar is 1.25: a whole
-    version is made beside the current one, which must outlive a failed write, and a quarter is for
-    tiles, windows and the allocator. Over mTLS it is only hoped for.
+    ("coded") and the lanes in flight, each counted once; "/fragment": over the state of the
+    fragment, 12 bytes a parameter. Its bar is 1.25.
     """
     from diloco.bench.syncer import SETTING, run_syncer
     from diloco.cli.progress import counting

@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from diloco.allocator import keep_freed_memory
 from diloco.config.load import load_config
 from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, syncer_address
-from diloco.launch.allocator import keep_freed_memory
 from diloco.launch.disk import insist_on_room, num_unsure_checkpoints
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.logs import log_to
@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     state = StateDir(parsed.state_dir.absolute())
     log_to(None, logging.INFO)
+    keep_freed_memory()  # before there is a second thread
     try:
         with hold(state.store_lock, inherited=parsed.lock_descriptor):
             try:
@@ -245,7 +246,6 @@ def _build_syncer(
     from diloco.rounds.store import FragmentStore
     from diloco.rounds.syncer import Syncer, SyncerRules
 
-    keep_freed_memory()
     torch.set_num_threads(1)  # of one operation; lanes are merged side by side
     outer = config.outer
     stores = [

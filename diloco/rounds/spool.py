@@ -14,21 +14,28 @@ import itertools
 import shutil
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import blake3
 
+from diloco.allocator import give_back_holes
+from diloco.compression.lanes import lane_codec
+from diloco.outer.fragments import Fragment
 from transport.contracts import Buffer
+
+#: Payloads are let go lane by lane, and what a merge makes of them does not fit where they lay. A
+#: smaller step costs the vectors of a merge their pages too often.
+_GIVEN_BACK_BYTES = 32 << 20
 
 
 class Spool:
     """Payloads of at most `memory_bytes` in memory, all others in files of `directory`.
 
-    As many bytes again may be arriving; whoever has more waits, with what its stream holds unread:
-    a payload of at most `framing.WHOLE_BYTES`, which came with its header, and of a larger one what
-    the stream lets a peer send ahead. That is bounded by the calls that a server lets in
-    (`limits.Limits.calls_per_caller`, `calls`), and not by `memory_bytes`.
+    As many bytes again may be arriving; whoever has more waits. What a peer sends before its turn
+    stays unread in its stream, as much as gRPC's windows take. So where not all payloads fit
+    (`holds`), islands are told to ask first (`Transfer.asks_first`) and send nothing before their
+    turn. Of islands that do so all the same, `limits.Limits.calls_per_caller` bounds the streams.
     """
 
     def __init__(self, directory: Path, memory_bytes: int) -> None:
@@ -36,6 +43,7 @@ class Spool:
         self._directory = directory
         self._memory_bytes = memory_bytes
         self._held_bytes = 0
+        self._released_bytes = 0  # since the last time that holes were given back
         self._lock = threading.Lock()
         self._names = itertools.count()
         self._arriving_bytes = 0
@@ -45,6 +53,20 @@ class Spool:
         """Make an empty directory: what an earlier start left in it is removed."""
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
+
+    def holds(self, fragments: Sequence[Fragment], uplink_codec: str, num_islands: int) -> bool:
+        """Whether all that islands may send at once arrives without waiting.
+
+        That is a contribution of each to every fragment, or of one the initial parameters.
+        """
+        lanes = [(fragment, lane) for fragment in fragments for lane in fragment.lanes]
+
+        def coded(name: str) -> int:
+            return sum(
+                lane_codec(name, f, lane.lane_id).wire_bytes(lane.numel) for f, lane in lanes
+            )
+
+        return max(num_islands * coded(uplink_codec), coded("float32")) <= self._memory_bytes
 
     @contextlib.asynccontextmanager
     async def arrival(self, num_bytes: int) -> AsyncIterator[None]:
@@ -98,6 +120,11 @@ class Spool:
         """Take note that a payload in memory was dropped; any thread."""
         with self._lock:
             self._held_bytes -= num_bytes
+            self._released_bytes += num_bytes
+            if is_much := self._released_bytes >= _GIVEN_BACK_BYTES:
+                self._released_bytes = 0
+        if is_much:
+            give_back_holes()
 
     def _has_room(self, num_bytes: int) -> bool:
         return not self._arriving_bytes or self._arriving_bytes + num_bytes <= self._memory_bytes

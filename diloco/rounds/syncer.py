@@ -118,6 +118,9 @@ class Syncer:
         self._tasks: set[asyncio.Task[None]] = set()
         self.meter = SyncerMeter(time.perf_counter)
         self._spool = Spool(stores[0].store_dir / "spool", rules.spool_bytes)
+        self._asks_first = not self._spool.holds(
+            plan.fragments, rules.publication.uplink_codec, len(rules.islands)
+        )
         hooks = Hooks(
             worker,
             self._spawn,
@@ -303,6 +306,7 @@ class Syncer:
                 for service in self._services.values()
             ],
             fatal=self.fatal,
+            asks_first=self._asks_first,
         )
         for key in keys:
             service = self._services.get(key.fragment_id)

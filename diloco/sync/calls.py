@@ -74,7 +74,9 @@ class SyncerCalls:
 
     `bytes_up` and `bytes_down` count headers and payloads, what was sent again included. A call
     that breaks is made again, and goes on where it was unless its payload is one that travels in
-    one message (`framing.WHOLE_BYTES`); whole models let the payloads of rounds go first.
+    one message (`framing.WHOLE_BYTES`); whole models let the payloads of rounds go first. Where
+    the syncer has no room for all payloads at once (`PollReply.asks_first`), each is sent when it
+    is its turn there.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class SyncerCalls:
         self._rng = rng
         self._progress = {transport: _Progress() for transport in (control, data)}
         self._uploading = asyncio.Semaphore(_MOST_UPLOADS)
+        self._asks_first = False  # the newest word of the syncer
         self.bytes_up = 0
         self.bytes_down = 0
 
@@ -131,8 +134,10 @@ class SyncerCalls:
             outstanding=[key_message(key) for key in outstanding],
             wait_s=_POLL_WAIT_S,
         )
-        reply = await self._call(self._control, "fragment.poll", request, wait_s=_POLL_WAIT_S)
-        return wire.PollReply.FromString(reply.header)
+        answer = await self._call(self._control, "fragment.poll", request, wait_s=_POLL_WAIT_S)
+        reply = wire.PollReply.FromString(answer.header)
+        self._asks_first = reply.asks_first
+        return reply
 
     async def submit(
         self, sent: Outstanding, lane_id: int, *, codec: str, digest: bytes, payload: Buffer
@@ -234,7 +239,7 @@ class SyncerCalls:
                 defect.
         """
         header = message.SerializeToString()
-        transfer = Transfer(is_bulk=is_bulk)
+        transfer = Transfer(is_bulk=is_bulk, asks_first=self._asks_first)
         payload_bytes = memoryview(payload).nbytes + max_reply_bytes
         progress = self._progress[transport]
         #: What had moved at attempts that broke after sending more: how much of that arrived, only

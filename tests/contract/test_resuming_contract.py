@@ -190,6 +190,39 @@ def test_without_a_transfer_a_call_begins_anew(either_kind: Kind) -> None:
     either_kind.run(run())
 
 
+@pytest.mark.parametrize("size", [0, 1000, 2_000_000], ids=["empty", "small", "chunks"])
+def test_who_asks_first_sends_nothing_of_its_payload_before_its_turn(
+    either_kind: Kind, size: int
+) -> None:
+    received: list[bytes] = []
+
+    async def run() -> None:
+        arrived, turn = asyncio.Event(), asyncio.Event()
+
+        async def take(call: IncomingCall) -> Reply:
+            arrived.set()
+            assert call.payload_bytes == size
+            await turn.wait()
+            received.append(bytes(await call.read_payload()))
+            return Reply(b"taken")
+
+        async with ends(either_kind, {"take": take}) as there:
+            transfer = Transfer(asks_first=True)
+            call = asyncio.create_task(there.call("take", PAYLOAD[:size], transfer))
+            async with asyncio.timeout(DEADLINE_S):
+                await arrived.wait()
+            await asyncio.sleep(0.1)  # in which what is sent ahead would leave
+            assert transfer.sent_bytes == 0
+
+            turn.set()
+            reply, _, num_attempts = await call
+            assert (reply.header, num_attempts) == (b"taken", 1)
+            assert transfer.sent_bytes == transfer.acknowledged_bytes == size
+
+    either_kind.run(run())
+    assert received == [PAYLOAD[:size]]
+
+
 def test_a_server_that_has_forgotten_takes_it_from_the_start(either_kind: Kind) -> None:
     async def echo(call: IncomingCall) -> Reply:
         return Reply(b"", await call.read_payload())

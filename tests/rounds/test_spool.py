@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import blake3
 import pytest
 
+from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.rounds.spool import Spool, SpooledLane
 
 
@@ -62,6 +66,47 @@ def test_a_file_that_rotted_is_not_merged(spool: Spool, tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="is not what was written into it"):
         lane.read()
+
+
+def test_all_contributions_fit_or_the_initial_parameters_do_not(tmp_path: Path) -> None:
+    fragments = make_plan([TensorSpec("w", (1 << 16,))], num_fragments=2).fragments
+    initial = 4 * sum(fragment.padded_numel for fragment in fragments)
+
+    assert Spool(tmp_path, initial).holds(fragments, "float32", 1)
+    assert not Spool(tmp_path, initial).holds(fragments, "float32", 2)
+    assert Spool(tmp_path, initial).holds(fragments, "int4", 7)
+    assert not Spool(tmp_path, initial - 1).holds(fragments, "int4", 1)
+
+
+_LETS_GO = """
+import sys
+from pathlib import Path
+from diloco.allocator import keep_freed_memory
+from diloco.rounds.spool import Spool
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
+
+keep_freed_memory()
+spool, between = Spool(Path(sys.argv[1]), 1 << 30), []
+lanes = []
+for _ in range(256):
+    lanes.append(spool.put(bytearray(b"x" * (512 << 10)), b""))
+    between.append(bytearray(8 << 10))
+before = resident()
+for lane in lanes:
+    lane.drop()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's allocator")
+def test_what_lay_between_things_in_use_is_given_back(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _LETS_GO, str(tmp_path)]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    assert int(told) > 100 << 20, "of 128 MiB"
 
 
 # -- arrivals --------------------------------------------------------------------------------------

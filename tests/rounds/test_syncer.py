@@ -52,6 +52,21 @@ def version_of(run: VirtualRun) -> tuple[int, int, bool]:
     return state.version, state.attempt, state.is_open
 
 
+@pytest.mark.parametrize(("spare_bytes", "asks_first"), [(0, False), (-1, True)])
+def test_islands_are_told_to_ask_first_where_not_all_payloads_fit(
+    setting: Setting, spare_bytes: int, asks_first: bool
+) -> None:
+    contributions = len(setting.islands) * sum(4 * f.padded_numel for f in setting.plan().fragments)
+
+    async def scenario() -> None:
+        run = VirtualRun(replace(setting, spool_bytes=contributions + spare_bytes))
+        await run.start_syncer()
+
+        assert (await RawIsland(run, "a").poll()).asks_first is asks_first
+
+    run_virtual(scenario())
+
+
 # -- version 0 -----------------------------------------------------------------------------------
 
 

@@ -118,9 +118,9 @@ class Thin:
         try:
             async with asyncio.timeout(min(deadline_s, self._cut_s)), self._line:
                 arrived = self._arrived.setdefault(transfer.name, 0)
-                if transfer.is_begun:
+                if transfer.asks_first:
                     transfer.acknowledged_bytes = arrived
-                transfer.is_begun = True
+                transfer.asks_first = True
                 while self._arrived[transfer.name] < num_bytes:
                     await asyncio.sleep(8.0)
                     self._arrived[transfer.name] += 1_000_000
@@ -178,6 +178,35 @@ def test_what_is_sent_and_never_arrives_is_no_progress() -> None:
     (error,) = uploads(hole, 1, bytes(100_000))
     assert isinstance(error, CoordinatorUnavailable)
     assert hole.asked_at[-1] < 50.0 + 600.0
+
+
+def test_payloads_ask_first_once_the_syncer_has_said_so() -> None:
+    class Crowded(Silent):
+        def __init__(self) -> None:
+            self.asked_first: list[bool] = []
+
+        async def call(self, method: str, *_: object, **rest: Any) -> Reply:
+            if method == "fragment.poll":
+                return Reply(wire.PollReply(asks_first=True).SerializeToString())
+            self.asked_first.append(rest["transfer"].asks_first)
+            return Reply(Ack(is_accepted=True).SerializeToString())
+
+    async def run() -> list[bool]:
+        crowded = Crowded()
+        calls = SyncerCalls(
+            crowded,
+            crowded,
+            grant("a"),
+            rpc_deadline_s=60.0,
+            policy=RetryPolicy(budget_s=600.0),
+            rng=random.Random(0),
+        )
+        await calls.upload(0, 0, b"lane")
+        await calls.poll(0, [], [])
+        await calls.upload(0, 0, b"lane")
+        return crowded.asked_first
+
+    assert run_virtual(run()) == [False, True]
 
 
 #: Where a first message has its flags, and the one of whole models (`transport.framing`).

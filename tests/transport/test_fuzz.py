@@ -187,7 +187,7 @@ def attempts(draw: st.DrawFn) -> tuple[Transfer | None, int, list[list[bytes]]]:
     """A caller's memory of a call, its payload's size, and what attempts of it are answered."""
     transfer = None
     if draw(st.booleans()):
-        transfer = Transfer(is_bulk=draw(st.booleans()), is_begun=draw(st.booleans()))
+        transfer = Transfer(is_bulk=draw(st.booleans()), asks_first=draw(st.booleans()))
         if draw(st.booleans()):
             size = draw(st.sampled_from([0, 60, 200]))
             transfer.reply = Partial(bytearray(size), draw(st.integers(0, size)))

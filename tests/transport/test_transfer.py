@@ -311,7 +311,7 @@ def test_a_payload_that_is_whole_is_kept_though_its_end_never_came() -> None:
         caller.attempt.close()
 
         kept = table.enter("", NAME, object(), 0.0)
-        assert kept.partial is not None and kept.partial.is_complete
+        assert kept.partial is not None and kept.partial.filled == len(kept.partial.payload)
 
     run_virtual(scenario())
 

@@ -16,6 +16,9 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20
 def keep_freed_memory() -> None:
     """Have freed memory, up to 1 GiB, used again by any thread instead of given back at once.
 
+    For the start of a process: threads that there are already keep heaps of their own, and what is
+    freed in one of them serves no other.
+
     A merge allocates a version's vectors anew, as large as those that the last one let go. Given
     back and taken again, every page of them is cleared by the kernel: on two threads a third of a
     merge's CPU time. Vectors over 32 MiB are given back all the same. Elsewhere than under glibc
@@ -29,3 +32,14 @@ def keep_freed_memory() -> None:
     )
     if mallopt is None or not all(mallopt(*setting) for setting in wanted):
         logger.info("freed memory is given back at once: merges take longer")
+
+
+def give_back_holes() -> None:
+    """Give back whatever is free now, in whole pages, also between what is in use.
+
+    For whoever has let go of much that lay scattered: larger vectors do not fit there, and take
+    memory anew. What is allocated there next has its pages cleared again. Elsewhere than under
+    glibc nothing is done.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
