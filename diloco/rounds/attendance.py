@@ -168,7 +168,7 @@ class Attendance:
         """
         here = [name for name in self.roster.live if name in self.incarnations]
         least = self.rules.min_members
-        if len(here) < (len(self.rules.islands) if least is None else max(least, 1)):
+        if len(here) < max(len(self.roster.live) if least is None else least, 1):
             return ""
         if self._founder not in here:
             self._founder = here[0]
@@ -228,8 +228,6 @@ class Attendance:
             silent_at = {island: self._heard_at[island] + rules.lease_s for island in known}
             live = tuple(i for i in roster.live if silent_at.get(i, math.inf) > now)
             roster = replace(roster, live=live)
-        elif rules.on_member_lost != "shrink":
-            roster = replace(roster, live=rules.islands)
         if roster != self.roster:
             self._say(roster)
             self.roster = roster

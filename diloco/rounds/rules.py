@@ -59,7 +59,8 @@ class SyncerRules:
         num_unsure_pins: Newest pins that are kept though their checkpoints are not complete.
         spool_bytes: Coded contributions in memory; beyond that they wait on disk.
         num_threads: Lanes merged at once.
-        on_member_lost: What a scheduled run does without an island that stays away.
+        on_member_lost: What a scheduled run does without an island that stays away: stop after
+            some attempts without a result, or have them expire until it is back or taken out.
         min_members: Islands without which nothing opens, where they come and go and nobody waits
             for any other; None: a scheduled run, whose members are fixed.
         quorum: Contributions that close a round; None: those of all members.

@@ -210,18 +210,17 @@ class FragmentRounds(Standing):
     def heard_of(self, roster: Roster, now: float) -> list[Instruction]:
         """Take who may take part in the next openings, and whose earlier starts count no more.
 
-        Where members are fixed, one that the roster leaves out is no member any more, of the open
-        attempt either; one that was never here is waited for.
+        Where members are fixed, all of the roster are waited for, be they here or not; one that
+        it leaves out is no member any more, of the open attempt either.
         """
         self._roster = roster
         instructions: list[Instruction] = []
         if self.rules.min_members is not None:
             self.live = tuple(sorted(set(roster.live)))
         else:
-            gone = set(self._configured) & set(self.incarnations) - set(roster.live)
-            self.live = tuple(name for name in self._configured if name not in gone)
+            self.live = tuple(name for name in self._configured if name in roster.live)
             self.rules = replace(self.rules, members=self.live)
-            for island in sorted(gone & set(self.members)):
+            for island in sorted(set(self.members) - set(self.live)):
                 held, reason = self.incarnations[island], "the run goes on without this island"
                 instructions += self.refused(self.key, island, held, reason, now)
         for island, least in sorted(roster.fenced.items()):
