@@ -315,6 +315,7 @@ class VirtualRun:
         self.network = LoopbackNetwork()
         self.incarnations = MemoryIncarnations()
         self.orders = MemoryOrders(setting)
+        self.events: list[Event] = []
         self.records: list[Mapping[str, Any]] = []
         self.worker: Worker = InlineWorker()
         self.epoch = 0
@@ -335,6 +336,7 @@ class VirtualRun:
             on_record=self.records.append,
             on_change=lambda: None,
             orders=self.orders,
+            on_event=self.events.append,
         )
         await self.syncer.start()
         self.server = self.network.server("syncer", self.syncer.handlers)

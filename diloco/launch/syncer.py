@@ -50,6 +50,7 @@ from diloco.rounds.pins import restore, valid_pins
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.reporter import Reporter
 from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
+from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
 from protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
 from transport.contracts import Transport
 from transport.errors import ConnectError
@@ -145,7 +146,10 @@ async def _serve(
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
             num_parameters = sum(tensor.numel for tensor in plan.tensors)
             insist_on_room(config, num_parameters, islands=(), is_new=True)
-        syncer = _build_syncer(config, state, plan, secret, epoch, timeline, reporter, worker)
+        events = _open_events(config, state, epoch, timeline)
+        syncer = _build_syncer(
+            config, state, plan, secret, epoch, timeline, reporter, worker, events
+        )
         await worker.run(lambda: _warm_up(config, plan))
         await syncer.start()
         bound = read_json(state.bound)
@@ -179,6 +183,29 @@ async def _serve(
             await reporter.drain(_LAST_REPORT_S)
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
+            events.close()
+
+
+def _open_events(config: Config, state: StateDir, epoch: int, timeline: Timeline) -> Sink:
+    """Open the file of what happens to rounds; a run that is under way goes on without.
+
+    Raises:
+        ConfigError: If it cannot be written to, at the first start.
+    """
+    directory = Path(config.telemetry.dir) if config.telemetry.dir else state.root / "telemetry"
+    context = {"run": config.run.name, "syncer_epoch": epoch, "timeline": timeline.number}
+    sink = BackgroundSink(
+        "rounds", JsonlSink(directory / "events-syncer.jsonl", context, time.time)
+    )
+    try:
+        sink.open()
+    except OSError as error:
+        problem = f"telemetry.dir = {directory}: events of rounds cannot be written there: {error}"
+        if epoch == 1:
+            raise ConfigError(f"{problem}; give another directory") from error
+        logger.warning("the run goes on without them: %s", problem)
+        return FanOut(())
+    return sink
 
 
 async def _end(syncer: Syncer, reporter: Reporter, stopping: asyncio.Event) -> int:
@@ -241,6 +268,7 @@ def _build_syncer(
     timeline: Timeline,
     reporter: Reporter,
     worker: TensorThread,
+    events: Sink,
 ) -> Syncer:
     import torch
 
@@ -275,6 +303,7 @@ def _build_syncer(
         on_record=reporter.add_record,
         on_change=reporter.changed,
         orders=_Orders(state.orders, config, rules),
+        on_event=events.write,
     )
 
 

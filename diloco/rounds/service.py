@@ -47,6 +47,8 @@ from diloco.rounds.terms import (
 )
 from diloco.rounds.timing import MeasuredTiming, StepTimes
 from diloco.rounds.worker import Worker
+from diloco.telemetry.events import Event
+from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
@@ -66,6 +68,7 @@ class Hooks:
         on_record: Hears the header of every durable record, also of those found at the start.
         on_change: Hears of every change of state.
         on_lost: Hears that the run cannot go on.
+        on_event: Hears what happens to rounds.
         meter: Counts what is done, for metrics.
         spool: Keeps what arrived until its round closes.
         num_threads: Lanes merged at once.
@@ -76,6 +79,7 @@ class Hooks:
     on_record: Callable[[Mapping[str, Any]], None]
     on_change: Callable[[], None]
     on_lost: Callable[[Lost], None]
+    on_event: Callable[[Event], None]
     meter: SyncerMeter
     spool: Spool
     num_threads: int
@@ -338,7 +342,7 @@ class FragmentService:
                     logger.debug("%s", instruction)
                 case Opened():
                     logger.debug("%s", instruction)
-                    self._begin()
+                    self._begin(instruction)
                 case Close():
                     self._hooks.spawn(self._publish(instruction))
                 case RecordExpiry(key, reason):
@@ -358,9 +362,14 @@ class FragmentService:
     def _tick(self) -> None:
         self._perform(self.rounds.tick(_now()))
 
-    def _begin(self) -> None:
+    def _begin(self, opened: Opened) -> None:
         """Begin an attempt: under the rules of now, and nobody's fetch is waited for any more."""
         self._rules = self._next_rules
+        key = opened.key
+        event = RoundOpened(
+            key.fragment_id, key.version, key.attempt, opened.members, opened.is_flush
+        )
+        self._hooks.on_event(event)
         if self._unfetched:
             self._unfetched = {}
             self.rounds.fetched(_now())
@@ -402,20 +411,48 @@ class FragmentService:
             return
         self._hold(record)
         self._heed_tokens()
-        included = [contributor.island for contributor in record.contributors]
-        self._unfetched = {i: set(range(len(self._fragment.lanes))) for i in included}
-        self._hooks.meter.published(record.fragment_id, included, close.refused, record.rejected)
+        self._tell_closed(close, record)
+        lanes = range(len(self._fragment.lanes))
+        self._unfetched = {c.island: set(lanes) for c in record.contributors}
         instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
+
+    def _tell_closed(self, close: Close, record: VersionRecord) -> None:
+        rounds, key = self.rounds, close.key
+        closed = RoundClosed(
+            key.fragment_id,
+            key.version,
+            key.attempt,
+            members=rounds.members,
+            contributors=tuple(c.island for c in record.contributors),
+            quorum=self._rules.rounds.min_contributions or len(rounds.members),
+            waited_s=rounds.closed_at - rounds.opened_at,
+            grace_s=rounds.grace_spent_s,
+            commit_s=_now() - rounds.closed_at,
+            is_solo=len(record.contributors) == 1 < len(rounds.members),
+            is_flush=close.is_flush,
+            refused=dict(close.refused),
+            rejected=dict(record.rejected),
+            merged_tokens=record.merged_tokens,
+            digest=record.digest.hex(),
+        )
+        self._hooks.meter.published(closed)
+        self._hooks.on_event(closed)
 
     async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
         def expire() -> None:
             drop(spool)
             self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row)
 
+        members = self.rounds.members
         await self._hooks.worker.run(expire)
-        self._hooks.meter.expired(expiry.key.fragment_id)
+        key = expiry.key
+        self._hooks.meter.expired(key.fragment_id)
+        expired = RoundExpired(
+            key.fragment_id, key.version, key.attempt, members, expiry.missing, expiry.reason
+        )
+        self._hooks.on_event(expired)
         self._perform(self.rounds.expiry_recorded(expiry.key, _now()))
 
     def _hold(self, record: VersionRecord) -> None:

@@ -62,7 +62,7 @@ class FragmentRounds(Standing):
         self.live = rules.members
         self.is_finishing = False
         self.is_over = False
-        self.opened_at = self.quorum_at = self.closed_at = -math.inf
+        self.opened_at = self.closed_at = self._quorum_at = -math.inf
         self.story: deque[str] = deque(maxlen=40)
         self._timing = timing or FixedTiming(rules.deadline_s, rules.grace_s, rules.opening_floor_s)
         self._deadline = math.inf
@@ -90,6 +90,11 @@ class FragmentRounds(Standing):
                 return self._grace_end
             case _:
                 return math.inf
+
+    @property
+    def grace_spent_s(self) -> float:
+        """Seconds for which the attempt that was closed last waited beyond its quorum."""
+        return self.closed_at - self._quorum_at if self._quorum_at >= self.opened_at else 0.0
 
     def founded(
         self,
@@ -419,7 +424,7 @@ class FragmentRounds(Standing):
         kinds = {c.is_flush for c in complete}
         awaited = len(self._awaited())
         if not self._had_quorum and len(complete) >= (quorum or awaited):
-            self._had_quorum, self.quorum_at = True, now
+            self._had_quorum, self._quorum_at = True, now
             self._timing.at_quorum(now)
         if len(complete) == awaited >= (quorum or 1) and len(kinds) == 1:
             return self._close(now)

@@ -32,6 +32,7 @@ from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.rounds.terms import Admission, Lost, Roster, RoundKey
 from diloco.rounds.timing import StepTimes
 from diloco.rounds.worker import Worker
+from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount
@@ -52,9 +53,9 @@ class Syncer:
     """Serves the rounds of all fragments of `plan`.
 
     `on_record` hears every durable record's header (also at the start), `on_change` of every
-    change of state; neither may block. `ended` is set when the run cannot go on: `fatal` says why,
-    or `failure` is what broke in this process (a restart recovers the durable truth). `meter`
-    counts what was done, for metrics.
+    change of state, `on_event` of what happens to rounds; none may block. `ended` is set when the
+    run cannot go on: `fatal` says why, or `failure` is what broke in this process (a restart
+    recovers the durable truth). `meter` counts what was done, for metrics.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Syncer:
         on_record: Callable[[Mapping[str, Any]], None],
         on_change: Callable[[], None],
         orders: OrderStore | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """Assign only; `start` reads the stores. No `orders`: there is no coordinator."""
         self._plan = plan
@@ -102,6 +104,7 @@ class Syncer:
             on_record,
             self._notify,
             self._lose,
+            on_event,
             self.meter,
             self._spool,
             rules.num_threads,

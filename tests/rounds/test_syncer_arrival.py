@@ -404,3 +404,40 @@ def test_what_an_operator_sets_counts_from_the_next_opening_and_is_in_the_record
         assert PublicationRules.from_json(told[2]) == setting.publication()
 
     run_virtual(scenario())
+
+
+# -- what is told ----------------------------------------------------------------------------------
+
+
+def test_events_say_who_was_waited_for_and_how_long(setting: Setting) -> None:
+    async def scenario() -> None:
+        timing = replace(setting.measured(grace_s=3.0), deadline_cap_s=5.0)
+        run, (a, b, c) = await begun(replace(setting, timing=timing))
+        await asyncio.sleep(1.0)
+        await a.contribute(KEY, weight_tokens=1)
+        await b.decline(KEY)
+        await asyncio.sleep(3.5)
+        state = await next_opening(run, a, b, c)
+        key = replace(KEY, version=1, attempt=state.attempt)
+        for island in (a, b, c):
+            await island.decline(key)
+        await asyncio.sleep(STEP_S)
+
+        told = [event.as_dict() for event in run.events]
+        assert [event["kind"] for event in told] == [
+            "round_opened", "round_closed", "round_opened", "round_expired", "round_opened",
+        ]  # fmt: skip
+        assert told[0]["members"] == ("a", "b", "c")
+        closed = told[1]
+        assert (closed["contributors"], closed["is_solo"], closed["quorum"]) == (("a",), True, 1)
+        assert closed["waited_s"] == pytest.approx(4.0, abs=0.1)
+        assert closed["grace_s"] == pytest.approx(3.0)
+        assert closed["refused"] == {"b": "declined: not finite"}
+        assert closed["merged_tokens"] == 1
+        assert told[3]["reason"] == "too few members have anything valid to send"
+        assert told[4]["attempt"] == 1
+        counts = run.syncer.meter.counts
+        assert (counts.solo[0], counts.published[0], counts.expired[0]) == (1, 1, 1)
+        assert counts.grace_s[0] == pytest.approx(3.0)
+
+    run_virtual(scenario())
