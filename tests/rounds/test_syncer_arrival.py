@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from diloco.rounds.orders import Orders
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.terms import OutcomeKind, Roster, RoundKey
 from protos import fragment_pb2 as wire
-from tests.raw_island import NUMEL, RawIsland, restart
+from tests.raw_island import NUMEL, RawIsland, SlowWorker, restart
 from tests.virtual_run import Setting, VirtualRun
 from transport.loopback import run_virtual
 
@@ -439,5 +440,122 @@ def test_events_say_who_was_waited_for_and_how_long(setting: Setting) -> None:
         counts = run.syncer.meter.counts
         assert (counts.solo[0], counts.published[0], counts.expired[0]) == (1, 1, 1)
         assert counts.grace_s[0] == pytest.approx(3.0)
+
+    run_virtual(scenario())
+
+
+# -- outcomes, expiries and the floor --------------------------------------------------------------
+
+
+async def publish(run: VirtualRun, island: RawIsland, *others: RawIsland) -> RoundKey:
+    """Have one island make the next version; returns the key of the round after it, once open."""
+    (state,) = run.syncer.states
+    await island.contribute(RoundKey(0, 0, state.version, state.attempt), weight_tokens=1)
+    state = await next_opening(run, island, *others)
+    assert state.is_open
+    return RoundKey(0, 0, state.version, state.attempt)
+
+
+def test_who_was_counted_hears_so_however_long_ago_it_was(setting: Setting) -> None:
+    """A frozen island thaws when nobody remembers its round: its tokens were counted (R13)."""
+
+    async def scenario() -> None:
+        run, (a, b, c) = await begun(replace(setting, total_tokens=100))
+        await a.contribute(KEY, weight_tokens=1)
+        await next_opening(run, a, b, c)
+        late = replace(KEY, version=1)
+        await b.contribute(late, weight_tokens=1)
+        await next_opening(run, a, c)
+        for _ in range(7):
+            await publish(run, a, c)
+        assert len(run.syncer._services[0].rounds.past) < 7
+
+        assert await b.end(late) is OutcomeKind.INCLUDED
+        assert await b.end(KEY) is OutcomeKind.NOT_INCLUDED
+        await restart(run)
+        assert await b.end(late) is OutcomeKind.INCLUDED
+
+    run_virtual(scenario())
+
+
+def test_expiries_never_end_a_run_in_which_nobody_waits_and_come_ever_slower(
+    setting: Setting,
+) -> None:
+    """All decline: the next attempt opens after a step, then two, up to a round's (R5)."""
+
+    async def scenario() -> None:
+        run, islands = await begun(setting)
+        opened_at = []
+        for attempt in range(6):
+            while version_of(run) != (0, attempt, True):
+                await heartbeat(*islands)
+                await asyncio.sleep(0.01)
+            opened_at.append(asyncio.get_running_loop().time())
+            for island in islands:
+                await island.decline(replace(KEY, attempt=attempt))
+
+        waits = [after - before for before, after in itertools.pairwise(opened_at)]
+        assert waits == pytest.approx([1.0, 2.0, 4.0, 4.0, 4.0], abs=0.2)
+        assert run.syncer.fatal is None
+        await restart(run)
+        assert run.syncer.fatal is None
+        await heartbeat(*islands)
+        assert not version_of(run)[2], "a restart goes on waiting"
+        state = await next_opening(run, *islands)
+        assert state.attempt == 6 and state.is_open
+
+    run_virtual(scenario())
+
+
+def test_the_floor_counts_from_the_close_not_from_the_publication(setting: Setting) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        run.worker = worker = SlowWorker()
+        await run.start_syncer()
+        a = RawIsland(run, "a")
+        await heartbeat(a)
+        await a.upload()
+        await asyncio.sleep(ROUND_S)
+        await heartbeat(a)
+        assert version_of(run) == (0, 0, True)
+        loop = asyncio.get_running_loop()
+        worker.before_s = 0.0
+        for lane_id in range(2):
+            worker.before_s = 3.0 * lane_id  # the last lane's check, then merge and commit
+            await a.submit(KEY, lane_id)
+        closed = loop.time()
+        while version_of(run)[0] == 0:
+            await asyncio.sleep(0.1)
+        assert loop.time() - closed == pytest.approx(3.0, abs=0.2)
+        worker.before_s = 0.0
+
+        while not version_of(run)[2]:
+            await asyncio.sleep(0.1)
+
+        assert loop.time() - closed == pytest.approx(ROUND_S, abs=0.2)
+
+    run_virtual(scenario())
+
+
+def test_the_grace_is_measured_from_steps_quorums_and_fetches(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, b, c) = await begun(replace(setting, total_tokens=100))
+        for version in (0, 1):
+            key = replace(KEY, version=version)
+            await asyncio.sleep(0.4)  # until the quorum
+            await a.contribute(key, weight_tokens=1)
+            if version == 0:
+                assert version_of(run)[0] == 1, "nothing is known yet: no grace"
+                await asyncio.sleep(0.2)
+                await fetch(a, 1)
+                await asyncio.sleep(ROUND_S - 0.2)
+                await heartbeat(a, b, c)
+        # half of what two steps of a second leave when 0.4 s and 0.2 s are taken off
+        assert version_of(run) == (1, 0, True)
+        await asyncio.sleep(0.6)
+        assert version_of(run) == (1, 0, True)
+        await asyncio.sleep(0.2)
+        assert version_of(run)[0] == 2
+        assert run.events[-1].as_dict()["grace_s"] == pytest.approx(0.7, abs=0.05)
 
     run_virtual(scenario())
