@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from diloco.errors import ConfigError
 from diloco.outer.combination import MergeRule
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
@@ -303,7 +304,10 @@ class MemoryOrders:
         self.saved = Orders.from_json(json.loads(json.dumps(orders.to_json())))
 
     def rules(self, orders: Orders) -> SyncerRules:
-        changed = replace(self._setting, **json.loads(orders.policy_json))
+        try:
+            changed = replace(self._setting, **json.loads(orders.policy_json))
+        except TypeError as error:
+            raise ConfigError(str(error)) from error
         return replace(changed.rules(), policy_revision=orders.policy_revision)
 
 

@@ -203,10 +203,12 @@ class Attendance:
         if self._order_store is None or not orders.policy_json:
             return
         try:
-            self.rules = self._order_store.rules(orders)
+            rules = self._order_store.rules(orders)
+            self.rules.publication.insist_on_successor(rules.publication)
         except ConfigError as error:
             logger.error("policy is not obeyed, revision=%d: %s", orders.policy_revision, error)
             return
+        self.rules = rules
         logger.info("policy counts from the next openings, revision=%d", orders.policy_revision)
         self._listeners.on_rules(self.rules)
 

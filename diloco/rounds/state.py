@@ -59,16 +59,12 @@ class FragmentRounds(Standing):
         if not rules.members or list(rules.members) != sorted(set(rules.members)):
             raise ValueError(f"members must be sorted and distinct, got {rules.members}")
         super().__init__(fragment_id, timeline, rules)
-        self.live = rules.members
-        self.is_finishing = False
-        self.is_over = False
         self.opened_at = self.closed_at = self._quorum_at = -math.inf
         self.story: deque[str] = deque(maxlen=40)
         self._timing = timing or FixedTiming(rules.deadline_s, rules.grace_s, rules.opening_floor_s)
         self._deadline = math.inf
         self._deadline_s = rules.deadline_s
         self._configured = rules.members
-        self._roster = Roster(rules.members)
         self._next: tuple[RoundRules, TimingRules | None] | None = None
         self._grace_end = math.inf
         self._had_quorum = False
@@ -367,18 +363,6 @@ class FragmentRounds(Standing):
         limit = self.rules.max_expired_in_a_row
         return count >= (or_at if limit is None else limit)
 
-    def _eligible(self) -> tuple[str, ...]:
-        return tuple(island for island in self.live if island in self.incarnations)
-
-    def _can_open(self) -> bool:
-        if self.is_over or self._roster.is_paused:
-            return False
-        eligible = self._eligible()
-        if self.rules.min_members is None:
-            return bool(eligible) and eligible == self.rules.members
-        least = self._roster.min_islands or self.rules.min_members
-        return len(eligible) >= max(least, self.rules.min_contributions or 1, 1)
-
     def _open_if_due(self, now: float) -> list[Instruction]:
         if (
             self.phase is not Phase.WAITING
@@ -398,22 +382,6 @@ class FragmentRounds(Standing):
         if math.isinf(self._deadline):
             self._deadline_s = self._timing.deadline_s(self.members)
             self._deadline = now + self._deadline_s
-
-    def _is_complete(self, contribution: Contribution) -> bool:
-        return len(contribution.lanes) == self.rules.num_lanes
-
-    def _awaited(self) -> list[str]:
-        """Members whose contributions are there or may come: not those who left or lapsed."""
-        live, held = set(self.live), self.contributions
-        return [
-            m
-            for m in self.members
-            if m not in self.left and (m in live or (m in held and self._is_complete(held[m])))
-        ]
-
-    def _absent(self) -> tuple[str, ...]:
-        done = {c.island for c in self.contributions.values() if self._is_complete(c)}
-        return tuple(m for m in self.members if m not in done and m not in self.left)
 
     def _advance(self, now: float) -> list[Instruction]:
         """Close, begin or end the grace window, or expire, after a contribution came or went."""

@@ -163,7 +163,8 @@ class Syncer:
 
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
-        return str(self._services[fragment_id].rounds.phase)
+        rounds = self._services[fragment_id].rounds
+        return "ended" if rounds.is_over else str(rounds.phase)
 
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""

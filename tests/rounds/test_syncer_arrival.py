@@ -142,6 +142,7 @@ def test_tokens_add_up_and_end_the_fragment_with_one_flush(setting: Setting) -> 
         await heartbeat(a, b, c)
         await asyncio.sleep(10 * ROUND_S)
         assert version_of(run) == (3, 0, False)
+        assert run.syncer.phase(0) == "ended"
 
     run_virtual(scenario())
 
@@ -405,6 +406,23 @@ def test_what_an_operator_sets_counts_from_the_next_opening_and_is_in_the_record
         assert PublicationRules.from_json(told[2]) == setting.publication()
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize("change", ['{"uplink_codec": "int4"}', '{"quorum": 0.5, "x": 1}'])
+def test_what_cannot_be_set_while_a_run_is_under_way_leaves_the_rules_as_they_are(
+    setting: Setting, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        run, (a, b, c) = await begun(setting)
+        run.syncer.heard_of(Orders(None, change, 5))
+        await asyncio.sleep(0.01)
+        for _ in range(2):
+            await publish(run, a, b, c)
+        rules = [header["rules"] for header in run.records if "rules" in header]
+        assert [(r["uplink_codec"], r["policy_revision"]) for r in rules] == 2 * [("float32", 0)]
+
+    run_virtual(scenario())
+    assert "policy is not obeyed, revision=5" in caplog.text
 
 
 # -- what is told ----------------------------------------------------------------------------------
