@@ -28,8 +28,9 @@ from diloco.outer.fragments import Fragment, Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.record import RecordDraft
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer, SyncerRules
+from diloco.rounds.version import VersionRecord
 from protos.control_pb2 import ROLE_ISLAND, Grant
 from transport.contracts import Buffer
 from transport.grpc_client import GrpcTransport
@@ -202,6 +203,7 @@ class _UnwrittenStore(FragmentStore):
         record: VersionRecord,
         payload_bytes: Sequence[int],
         contribution_bytes: Mapping[str, Sequence[int]],
+        rules: PublicationRules | None = None,
     ) -> RecordDraft:
         return _UnwrittenDraft()
 

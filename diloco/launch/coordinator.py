@@ -52,8 +52,8 @@ from diloco.launch.state_dir import (
     read_timeline,
 )
 from diloco.launch.syncer_supervisor import SyncerSupervisor
+from diloco.rounds.log import headers_in
 from diloco.rounds.pins import pin_directory
-from diloco.rounds.record import headers_in
 from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics
 from transport.identity import Role
 

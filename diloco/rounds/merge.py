@@ -39,8 +39,9 @@ from diloco.rounds.publication import (
 )
 from diloco.rounds.record import RecordDraft
 from diloco.rounds.spool import SpooledLane
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import Close, Contributor, Inclusion
+from diloco.rounds.version import VersionRecord
 from diloco.telemetry.syncer_meter import SyncerMeter
 from transport.contracts import Buffer
 
@@ -237,7 +238,7 @@ class Merger:
             key=close.key,
             is_flush=close.is_flush,
         )
-        for name, values in made.state.vectors.items():
+        for name, values in made.state.vectors.items() if draft.has_state else ():
             digest = made.digest if name == "published" else None
             draft.write(f"{name}/{lane_id}", to_bytes(values.view(torch.uint8)), digest)
         draft.write(f"payload/{lane_id}", made.payload)
@@ -277,6 +278,7 @@ class Merger:
                 c.island: [spool[c.island][lane.lane_id].num_bytes for lane in lanes]
                 for c in record.contributors
             },
+            self.rules,
         )
 
 

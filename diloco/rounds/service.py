@@ -32,7 +32,7 @@ from diloco.rounds.publication import MOST_TOGETHER, PublicationRules
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.spool import Spool, SpooledLane
 from diloco.rounds.state import FragmentRounds
-from diloco.rounds.store import FragmentStore, VersionRecord, founding_record
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import (
     Admission,
     Close,
@@ -45,6 +45,7 @@ from diloco.rounds.terms import (
     RecordExpiry,
     RoundKey,
 )
+from diloco.rounds.version import VersionRecord, founding_record
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall

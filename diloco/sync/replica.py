@@ -38,7 +38,8 @@ from diloco.rounds.publication import (
 )
 from diloco.rounds.record import STATE_SECTIONS
 from diloco.rounds.service import Worker
-from diloco.rounds.store import FragmentStore, VersionRecord, founding_record, record_of
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import VersionRecord, founding_record, record_of
 from transport.contracts import Buffer
 
 #: What a healing peer asks for of a lane, in this order; version 0 has no payload.
