@@ -106,6 +106,7 @@ class Setting:
     round_deadline_s: float = 60.0
     num_unsure_pins: int = 4
     step_s: float = 1.0
+    snapshot_rounds: int = 1
     merge: MergeRule = field(default_factory=MergeRule)
 
     def plan(self) -> Plan:
@@ -270,7 +271,12 @@ class VirtualRun:
                 setting.round_deadline_s,
                 setting.num_unsure_pins,
             ),
-            [FragmentStore(setting.directory, fragment, 4) for fragment in plan.fragments],
+            [
+                FragmentStore(
+                    setting.directory, fragment, 4, snapshot_rounds=setting.snapshot_rounds
+                )
+                for fragment in plan.fragments
+            ],
             syncer_epoch=self.epoch,
             incarnations=self.incarnations,
             is_granted=lambda held: held.run == RUN,
