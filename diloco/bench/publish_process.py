@@ -203,7 +203,6 @@ class _UnwrittenStore(FragmentStore):
         record: VersionRecord,
         payload_bytes: Sequence[int],
         contribution_bytes: Mapping[str, Sequence[int]],
-        rules: PublicationRules | None = None,
     ) -> RecordDraft:
         return _UnwrittenDraft()
 

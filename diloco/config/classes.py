@@ -49,18 +49,21 @@ class Section(BaseModel):
 class Range:
     """Mark of a text with a unit that `parse` reads as a quantity from `least` to `most`.
 
-    The text itself is kept.
+    The text itself is kept; `word` says without a quantity.
     """
 
     parse: Callable[[object], float]
     least: str
     most: str
+    word: str = ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         """Check before the type, so that a bare number is told of its unit."""
         return no_info_before_validator_function(self._check, handler(source))
 
     def _check(self, value: Any) -> Any:
+        if self.word and value == self.word:
+            return value
         if not self.parse(self.least) <= self.parse(value) <= self.parse(self.most):
             raise ValueError("is out of range")
         return value
@@ -133,7 +136,8 @@ def allowed_values(field: FieldInfo) -> str:
         annotated_types.Lt: ("<", "lt"),
     }
     if spans := [mark for mark in field.metadata if isinstance(mark, Range)]:
-        return f"{spans[0].least} to {spans[0].most}"
+        word = f'"{spans[0].word}" or ' if spans[0].word else ""
+        return f"{word}{spans[0].least} to {spans[0].most}"
     bounds = [
         f"{signs[type(mark)][0]} {getattr(mark, signs[type(mark)][1])}"
         for mark in field.metadata

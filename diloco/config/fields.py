@@ -72,6 +72,9 @@ def _check_rate(value: Any) -> Any:
 _duration = partial(parse_duration, is_positive=True)
 #: How long something may take that a network or a person has a part in.
 Deadline: TypeAlias = Annotated[str, Range(_duration, "100ms", "168h")]
+AutoDeadline: TypeAlias = Annotated[str, Range(_duration, "100ms", "168h", word="auto")]
+#: A wait that may be none.
+AutoPause: TypeAlias = Annotated[str, Range(parse_duration, "0s", "1h", word="auto")]
 #: Between one attempt and the next.
 Wait: TypeAlias = Annotated[str, Range(_duration, "1ms", "60s")]
 Chunk: TypeAlias = Annotated[

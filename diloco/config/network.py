@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from diloco.config.classes import Local, Section
-from diloco.config.fields import Chunk, Deadline, Memory, Rate, Wait, tuples
+from diloco.config.classes import Local, Policy, Section
+from diloco.config.fields import AutoDeadline, Chunk, Deadline, Memory, Rate, Wait, tuples
 from transport.addresses import is_loopback, split_address
 from transport.hivemind_address import is_peer_address, parse_peer_address
 from transport.units import parse_bandwidth, parse_bytes, parse_duration
@@ -216,6 +216,11 @@ class CoordinatorConfig(Section):
     )
     state_dir: Local[str] = Field(
         min_length=1, description="Directory of journal, records and logs; survives restarts"
+    )
+    lease: Policy[AutoDeadline] = Field(
+        default="auto",
+        description="Time without a word after which an island counts as lost; auto: 10s with "
+        "outer.merge on_arrival, where nobody waits for it, else 5min",
     )
     spool_memory: Local[Memory] = Field(
         default="1GiB",

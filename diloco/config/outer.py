@@ -11,9 +11,10 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from diloco.config.classes import Identity, Local, Policy, Section
 from diloco.config.fields import (
     MOST_STEPS,
+    AutoPause,
     Beta,
     Deadline,
-    later,
+    Problem,
     several_problems,
     tuples,
     with_preset,
@@ -52,9 +53,27 @@ _OUTER_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "downlink_codec": "int4",
         "optimizer": {"momentum_ramp_rounds": 5},
     },
+    "decoupled": {
+        "merge": "on_arrival",
+        "min_contributions": 1,
+        "grace": "auto",
+        "overlap_steps": 2,
+        "merge_rule": "radial_directional",
+        "uplink_codec": "int4",
+        "downlink_codec": "int4",
+        "optimizer": {"momentum_ramp_rounds": 5},
+    },
 }
 
 
+def _check_quorum(value: Any) -> Any:
+    """Accept "all" or a number of contributions."""
+    if value != "all" and (type(value) is not int or value < 1):
+        raise ValueError('must be "all" or a whole number from 1 on')
+    return value
+
+
+Quorum: TypeAlias = Annotated[str | int, BeforeValidator(_check_quorum)]
 Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 
 
@@ -112,8 +131,9 @@ class OuterOptimizerConfig(Section):
 class OuterConfig(Section):
     """Synchronisation between islands; `preset` gives defaults, explicit keys win."""
 
-    preset: Local[Annotated[Literal["classic", "streaming"], later("decoupled")]] = Field(
-        description="Defaults: classic (P=1, tau=0, float32) or streaming (P given, tau=1, int4)"
+    preset: Local[Literal["classic", "streaming", "decoupled"]] = Field(
+        description="Defaults: classic (P=1, tau=0, float32), streaming (P given, tau=1, int4) or "
+        "decoupled (merge on_arrival, a quorum of 1 with grace, radial_directional, tau=2, int4)"
     )
     inner_steps_per_round: Identity[int] = Field(
         ge=1, le=MOST_STEPS, description="H: inner steps between sends of a fragment"
@@ -140,9 +160,11 @@ class OuterConfig(Section):
     local_mix: Identity[float] = Field(
         default=0.0, ge=0, le=1, description="alpha: weight of the local parameters at a merge"
     )
-    merge: Identity[Annotated[Literal["scheduled"], later("on_arrival")]] = Field(
+    merge: Identity[Literal["scheduled", "on_arrival"]] = Field(
         default="scheduled",
-        description="When a result is merged: exactly tau inner steps after the send",
+        description="When an island sends and merges: at inner steps known beforehand, a result "
+        "exactly tau after its send; or a send when a round opens, a result when it is there, so "
+        "that no island waits for another",
     )
     num_lanes: Identity[int] = Field(
         default=16, ge=1, le=65536, description="Lanes of a fragment, at most"
@@ -201,16 +223,39 @@ class OuterConfig(Section):
         description="A contribution whose norm is over this times the median of its round's is "
         "left out, and its island told, with three or more; 0: none is",
     )
-    min_contributions: Policy[Annotated[Literal["all"], later(int)]] = Field(
-        default="all", description="Quorum: contributions that close a round"
+    min_contributions: Policy[Quorum] = Field(
+        default="all",
+        description="Quorum: contributions that close a round; fewer than all with merge "
+        "on_arrival only",
     )
+    grace: Policy[AutoPause] = Field(
+        default="0s",
+        description="Time from a quorum that is not everybody to the close; auto: grace_share of "
+        "what tau inner steps of the slowest member leave, at most grace_cap; decoupled: auto",
+    )
+    grace_share: Policy[float] = Field(
+        default=0.5, ge=0, le=1, description="gamma: share of the slack that a grace of auto spends"
+    )
+    grace_cap: Policy[Deadline] = Field(default="10s", description="Longest grace of auto")
     round_deadline: Policy[Deadline] = Field(
         default="60s",
         description="Time after the first complete contribution at which a round without quorum "
-        "ends; in an all-reduce also the time from the close to the commit",
+        "ends, the longest with merge on_arrival, which measures; in an all-reduce also the time "
+        "from the close to the commit",
     )
-    on_member_lost: Policy[Annotated[Literal["stop"], later("wait", "shrink")]] = Field(
-        default="stop", description="What happens when an island stays away: all islands stop"
+    round_deadline_floor: Policy[Deadline] = Field(
+        default="5s", description="Shortest deadline that merge on_arrival measures"
+    )
+    late: Policy[Literal["drop", "carry"]] = Field(
+        default="drop",
+        description="What an island does with work that a round did not wait for: drop it, or "
+        "carry it into its next contribution (outer.local_mix keeps its share either way)",
+    )
+    on_member_lost: Policy[Literal["stop", "wait", "shrink"]] = Field(
+        default="stop",
+        description="What a scheduled run does when an island stays away for coordinator.lease: "
+        "stop with the command to go on, wait for it, or go on without it; with merge on_arrival "
+        "nobody waits",
     )
     flush: Policy[bool] = Field(
         default=True, description="Whether the end of the run averages what was not yet sent"
@@ -306,6 +351,48 @@ class OuterConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_merge(self) -> OuterConfig:
+        """Refuse what only rounds of one way of merging have."""
+        if self.merge == "scheduled":
+            others = ["min_contributions", "grace", "grace_share", "grace_cap"]
+            others += ["round_deadline_floor", "late"]
+            needed = "on_arrival"
+        else:
+            others, needed = ["phases", "on_member_lost"], "scheduled"
+        fields = type(self).model_fields
+        problems: list[Problem] = [
+            (
+                name,
+                getattr(self, name),
+                f'is of outer.merge = "{needed}": leave it out, or choose merge = "{needed}"',
+            )
+            for name in others
+            if getattr(self, name) != fields[name].default
+        ]
+        if self.merge == "on_arrival" and self.exchange == "allreduce":
+            message = 'needs a syncer: choose exchange = "syncer", or merge = "scheduled"'
+            problems.append(("merge", self.merge, message))
+        if self.grace != "auto":
+            problems += [
+                (name, getattr(self, name), 'is of grace = "auto": leave it out')
+                for name in ("grace_share", "grace_cap")
+                if self.merge == "on_arrival" and getattr(self, name) != fields[name].default
+            ]
+        if problems:
+            raise several_problems(problems)
+        return self
+
+    @property
+    def is_on_arrival(self) -> bool:
+        """Whether islands send and merge as rounds open and close, not at known inner steps."""
+        return self.merge == "on_arrival"
+
+    @property
+    def quorum(self) -> int | None:
+        """Contributions that close a round; None: those of all members."""
+        return self.min_contributions if isinstance(self.min_contributions, int) else None
+
     @property
     def round_deadline_s(self) -> float:
         """Seconds after which a round without quorum expires."""
@@ -315,6 +402,16 @@ class OuterConfig(Section):
     def rounds_per_snapshot(self) -> int:
         """Versions from one whole record in the store to the next; 1: every version is one."""
         return self.snapshot_rounds if self.store == "log" else 1
+
+    @property
+    def round_deadline_floor_s(self) -> float:
+        """Shortest measured deadline, in seconds."""
+        return parse_duration(self.round_deadline_floor)
+
+    @property
+    def grace_cap_s(self) -> float:
+        """Longest measured grace, in seconds."""
+        return parse_duration(self.grace_cap)
 
     @property
     def uplink(self) -> str:

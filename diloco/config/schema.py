@@ -8,6 +8,7 @@ tensors) is checked when the plan is made. Raw tables before validation are `Any
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from diloco.config.outer import FEWEST_OF_A_MEDIAN, OuterConfig
 from diloco.config.records import CheckpointConfig, EvaluationConfig, TelemetryConfig
 from diloco.errors import ConfigError
 from transport.framing import MAX_HEADER_BYTES
+from transport.units import parse_duration
 
 
 class RunConfig(Section):
@@ -47,6 +49,22 @@ class RunConfig(Section):
     seed: Identity[int] = Field(ge=0, lt=2**63, description="Seed of initial parameters and data")
     inner_steps: Policy[int] = Field(
         ge=1, le=MOST_STEPS, description="Inner steps of every island; ends the schedule"
+    )
+    min_islands: Policy[int] = Field(
+        default=1,
+        ge=1,
+        description="Islands at work without which no round opens, with outer.merge on_arrival",
+    )
+    max_islands: Policy[int] = Field(
+        default=0,
+        ge=0,
+        description="Most islands of the run, with outer.merge on_arrival; 0: as many as are "
+        "configured",
+    )
+    open: Policy[bool] = Field(
+        default=False,
+        description="Whether islands that the coordinator's file does not name may join, up to "
+        "max_islands, with outer.merge on_arrival",
     )
     warm_start: Local[str] = Field(
         default="",
@@ -93,6 +111,25 @@ class Config(Section):
         return self.islands[self.island_id]
 
     @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run: inner_steps times the islands' tokens an inner step."""
+        per_step = sum(island.tokens_per_inner_step for island in self.islands.values())
+        return self.run.inner_steps * per_step
+
+    @property
+    def max_islands(self) -> int:
+        """Most islands of the run."""
+        return self.run.max_islands or len(self.islands)
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds without a word after which an island counts as lost."""
+        lease = self.coordinator.lease
+        if lease == "auto":
+            return 10.0 if self.outer.is_on_arrival else 300.0
+        return parse_duration(lease)
+
+    @property
     def telemetry_dir(self) -> Path:
         """Directory of events and logs."""
         chosen = self.telemetry.dir
@@ -111,6 +148,26 @@ class Config(Section):
         if model is not None and value.sequence_length > model.max_sequence_length:
             message = f"must be at most model.max_sequence_length = {model.max_sequence_length}"
             raise several_problems([("sequence_length", value.sequence_length, message)])
+        return value
+
+    @field_validator("outer")
+    @classmethod
+    def _check_who_comes(cls, value: OuterConfig, info: ValidationInfo) -> OuterConfig:
+        run = info.data.get("run")
+        if run is None or value.is_on_arrival:
+            return value
+        fields = RunConfig.model_fields
+        chosen = [
+            f"run.{name} = {json.dumps(getattr(run, name))}"
+            for name in ("min_islands", "max_islands", "open")
+            if getattr(run, name) != fields[name].default
+        ]
+        if chosen:
+            message = (
+                f"the islands of a scheduled run are fixed, so {', '.join(chosen)} needs merge = "
+                '"on_arrival"'
+            )
+            raise several_problems([("merge", value.merge, message)])
         return value
 
     @field_validator("coordinator")
@@ -184,6 +241,16 @@ class Config(Section):
                         f"{len(value)} of them, and outer.{key} = {ratio:g} compares "
                         f"{FEWEST_OF_A_MEDIAN} contributions or more: leave it out"
                     )
+        run = info.data.get("run")
+        least = max(outer.quorum or 0 if outer else 0, run.min_islands if run else 0)
+        most = (run.max_islands if run else 0) or len(value)
+        if least > most or len(value) > most:
+            raise ValueError(
+                f"{len(value)} of them, with run.min_islands = {run.min_islands if run else '?'}, "
+                f"run.max_islands = {most} and outer.min_contributions = "
+                f"{outer.min_contributions if outer else '?'}: at most max_islands are allowed, "
+                "and the two others at most that"
+            )
         if outer is not None and outer.exchange == "allreduce" and len(value) > MAX_PEERS:
             raise ValueError(
                 f'{len(value)} islands, and outer.exchange = "allreduce" is for {MAX_PEERS} at '

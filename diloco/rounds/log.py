@@ -5,8 +5,8 @@
     fragment-0003/kept/                   segments of versions that the store has forgotten, if all
                                           are to be kept; of a snapshot, one of its own
 
-A frame is the record of its version less the sections of state, and its header has `rules` more:
-what it takes to compute that state from the version before. One write at the end of a file and
+A frame is the record of its version less the sections of state: its header names the rules that
+it takes to compute that state from the version before. One write at the end of a file and
 one fsync make a version durable. What follows the last valid frame is torn and never existed,
 unless a valid frame comes after it: then the file was damaged, and what it still holds is left
 alone. Torch is not imported, as in `record`.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ from diloco.rounds.record import (
 
 logger = logging.getLogger(__name__)
 
-#: Key of a frame's header that a record has not.
-RULES = "rules"
 #: Directory of what versions were made of, once the store has forgotten them.
 KEPT = "kept"
 
@@ -107,36 +105,17 @@ def headers_in(directory: Path) -> list[dict[str, Any]]:
         for path in directory.glob("v*.header")
     }
     for version, frame in frames_in(directory).items():
-        headers[version] = public_header(frame)
+        headers[version] = dict(frame.header)
     for version in versions_in(directory):
         try:
-            headers[version] = public_header(locate(record_path(directory, version)))
+            headers[version] = dict(locate(record_path(directory, version)).header)
         except RecordInvalid:
             continue
     return [headers[version] for version in sorted(headers)]
 
 
-def public_header(stored: StoredRecord) -> dict[str, Any]:
-    """Return what the journal and the tape keep of a version: the same of a record and a frame."""
-    return {key: value for key, value in stored.header.items() if key != RULES}
-
-
 class FrameDraft(RecordDraft):
     """A frame on its way to the end of a segment; its header is what is written last."""
-
-    def __init__(
-        self,
-        path: Path,
-        header: Mapping[str, Any],
-        sections: Iterable[tuple[str, int]],
-        rules: Mapping[str, Any] | None,
-    ) -> None:
-        """Take room at the end of the segment; as `RecordDraft`, and `rules` (JSON values).
-
-        None: nothing says by which rules it was made.
-        """
-        self._rules = {} if rules is None else {RULES: rules}
-        super().__init__(path, header, sections)
 
     def _open(self) -> tuple[int, int]:
         return durable.open_to_append(self._path)
@@ -147,9 +126,6 @@ class FrameDraft(RecordDraft):
 
     def _remove(self) -> None:
         durable.truncate(self._file, self._start)
-
-    def _encode(self, header: Mapping[str, Any]) -> bytes:
-        return super()._encode({**header, **self._rules})
 
 
 def segment_after(directory: Path, version: int) -> Path | None:
@@ -233,7 +209,7 @@ def keep_without_state(directory: Path, record: StoredRecord) -> None:
     _make_kept(directory)
     path = segment_path(directory / KEPT, version - 1)
     durable.unlink(path)  # of a store that was killed here
-    draft = FrameDraft(path, record.header, sections, None)
+    draft = FrameDraft(path, record.header, sections)
     try:
         for name, _ in sections:
             draft.write(name, record.read(name))

@@ -8,12 +8,10 @@ Source: protocol.md section 4 (`log`: recovery replays it through the same pure 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,8 +19,7 @@ from diloco.compression.base import from_bytes
 from diloco.errors import AggregationError, CodecError
 from diloco.outer.combination import Combination, mean_of
 from diloco.outer.fragments import Fragment
-from diloco.outer.optimizer import OuterOptimizer
-from diloco.rounds.log import RULES, frames_in
+from diloco.rounds.log import frames_in
 from diloco.rounds.publication import LaneState, PublicationRules, publish_lane_
 from diloco.rounds.record import (
     RecordInvalid,
@@ -33,29 +30,6 @@ from diloco.rounds.record import (
     versions_in,
 )
 from diloco.rounds.terms import RoundKey
-
-
-def rules_to_json(rules: PublicationRules) -> dict[str, Any]:
-    """Write the rules that a version is recomputed with; who was merged how is in its header."""
-    return {
-        "uplink_codec": rules.uplink_codec,
-        "downlink_codec": rules.downlink_codec,
-        "optimizer": asdict(rules.optimizer),
-        "seed": rules.seed,
-    }
-
-
-def rules_from_json(content: Mapping[str, Any]) -> PublicationRules:
-    """Read what `rules_to_json` wrote."""
-    optimizer = dict(content["optimizer"])
-    if "betas" in optimizer:
-        optimizer["betas"] = tuple(optimizer["betas"])
-    return PublicationRules(
-        content["uplink_codec"],
-        content["downlink_codec"],
-        OuterOptimizer(**optimizer),
-        content["seed"],
-    )
 
 
 def rebuild(
@@ -127,7 +101,7 @@ def _next(frame: StoredRecord, state: LaneState, fragment: Fragment, lane_id: in
             state,
             (frame.read(f"contribution/{c['island']}/{lane_id}") for c in contributors),
             combination,
-            rules_from_json(header[RULES]),
+            PublicationRules.from_json(header["rules"]),
             fragment=fragment,
             lane_id=lane_id,
             key=key,

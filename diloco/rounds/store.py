@@ -35,15 +35,14 @@ from diloco.rounds.log import (
     keep_segment,
     keep_without_state,
     locate_version,
-    public_header,
     remove_torn_tail,
     segment_after,
     segment_path,
     segments_in,
 )
 from diloco.rounds.pins import pin_directory
-from diloco.rounds.publication import LaneState, PublicationRules
-from diloco.rounds.rebuild import rebuild, rules_to_json
+from diloco.rounds.publication import LaneState
+from diloco.rounds.rebuild import rebuild
 from diloco.rounds.record import (
     SECOND_MOMENT,
     STATE_SECTIONS,
@@ -198,16 +197,15 @@ class FragmentStore:
         record: VersionRecord,
         payload_bytes: Sequence[int],
         contribution_bytes: Mapping[str, Sequence[int]],
-        rules: PublicationRules | None = None,
     ) -> RecordDraft:
         """Begin to write a version whose lanes are still to be computed.
 
         Args:
             record: The version; payloads and contributions do not count, of lanes only which
-                vectors they have, and digests may be others than those that it will have.
+                vectors they have, and digests may be others than those that it will have. Without
+                rules it cannot be computed from the version before, and is written whole.
             payload_bytes: Of each lane's published payload; empty for version 0.
             contribution_bytes: Island -> bytes of each lane, as accepted.
-            rules: By which it is computed from the version before; None: it is not.
 
         Raises:
             DiskFull: If there is no room for it; nothing was written.
@@ -218,8 +216,8 @@ class FragmentStore:
             for island, sizes in sorted(contribution_bytes.items())
             for i, size in enumerate(sizes)
         ]
-        if rules is not None and (segment := self._segment_of(record.version)) is not None:
-            return FrameDraft(segment, record.header(), sections, rules_to_json(rules))
+        if record.rules and (segment := self._segment_of(record.version)) is not None:
+            return FrameDraft(segment, record.header(), sections)
         state = [
             (f"{name}/{lane.lane_id}", 4 * lane.numel)
             for name in record.lanes[0].vectors
@@ -324,7 +322,7 @@ class FragmentStore:
         """Keep the header of what is forgotten until it is indexed."""
         version = stored.header["version"]
         if not self._is_indexed(version):
-            durable.write_json(header_path(self._directory, version), public_header(stored))
+            durable.write_json(header_path(self._directory, version), stored.header)
 
     def record_expiry(
         self, key: RoundKey, missing: Sequence[str] = (), broken_in_a_row: int = 0
@@ -354,7 +352,7 @@ class FragmentStore:
                 raise
         sections = {name: frame.read(name) for name in frame.sections}
         lanes = self._rebuilt(version, range(len(self.fragment.lanes)))
-        return record_of(public_header(frame), sections, self.fragment, lanes)
+        return record_of(frame.header, sections, self.fragment, lanes)
 
     def load_lane(self, version: int, lane_id: int, section: str) -> tuple[str, Buffer]:
         """Read and verify one lane of a version: one of `state_sections`, or "payload".

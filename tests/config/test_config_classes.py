@@ -39,6 +39,8 @@ IDENTITY = {
 }
 POLICY = {
     "run.inner_steps outer.flush outer.weighting outer.min_contributions outer.round_deadline",
+    "outer.round_deadline_floor outer.grace outer.grace_share outer.grace_cap outer.late",
+    "run.min_islands run.max_islands run.open coordinator.lease",
     "outer.on_member_lost outer.optimizer.name outer.optimizer.lr outer.optimizer.momentum",
     "outer.optimizer.momentum_ramp_rounds outer.uplink_codec outer.downlink_codec",
     "outer.codec_by_name outer.clip_norm_ratio outer.reject_norm_ratio outer.optimizer.betas",
@@ -212,4 +214,4 @@ def test_explain_lists_every_field_with_class_range_and_description() -> None:
         ">= 0 and <= 1",
     )
     assert rows["run.seed"].default == "-"
-    assert rows["outer.preset"].allowed == '"classic" or "streaming"'
+    assert rows["outer.preset"].allowed == '"classic" or "streaming" or "decoupled"'

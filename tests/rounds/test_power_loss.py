@@ -22,7 +22,7 @@ from diloco.rounds.terms import RoundKey
 from diloco.rounds.version import VersionRecord
 from tests.recorded_disk import RecordedDisk, crash_states, lay_out
 from tests.rounds import test_store
-from tests.rounds.test_store import RULES, first, following, put
+from tests.rounds.test_store import first, following, put
 
 RETAINED = 2
 PLAN = make_plan([TensorSpec("w", (300,))], num_fragments=1)
@@ -83,7 +83,7 @@ class Recorder:
         attempt = self.promised[-1].attempt
         record = following(self.made[-1], attempt=attempt) if self.made else first()
         self.made.append(record)
-        self.do(lambda: put(self.store, record, RULES), version=record.version, attempt=0)
+        self.do(lambda: put(self.store, record), version=record.version, attempt=0)
 
     def expire(self) -> None:
         last = self.promised[-1]
@@ -156,7 +156,7 @@ def assert_kept(
         if newest == promised.version:
             assert promised.attempt <= recovered.attempt <= promised.attempt + 1
         following_one = following(recovered.record, attempt=recovered.attempt)
-        put(store, following_one, RULES)
+        put(store, following_one)
         again = recorder.opened(root).recover()
         assert again is not None
         assert again.record.header() == following_one.header()

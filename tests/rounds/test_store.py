@@ -113,14 +113,15 @@ def following(
         contributors=contributors,
         contributions=contributions,
         refused={"c": "declined: not finite"},
+        rules=rules.to_json(),
     )
 
 
-def put(store: FragmentStore, record: VersionRecord, rules: PublicationRules = RULES) -> None:
+def put(store: FragmentStore, record: VersionRecord) -> None:
     """Commit a version as a merger does."""
     sizes = {i: [len(lane) for lane in lanes] for i, lanes in record.contributions.items()}
     payload_bytes = [len(payload) for payload in record.payloads]
-    store.commit(record, store.draft(record, payload_bytes, sizes, rules))
+    store.commit(record, store.draft(record, payload_bytes, sizes))
 
 
 def commit(store: FragmentStore, num_versions: int) -> list[VersionRecord]:
@@ -494,7 +495,7 @@ def test_retained_versions_are_recomputed_bit_by_bit(
     for is_flush in (False, False, True):
         records.append(following(records[-1], rules=rules, is_flush=is_flush))
     for record in records:
-        put(either, record, rules)
+        put(either, record)
 
     for version in (2, 3):
         before, after = either.load(version - 1), either.load(version)
