@@ -54,6 +54,11 @@ class Standing:
         """Whether contributions to `key` are accepted."""
         return self.phase in (Phase.OPEN, Phase.GRACE)
 
+    @property
+    def is_between(self) -> bool:
+        """Whether there is no attempt: none is open or on its way to an end."""
+        return self.phase in (Phase.UNFOUNDED, Phase.WAITING)
+
     def is_fenced(self, island: str, incarnation: int) -> bool:
         """Whether a newer start of `island` is known, or the coordinator asks for one."""
         return incarnation < max(self.incarnations.get(island, 0), self._least.get(island, 0))

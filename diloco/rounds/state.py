@@ -245,7 +245,7 @@ class FragmentRounds(Standing):
     ) -> list[Instruction]:
         """Take rules that count from the next opening on; what is open keeps those it has."""
         self._next = rules, measured
-        if self.phase in (Phase.UNFOUNDED, Phase.WAITING):
+        if self.is_between:
             self._take_rules()
         return self._open_if_due(now)
 
