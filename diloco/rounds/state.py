@@ -64,6 +64,7 @@ class FragmentRounds(Standing):
         self.is_over = False
         self.opened_at = self.quorum_at = self.closed_at = -math.inf
         self.story: deque[str] = deque(maxlen=40)
+        self._is_held = False
         self._timing = timing or FixedTiming(rules.deadline_s, rules.grace_s, rules.opening_floor_s)
         self._deadline = math.inf
         self._deadline_s = rules.deadline_s
@@ -367,6 +368,8 @@ class FragmentRounds(Standing):
         return tuple(island for island in self.live if island in self.incarnations)
 
     def _can_open(self) -> bool:
+        if self._is_held:
+            return False
         if self.is_over or self._roster.is_paused:
             return False
         eligible = self._eligible()
@@ -374,6 +377,11 @@ class FragmentRounds(Standing):
             return bool(eligible) and eligible == self.rules.members
         least = self._roster.min_islands or self.rules.min_members
         return len(eligible) >= max(least, self.rules.min_contributions or 1, 1)
+
+    def held(self, is_held: bool, now: float) -> list[Instruction]:
+        """Open nothing while it is held; what is open goes on."""
+        self._is_held = is_held
+        return self._open_if_due(now)
 
     def _open_if_due(self, now: float) -> list[Instruction]:
         if (

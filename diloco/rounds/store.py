@@ -210,21 +210,25 @@ class FragmentStore:
         Raises:
             DiskFull: If there is no room for it; nothing was written.
         """
-        sections = [(f"payload/{i}", size) for i, size in enumerate(payload_bytes)]
-        sections += [
-            (f"contribution/{island}/{i}", size)
-            for island, sizes in sorted(contribution_bytes.items())
-            for i, size in enumerate(sizes)
-        ]
-        if record.rules and (segment := self._segment_of(record.version)) is not None:
-            return FrameDraft(segment, record.header(), sections)
+        if not record.rules or (segment := self._segment_of(record.version)) is None:
+            return self._whole_draft(record, payload_bytes, contribution_bytes)
+        sections = _made_of(payload_bytes, contribution_bytes)
+        return FrameDraft(segment, record.header(), sections)
+
+    def _whole_draft(
+        self,
+        record: VersionRecord,
+        payload_bytes: Sequence[int],
+        contribution_bytes: Mapping[str, Sequence[int]],
+    ) -> RecordDraft:
         state = [
             (f"{name}/{lane.lane_id}", 4 * lane.numel)
             for name in record.lanes[0].vectors
             for lane in self.fragment.lanes
         ]
         path = record_path(self._directory, record.version)
-        return RecordDraft(path, record.header(), state + sections)
+        sections = state + _made_of(payload_bytes, contribution_bytes)
+        return RecordDraft(path, record.header(), sections)
 
     def _segment_of(self, version: int) -> Path | None:
         """Where the frame of a version goes; None: it is to be a record."""
@@ -238,28 +242,57 @@ class FragmentStore:
 
         Args:
             record: The version.
-            draft: Holds some of its sections already; None: nothing was written yet.
+            draft: Holds some of its sections already, and is the caller's to abandon if this
+                fails; None: nothing was written yet.
 
         Raises:
             DiskFull: If there is no room; there is no such version, and it may be tried again.
             OSError: If the disk fails.
         """
-        self._write_record(record, draft)
+        if draft is None:
+            self._write_whole(record)
+        else:
+            self._fill(draft, record)
         self._retain(record.version)
 
-    def _write_record(self, record: VersionRecord, draft: RecordDraft | None = None) -> None:
-        if draft is None:
-            sizes = {i: [len(lane) for lane in c] for i, c in record.contributions.items()}
-            draft = self.draft(record, [len(payload) for payload in record.payloads], sizes)
+    def _write_whole(self, record: VersionRecord) -> None:
+        sizes = {i: [len(lane) for lane in c] for i, c in record.contributions.items()}
+        payload_bytes = [len(payload) for payload in record.payloads]
+        draft = self._whole_draft(record, payload_bytes, sizes)
         try:
-            missing = draft.missing
-            for name, data in sections_of(record):
-                if name in missing:
-                    draft.write(name, data)
-            draft.commit(record.header())
+            self._fill(draft, record)
         except OSError:
             draft.abandon()
             raise
+
+    def _write_snapshot(self, frame: StoredRecord) -> None:
+        """Make a record of a frame, a lane in memory at a time."""
+        version, lanes = frame.header["version"], self.fragment.lanes
+        (first,) = self._rebuilt(version, [0])
+        state = [(f"{name}/{i.lane_id}", 4 * i.numel) for name in first.vectors for i in lanes]
+        made_of = [(name, section.num_bytes) for name, section in frame.sections.items()]
+        path = record_path(self._directory, version)
+        draft = RecordDraft(path, frame.header, state + made_of)
+        try:
+            for lane in lanes:
+                (values,) = self._rebuilt(version, [lane.lane_id])
+                for name, vector in values.vectors.items():
+                    draft.write(f"{name}/{lane.lane_id}", to_bytes(vector.view(torch.uint8)))
+            for name, _ in made_of:
+                draft.write(name, frame.read(name))
+            draft.commit(frame.header)
+        except (OSError, RecordInvalid):
+            draft.abandon()
+            raise
+        self.written_bytes += draft.num_bytes
+
+    def _fill(self, draft: RecordDraft, record: VersionRecord) -> None:
+        """Write what a draft lacks, and make it durable."""
+        missing = draft.missing
+        for name, data in sections_of(record):
+            if name in missing:
+                draft.write(name, data)
+        draft.commit(record.header())
         self.written_bytes += draft.num_bytes
 
     def adopt(self, staged: FragmentStore, version: int) -> None:
@@ -408,8 +441,8 @@ class FragmentStore:
         own, pinned = record_path(self._directory, version), record_path(directory, version)
         if not pinned.exists():
             try:
-                if not own.exists() and version in frames_in(self._directory):
-                    self._write_record(self.load(version))
+                if not own.exists() and (frame := frames_in(self._directory).get(version)):
+                    self._write_snapshot(frame)
                 insist_on_whole(own)
             except RecordInvalid as error:
                 raise PinRefused(f"version {version} is not here to be kept: {error}") from error
@@ -421,3 +454,14 @@ class FragmentStore:
 
 class PinRefused(Exception):
     """A version cannot be kept for a run checkpoint; says why."""
+
+
+def _made_of(
+    payload_bytes: Sequence[int], contribution_bytes: Mapping[str, Sequence[int]]
+) -> list[tuple[str, int]]:
+    """Name the sections of a version beside its state, with their bytes."""
+    return [(f"payload/{i}", size) for i, size in enumerate(payload_bytes)] + [
+        (f"contribution/{island}/{i}", size)
+        for island, sizes in sorted(contribution_bytes.items())
+        for i, size in enumerate(sizes)
+    ]

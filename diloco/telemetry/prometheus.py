@@ -340,6 +340,7 @@ def syncer_metrics(
     sums: Sequence[tuple[str, str, dict[int, int] | dict[int, float]]] = (
         ("rounds_published", "Versions published", counts.published),
         ("rounds_expired", "Attempts that expired", counts.expired),
+        ("disk_full", "Versions and expiries that found no room at first", counts.disk_full),
         ("merge_seconds", "Time of merges and outer steps", counts.merge_s),
         ("commit_seconds", "Time until versions were durable", counts.commit_s),
     )
@@ -347,6 +348,10 @@ def syncer_metrics(
         # From zero on, so that the first increase is seen.
         samples = [([str(s.fragment_id)], by_fragment.get(s.fragment_id, 0)) for s in states]
         yield _counter(f"syncer_{name}", what, fragment, samples)
+    waits = [
+        ([str(s.fragment_id)], float(s.fragment_id in counts.waiting_for_disk)) for s in states
+    ]
+    yield _gauge("syncer_waits_for_disk", "1 while a version finds no room", fragment, waits)
     outcomes = [
         ([str(p), island, outcome], float(count))
         for outcome, counted in (

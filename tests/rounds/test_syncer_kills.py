@@ -273,10 +273,10 @@ def test_a_syncer_whose_worker_fails_ends_and_says_why(
     async def scenario() -> None:
         run, (a, b) = await founded(setting)
 
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
+        def broken(*_: object) -> None:
+            raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(FragmentStore, "commit", full)
+        monkeypatch.setattr(FragmentStore, "commit", broken)
         await a.contribute()
         await b.contribute()
         await run.syncer.ended.wait()
