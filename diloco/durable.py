@@ -1,53 +1,69 @@
-"""Files that are old or new after a crash, never in between.
+"""The one place of durable file calls: files that are old or new after a crash, never in between.
 
-Temporary file, fsync, rename, fsync of the directory: once a function here has returned, the file
-survives a kill and a power loss; before that, what was there before does.
+Temporary file, fsync, rename, fsync of the directory: once a function here says durable and has
+returned, the file survives a kill and a power loss; before that, what was there before does. The
+calls of which that is made are here too, so that a test can record them all and lose any of them
+that was not synced; who keeps durable truth makes no such call of its own.
+
+Source: protocol.md section 4 (commit point, power loss).
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from transport.contracts import Buffer
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFull(OSError):
+    """A write found no room (no space, over a quota, over a limit on files): it may be repeated."""
+
+
+@contextlib.contextmanager
+def telling_full() -> Iterator[None]:
+    """Raise `DiskFull` for an OSError that says that there is no room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL and not isinstance(error, DiskFull):
+            raise DiskFull(*error.args) from error
+        raise
+
 
 def write_durably(path: Path, pieces: Iterable[Buffer], *, mode: int = 0o644) -> None:
-    """Replace `path` by the concatenation of `pieces`; `mode` is narrowed by the umask."""
+    """Replace `path` by the concatenation of `pieces`; `mode` is narrowed by the umask.
+
+    Raises:
+        DiskFull: If there is no room; what was there before is.
+        OSError: If the disk fails.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # of a writer that was killed; it may have another mode
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable: what was renamed there stays renamed."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = create(temporary, mode=mode)
     try:
-        os.fsync(directory)
+        at = 0
+        for piece in pieces:
+            at += write_at(descriptor, at, piece)
+        sync(descriptor)
+    except OSError:
+        unlink(temporary)  # a full disk gets its room back
+        raise
     finally:
-        os.close(directory)
-
-
-def make_directory_durably(path: Path) -> None:
-    """Make a directory and its parents so that a power loss does not take it, files and all."""
-    if not path.parent.is_dir():
-        make_directory_durably(path.parent)
-    path.mkdir(exist_ok=True)
+        close(descriptor)
+    rename(temporary, path)
     sync_directory(path.parent)
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace `path` by `value` as JSON."""
+    """Replace `path` by `value` as JSON, durably."""
     write_durably(path, [json.dumps(value, sort_keys=True).encode()])
 
 
@@ -65,3 +81,113 @@ def read_json(path: Path) -> Any | None:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is damaged, it does not hold JSON: {error}") from error
+
+
+def make_directory_durably(path: Path) -> None:
+    """Make a directory and its parents so that a power loss does not take it, files and all."""
+    if not path.parent.is_dir():
+        make_directory_durably(path.parent)
+    make_directory(path)
+    sync_directory(path.parent)
+
+
+# -- of which it is made: nothing here is durable before it was synced -----------------------------
+
+
+def create(path: Path, *, mode: int = 0o644) -> int:
+    """Make an empty file, in place of what a killed writer left; returns its descriptor."""
+    unlink(path)
+    with telling_full():
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+
+
+def open_to_append(path: Path) -> tuple[int, int]:
+    """Open a file, made if it is not there; returns its descriptor and its bytes."""
+    with telling_full():
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    return descriptor, os.fstat(descriptor).st_size
+
+
+def reserve(descriptor: int, start: int, num_bytes: int) -> None:
+    """Take room for what will be written; until then it reads as zeros.
+
+    Where a file system cannot promise room, the writes find out.
+    """
+    with telling_full():
+        os.posix_fallocate(descriptor, start, num_bytes)
+
+
+def write_at(descriptor: int, start: int, data: Buffer) -> int:
+    """Write all of `data` at an offset; returns its bytes."""
+    view = memoryview(data).cast("B")
+    num_bytes = len(view)
+    with telling_full():
+        while view:
+            written = os.pwrite(descriptor, view, start)
+            start, view = start + written, view[written:]
+    return num_bytes
+
+
+def truncate(descriptor: int, num_bytes: int) -> None:
+    """Forget what a file holds beyond `num_bytes`."""
+    os.ftruncate(descriptor, num_bytes)
+
+
+def sync(descriptor: int) -> None:
+    """Make what was written to a file durable, and how long it is; its name is the directory's."""
+    with telling_full():
+        os.fsync(descriptor)
+
+
+def close(descriptor: int) -> None:
+    """Let go of a descriptor."""
+    os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents; those that are there stay as they are."""
+    if not path.parent.is_dir():
+        make_directory(path.parent)
+    try:
+        with telling_full():
+            os.mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file or directory another name, in place of what has it."""
+    with telling_full():
+        os.replace(source, target)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file one more name.
+
+    Raises:
+        FileExistsError: If something has it.
+    """
+    with telling_full():
+        os.link(source, target)
+
+
+def unlink(path: Path) -> None:
+    """Take a name away; no such name is no error."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Take a directory and all that is in it away; only for what nothing durable needs."""
+    shutil.rmtree(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable: what was renamed there stays renamed."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with telling_full():
+            os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -12,7 +12,8 @@ from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import StateDir
 from diloco.launch.summary import read_events
 from diloco.outer.fragments import Plan
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import VersionRecord
 
 #: Makes 4 or 5 lanes of every fragment.
 FFN_DIM_OF_LANES = 768

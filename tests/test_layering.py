@@ -104,6 +104,8 @@ IMPORTED_WITHOUT_TORCH = (
     "diloco.outer.fragments",
     "diloco.outer.schedule",
     "diloco.rounds.allreduce",
+    "diloco.rounds.expiries",
+    "diloco.rounds.log",
     "diloco.rounds.pins",
     "diloco.rounds.record",
     "diloco.rounds.state",

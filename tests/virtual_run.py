@@ -112,6 +112,7 @@ class Setting:
     num_unsure_pins: int = 4
     spool_bytes: int = 1 << 30
     step_s: float = 1.0
+    snapshot_rounds: int = 1
     merge: MergeRule = field(default_factory=MergeRule)
     on_member_lost: Literal["stop", "wait", "shrink"] = "stop"
     #: Given: islands come and go, and send and merge on arrival; then `timing` is due, too.
@@ -334,7 +335,12 @@ class VirtualRun:
         self.syncer = Syncer(
             plan,
             setting.rules(self.timeline),
-            [FragmentStore(setting.directory, fragment, 4) for fragment in plan.fragments],
+            [
+                FragmentStore(
+                    setting.directory, fragment, 4, snapshot_rounds=setting.snapshot_rounds
+                )
+                for fragment in plan.fragments
+            ],
             syncer_epoch=self.epoch,
             incarnations=self.incarnations,
             is_granted=lambda held: held.run == RUN,

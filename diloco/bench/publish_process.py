@@ -29,8 +29,9 @@ from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.record import RecordDraft
 from diloco.rounds.rules import SyncerRules
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
+from diloco.rounds.version import VersionRecord
 from protos.control_pb2 import ROLE_ISLAND, Grant
 from transport.contracts import Buffer
 from transport.grpc_client import GrpcTransport

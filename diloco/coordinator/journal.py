@@ -2,16 +2,26 @@
 
 `entries` hold what membership must never forget, and under the all-reduce exchange how every
 fragment stands; `rounds` an idempotent index of the records (the tape: their headers in the order
-they were reported or committed). Written before it is answered.
+they were reported or committed). Written before it is answered: a call that would need an entry
+while the disk is full changes nothing, and is answered that it may be repeated.
 
 Source: protocol.md sections 4 and 8.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from diloco.durable import DiskFull
+from transport.contracts import Handler, Handlers, IncomingCall, Reply
+from transport.errors import Overloaded
+
+logger = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -34,6 +44,7 @@ class Journal:
         """Assign only; `open` acquires the file."""
         self._path = path
         self._connection: sqlite3.Connection | None = None
+        self._is_full = False
 
     def open(self) -> None:
         """Open or create the file; every commit reaches the disk before it returns.
@@ -59,8 +70,14 @@ class Journal:
         """Store key-value pairs, and index `rounds`, in one transaction.
 
         Later values replace earlier ones; a round is (timeline, fragment, version, header).
+
+        Raises:
+            DiskFull: If there is no room for it; nothing was stored.
         """
-        with self._require() as connection:  # commits, or rolls back and raises
+        with (
+            self._heeding_room(),
+            self._require() as connection,
+        ):  # commits, or rolls back and raises
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
             connection.executemany(_INDEX, rounds)
@@ -70,8 +87,13 @@ class Journal:
         return dict(self._require().execute("SELECT key, value FROM entries"))
 
     def index_round(self, timeline: int, fragment_id: int, version: int, header: str) -> None:
-        """Index a durable record; repeating it changes nothing."""
-        self._require().execute(_INDEX, (timeline, fragment_id, version, header))
+        """Index a durable record; repeating it changes nothing.
+
+        Raises:
+            DiskFull: If there is no room for it.
+        """
+        with self._heeding_room():
+            self._require().execute(_INDEX, (timeline, fragment_id, version, header))
 
     def has_rounds(self, timeline: int) -> bool:
         """Whether a round of this timeline is indexed; version 0 is not the work of any."""
@@ -103,6 +125,41 @@ class Journal:
         rows = self._require().execute("SELECT header FROM rounds ORDER BY sequence")
         return [header for (header,) in rows]
 
+    @contextlib.contextmanager
+    def _heeding_room(self) -> Iterator[None]:
+        """Raise `DiskFull` where SQLite finds no room, and say so once until there is some again.
+
+        SQLite tells a limit on the size of files as a failed write.
+        """
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE):
+                raise
+            if not self._is_full:
+                self._is_full = True
+                logger.error("the disk is full, calls wait for room: make some, %s", self._path)
+            raise DiskFull(errno.ENOSPC, f"{self._path}: {error}") from error
+        if self._is_full:
+            self._is_full = False
+            logger.info("there is room for %s again", self._path)
+
     def _require(self) -> sqlite3.Connection:
         assert self._connection is not None, "journal used before open()"
         return self._connection
+
+
+def repeated_when_full(handlers: Handlers) -> Handlers:
+    """Have calls that find no room in the journal answered so that they are made again."""
+
+    def guard(handler: Handler) -> Handler:
+        async def handle(call: IncomingCall) -> Reply:
+            try:
+                return await handler(call)
+            except DiskFull as error:
+                message = f"the coordinator's disk is full, call again: {error}"
+                raise Overloaded(message) from error
+
+        return handle
+
+    return {method: guard(handler) for method, handler in handlers.items()}

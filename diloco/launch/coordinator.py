@@ -25,7 +25,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.grants import load_or_create_secret
-from diloco.coordinator.journal import Journal
+from diloco.coordinator.journal import Journal, repeated_when_full
 from diloco.coordinator.membership import Membership
 from diloco.durable import write_durably
 from diloco.errors import ConfigError
@@ -52,8 +52,8 @@ from diloco.launch.state_dir import (
     read_timeline,
 )
 from diloco.launch.syncer_supervisor import SyncerSupervisor
+from diloco.rounds.log import headers_in
 from diloco.rounds.pins import pin_directory
-from diloco.rounds.record import headers_in
 from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics
 from transport.identity import Role
 
@@ -192,7 +192,7 @@ async def _coordinate(
     server = await listen(
         config.coordinator.listen,
         earlier.address if earlier else "",
-        {**coordinator.handlers, **(decider.handlers if decider else {})},
+        repeated_when_full({**coordinator.handlers, **(decider.handlers if decider else {})}),
         security=security,
         chunk_bytes=config.transport.chunk_bytes,
     )

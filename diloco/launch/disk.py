@@ -7,6 +7,9 @@
                              momentum (4 more: adam's second moment) and what they were made
                              from; the newest, those that `retained_versions` keeps, and those that
                              checkpoints pin
+      with store = "log"     two of these beside the pinned, and of all other versions since the
+                             older of them what they were made from: frames
+      keep_contributions     a frame of every version of the run
 
 A pin is a hard link, and a fragment gets one version in H inner steps: n checkpoints, one every k
 inner steps, pin at most min(n, ceil(n k / H) + 1) versions of it; those of stops, n.
@@ -65,12 +68,16 @@ class DiskForecast:
         num_checkpoints: That an island has at once.
         record_bytes: One version of all fragments in the syncer's store.
         num_records: Versions of each fragment that the store has at once.
+        frame_bytes: What one version of all fragments was made from.
+        num_frames: Versions of each fragment of which the store has only that.
     """
 
     checkpoint_bytes: int
     num_checkpoints: int
     record_bytes: int
     num_records: int
+    frame_bytes: int
+    num_frames: int
 
     @property
     def island_bytes(self) -> int:
@@ -80,7 +87,7 @@ class DiskForecast:
     @property
     def store_bytes(self) -> int:
         """The syncer's store."""
-        return self.num_records * self.record_bytes
+        return self.num_records * self.record_bytes + self.num_frames * self.frame_bytes
 
 
 def num_unsure_checkpoints(config: Config) -> int:
@@ -99,12 +106,19 @@ def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
     residuals = _RESIDUALS_BYTES if outer.error_feedback else 0.0
     num_checkpoints = config.checkpoint.keep + num_unsure_checkpoints(config) + 1
     second = _SECOND_MOMENT_BYTES if outer.optimizer.name == "adam" else 0.0
-    record = _STATE_BYTES + second + len(config.islands) * up + down
+    frame = len(config.islands) * up + down
+    num_whole, num_frames = outer.retained_versions + 1, 0
+    if outer.store == "log":
+        num_whole, num_frames = 2, outer.retained_versions + 2 * outer.snapshot_rounds
+    if outer.keep_contributions == "all":
+        num_frames += math.ceil(config.run.inner_steps / outer.inner_steps_per_round) + 1
     return DiskForecast(
         checkpoint_bytes=round(num_parameters * (_INNER_AND_ANCHOR_BYTES + residuals + up)),
         num_checkpoints=num_checkpoints,
-        record_bytes=round(num_parameters * record),
-        num_records=outer.retained_versions + 1 + _num_pinned_versions(config, num_checkpoints),
+        record_bytes=round(num_parameters * (_STATE_BYTES + second + frame)),
+        num_records=num_whole + _num_pinned_versions(config, num_checkpoints),
+        frame_bytes=round(num_parameters * frame),
+        num_frames=num_frames,
     )
 
 

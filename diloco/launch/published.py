@@ -22,7 +22,8 @@ from diloco.launch.state_dir import StateDir
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import pin_directory, pinned_steps
 from diloco.rounds.record import RecordInvalid
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import VersionRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.record import RecordInvalid
-from diloco.rounds.store import FragmentStore, VersionRecord, recompute
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import VersionRecord, recompute
 from diloco.telemetry.meter import utilisation
 from transport.link import LinkProfile
 from transport.units import format_bandwidth, format_bytes, format_duration

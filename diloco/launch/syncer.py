@@ -285,6 +285,9 @@ def _build_syncer(
             part,
             outer.retained_versions,
             is_indexed=functools.partial(reporter.is_indexed, part.fragment_id),
+            snapshot_rounds=outer.rounds_per_snapshot,
+            keeps_all=outer.keep_contributions == "all",
+            num_threads=len(os.sched_getaffinity(0)),
         )
         for part in plan.fragments
     ]

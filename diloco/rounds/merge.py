@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from diloco.compression.base import to_bytes
 from diloco.compression.lanes import lane_codec
+from diloco.durable import DiskFull
 from diloco.errors import AggregationError
 from diloco.outer.aggregate import inner_products
 from diloco.outer.combination import Combination, judge, mean_of
@@ -39,8 +41,9 @@ from diloco.rounds.publication import (
 )
 from diloco.rounds.record import RecordDraft
 from diloco.rounds.spool import SpooledLane
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import Close, Contributor, Inclusion
+from diloco.rounds.version import VersionRecord
 from diloco.telemetry.syncer_meter import SyncerMeter
 from transport.contracts import Buffer
 
@@ -95,19 +98,33 @@ class Merger:
             base: The version that the contributions are based on, as it is durable; once this
                 has returned, only what it published is its own.
             close: Who is counted, in which order.
-            spool: What they sent, and maybe others; all of it is dropped at the end. The plain
-                mean, which reads it once, lets go of each lane as soon as it was added.
+            spool: What they sent, and maybe others; all of it is dropped at the end, unless the
+                disk is full. The plain mean, which reads it once, lets go of the memory of each
+                lane as soon as it was added and written.
 
         Returns:
             The durable version, without its contributions: those are on the disk only. Who of
             `close` was rejected is not among its contributors.
 
         Raises:
+            DiskFull: If there is no room for the version: `base` and `spool` are what they were,
+                and the same may be tried again.
             AggregationError: If the result cannot be used; there is no new version, and `base`
                 is what it was.
             OSError: If the disk fails; `base` is worth nothing then.
             RecordInvalid: If `base` cannot be read back.
         """
+        try:
+            record = self._published(base, close, spool)
+        except DiskFull:
+            raise
+        except BaseException:
+            drop(spool)
+            raise
+        drop(spool)
+        return record
+
+    def _published(self, base: VersionRecord, close: Close, spool: Spooled) -> VersionRecord:
         fragment_id, draft = close.key.fragment_id, None
         try:
             with (
@@ -116,7 +133,7 @@ class Merger:
             ):
                 merge = self._decided(close, spool, pool)
                 record = self._uncomputed(base, close, merge)
-                draft = begun = self._draft(record, spool)
+                draft = begun = self._draft(record, spool)  # has room for all of it
                 made = list(
                     pool.map(
                         lambda i: self._lane(i, base.lanes[i], close, merge, spool, begun),
@@ -131,17 +148,17 @@ class Merger:
             )
             with self.meter.committing(fragment_id):
                 self.store.commit(record, draft)
-        except AggregationError:
+        except (DiskFull, AggregationError) as error:
             if draft is not None:
+                for spooled in _lanes_of(spool) if isinstance(error, DiskFull) else ():
+                    spooled.take_back()
                 draft.abandon()
                 self._restore(base)
             raise
         except BaseException:
             if draft is not None:
-                draft.abandon()  # a full disk gets its room back
+                draft.abandon()
             raise
-        finally:
-            drop(spool)
         return record
 
     def _decided(self, close: Close, spool: Spooled, pool: Executor) -> _Merge:
@@ -227,7 +244,9 @@ class Merger:
                 yield payload
                 del payload
                 if is_last_use:
-                    spooled.drop()
+                    spooled.lend(
+                        partial(draft.read, f"contribution/{contributor.island}/{lane_id}")
+                    )
 
         made = publish_lane_(
             base,
@@ -239,7 +258,7 @@ class Merger:
             key=close.key,
             is_flush=close.is_flush,
         )
-        for name, values in made.state.vectors.items():
+        for name, values in made.state.vectors.items() if draft.has_state else ():
             digest = made.digest if name == "published" else None
             draft.write(f"{name}/{lane_id}", to_bytes(values.view(torch.uint8)), digest)
         draft.write(f"payload/{lane_id}", made.payload)
@@ -286,6 +305,10 @@ class Merger:
 
 def drop(spool: Spooled) -> None:
     """Let go of what was spooled and is not needed; some of it may have been dropped already."""
+    for spooled in _lanes_of(spool):
+        spooled.drop()
+
+
+def _lanes_of(spool: Spooled) -> Iterator[SpooledLane]:
     for lanes in spool.values():
-        for spooled in lanes.values():
-            spooled.drop()
+        yield from lanes.values()

@@ -18,7 +18,8 @@ from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
 from diloco.rounds.publication import MOST_TOGETHER
 from diloco.rounds.record import RecordInvalid
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import VersionRecord
 from diloco.rounds.worker import Worker
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer

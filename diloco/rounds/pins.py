@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
-import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from diloco.durable import sync_directory
+from diloco import durable
 from diloco.outer.fragments import Fragment, Plan
 from diloco.rounds.record import (
     RecordInvalid,
@@ -97,10 +95,10 @@ def forget_pins(store_dir: Path, *, complete: Collection[int], num_unsure: int) 
     unsure = [step for step in pinned if step > last]
     for step in pinned:
         if step not in complete and step not in unsure[-num_unsure:]:
-            shutil.rmtree(pin_directory(store_dir, step))
+            durable.remove_tree(pin_directory(store_dir, step))
     for aside in store_dir.glob("*/abandoned-*"):
         if (match := _ABANDONED.fullmatch(aside.name)) and last > int(match[1]):
-            shutil.rmtree(aside)
+            durable.remove_tree(aside)
     return unsure[:-num_unsure]
 
 
@@ -147,31 +145,33 @@ def set_aside(store_dir: Path, plan: Plan, *, step: int, abandoned_timeline: int
 def _restore_fragment(directory: Path, pinned: Path, aside: str) -> None:
     version = version_of(pinned)
     later = [path for path in directory.glob("v*.*") if version_of(path) > version]
+    # The frames of a log lead on from earlier snapshots too; the pinned record needs none of them.
+    later += [path for path in directory.glob("v*.log") if version_of(path) <= version]
     own = record_path(directory, version)
     if own.exists() and not own.samefile(pinned):
         later.append(own)
     _move([*later, *directory.glob("attempt.json")], directory / aside)
     with contextlib.suppress(FileExistsError):
-        os.link(pinned, own)
-    sync_directory(directory)
+        durable.link(pinned, own)
+    durable.sync_directory(directory)
 
 
 def _clear(directory: Path, aside: str) -> None:
     """Remove what is no version: files of a killed writer, and what was moved aside earlier."""
     for leftover in directory.glob("*.tmp"):
-        leftover.unlink()
+        durable.unlink(leftover)
     for earlier in directory.glob("abandoned-timeline-*"):
         if earlier.name != aside:
-            shutil.rmtree(earlier)
+            durable.remove_tree(earlier)
 
 
 def _move(paths: list[Path], target: Path) -> None:
     """Move files or directories; durable when this returns."""
-    target.mkdir(parents=True, exist_ok=True)
+    durable.make_directory(target)
     for path in paths:
-        path.rename(target / path.name)
-    sync_directory(target)
-    sync_directory(target.parent)
+        durable.rename(path, target / path.name)
+    durable.sync_directory(target)
+    durable.sync_directory(target.parent)
 
 
 def _pinned_record(store_dir: Path, step: int, fragment: Fragment) -> Path:

@@ -1,7 +1,8 @@
 """Files of a fragment's versions as bytes: their names, their layout, and what proves them whole.
 
     fragment-0003/v000000000012.record    magic | header length | header digest | header | sections
-    fragment-0003/v000000000007.header    of a record that was forgotten before it was indexed
+    fragment-0003/v000000000012.log       the same of versions 13, 14, ... without state (`log`)
+    fragment-0003/v000000000007.header    of a version that was forgotten before it was indexed
 
 A version exists if and only if its record is valid. Tensors are bytes here and torch is not
 imported, so that a coordinator can verify a checkpoint and index what a syncer could not report.
@@ -16,13 +17,14 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import blake3
 
-from diloco.durable import read_json, sync_directory
+from diloco import durable
 from diloco.outer.fragments import Fragment
 from transport.contracts import Buffer
 
@@ -31,7 +33,9 @@ STATE_SECTIONS = ("theta", "published", "momentum")
 #: One more, after these, where the outer optimizer is Adam.
 SECOND_MOMENT = "second_moment"
 
-_MAGIC = b"DILOREC2"
+MAGIC = b"DILOREC2"
+#: Key of `RecordDraft._starts` that no section has.
+_END = ""
 _PREFIX = struct.Struct("<8sQ32s")
 _FLOAT32_BYTES = 4
 _DIGEST_BYTES = 32
@@ -72,7 +76,7 @@ def versions_in(directory: Path) -> list[int]:
 
 
 class RecordDraft:
-    """A record file on its way: sections in any order and from any thread, then its name.
+    """A record on its way: sections in any order and from any thread, then its name.
 
     Where each section lies is known from the start, so that the first lanes of a version are
     written while later ones are computed. Until `commit` has returned there is no such version.
@@ -81,16 +85,18 @@ class RecordDraft:
     def __init__(
         self, path: Path, header: Mapping[str, Any], sections: Iterable[tuple[str, int]]
     ) -> None:
-        """Begin the temporary file.
+        """Begin the temporary file, and take the room that it needs.
 
         Args:
             path: Of the record.
             header: JSON values as long as those that `commit` will get: digests may still be
                 others.
             sections: Name and bytes of each, in the order in which they lie in the file.
+
+        Raises:
+            DiskFull: If there is no room; nothing was written.
         """
         self._path = path
-        self._temporary = path.with_name(path.name + ".tmp")
         self._table: dict[str, dict[str, Any]] = {
             name: {"name": name, "bytes": size, "digest": bytes(_DIGEST_BYTES).hex()}
             for name, size in sections
@@ -98,16 +104,30 @@ class RecordDraft:
         self._header_bytes = len(self._encode(header))
         sizes = (entry["bytes"] for entry in self._table.values())
         starts = itertools.accumulate(sizes, initial=_PREFIX.size + self._header_bytes)
-        self._starts = dict(zip(self._table, starts, strict=False))  # and the end of the file
+        self._starts: dict[str, int] = dict(zip([*self._table, _END], starts, strict=True))
         self._missing = set(self._table)
-        self._temporary.unlink(missing_ok=True)  # of a writer that was killed
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self._file: int | None = os.open(self._temporary, flags, 0o644)
+        self._file, self._start = self._open()
+        self._is_open = True
+        try:
+            durable.reserve(self._file, self._start, self.num_bytes)
+        except OSError:
+            self.abandon()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it has on the disk."""
+        return self._starts[_END]
 
     @property
     def missing(self) -> frozenset[str]:
         """Names of the sections that were not written yet."""
         return frozenset(self._missing)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it holds the state of its version, or only what that was made from."""
+        return f"{STATE_SECTIONS[0]}/0" in self._table
 
     def write(self, name: str, data: Buffer, digest: bytes | None = None) -> None:
         """Write one section; `digest` is its blake3 where that is known.
@@ -121,44 +141,165 @@ class RecordDraft:
         self._write_at(self._starts[name], view)
         self._missing.discard(name)
 
+    def read(self, name: str) -> bytes:
+        """Read back a section that was written, durable or not.
+
+        Raises:
+            OSError: If the disk does not give it back as it was.
+        """
+        entry = self._table[name]
+        body = os.pread(self._file, entry["bytes"], self._start + self._starts[name])
+        if blake3.blake3(body).hexdigest() != entry["digest"]:
+            raise OSError(f"{self._path} is not what was written into it: check that disk")
+        return body
+
     def commit(self, header: Mapping[str, Any]) -> None:
-        """Make the record durable under its name; every section was written."""
-        assert self._file is not None, "a draft is committed twice"
+        """Make the record durable; every section was written."""
+        assert self._is_open, "a draft is committed twice"
         assert not self._missing, f"{self._path} without {sorted(self._missing)}"
         encoded = self._encode(header)
         assert len(encoded) == self._header_bytes, f"{self._path}: the header changed its size"
-        prefix = _PREFIX.pack(_MAGIC, len(encoded), blake3.blake3(encoded).digest())
+        prefix = _PREFIX.pack(MAGIC, len(encoded), blake3.blake3(encoded).digest())
         self._write_at(0, memoryview(prefix + encoded))
-        os.fsync(self._file)
+        durable.sync(self._file)
+        self._give_name()
         self._close()
-        os.replace(self._temporary, self._path)
-        sync_directory(self._path.parent)
 
     def abandon(self) -> None:
         """Remove what was written, unless it was committed: there is no such version."""
-        if self._file is not None:
+        if self._is_open:
+            self._remove()
             self._close()
-            self._temporary.unlink()
+
+    # -- where it is written: a file of its own, which gets its name last ------------------------
+
+    def _open(self) -> tuple[int, int]:
+        """Open the file; returns its descriptor and where in it the record begins."""
+        return durable.create(self._temporary), 0
+
+    def _give_name(self) -> None:
+        durable.rename(self._temporary, self._path)
+        durable.sync_directory(self._path.parent)
+
+    def _remove(self) -> None:
+        durable.unlink(self._temporary)
+
+    @property
+    def _temporary(self) -> Path:
+        return self._path.with_name(self._path.name + ".tmp")
 
     def _close(self) -> None:
-        assert self._file is not None
-        descriptor, self._file = self._file, None
-        os.close(descriptor)
+        self._is_open = False
+        durable.close(self._file)
 
     def _encode(self, header: Mapping[str, Any]) -> bytes:
         table = list(self._table.values())
         return json.dumps({**header, "sections": table}, sort_keys=True).encode()
 
     def _write_at(self, start: int, view: memoryview) -> None:
-        assert self._file is not None, "a draft is written to after its end"
-        while view:
-            written = os.pwrite(self._file, view, start)
-            start, view = start + written, view[written:]
+        assert self._is_open, "a draft is written to after its end"
+        durable.write_at(self._file, self._start + start, view)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Where the bytes of one section lie in their file, and their blake3."""
+
+    start: int
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """A record whose header was read and is sound: what it says, and where its sections lie.
+
+    `sections` may be torn or damaged: whoever reads one finds out.
+    """
+
+    path: Path
+    start: int
+    end: int
+    header: Mapping[str, Any]
+    sections: Mapping[str, Section]
+
+    def read(self, name: str) -> bytearray:
+        """Read and verify one section.
+
+        Raises:
+            RecordInvalid: If it is torn, damaged, or not there.
+        """
+        if (section := self.sections.get(name)) is None:
+            raise RecordInvalid(f"{self.path} has no section {name}")
+        with _opened(self.path) as file:
+            left = os.fstat(file.fileno()).st_size - section.start
+            body = bytearray(max(0, min(section.num_bytes, left)))
+            file.seek(section.start)
+            file.readinto(body)  # type: ignore[attr-defined]  # of every buffered reader
+        if len(body) < section.num_bytes or blake3.blake3(body).hexdigest() != section.digest:
+            raise RecordInvalid(f"{self.path} is torn or damaged in section {name}")
+        return body
+
+    def verify(self) -> None:
+        """Read and verify every section, one in memory at a time.
+
+        Raises:
+            RecordInvalid: If one is torn or damaged.
+        """
+        for name in self.sections:
+            self.read(name)
+
+    def insist_on(self, version: int, fragment: Fragment) -> None:
+        """Insist that it is that version of that fragment, as planned.
+
+        Raises:
+            RecordInvalid: If it is not.
+        """
+        found = self.header["version"], self.header["fragment_id"]
+        if found != (version, fragment.fragment_id):
+            raise RecordInvalid(f"{self.path} is version {found[0]} of fragment {found[1]}")
+        if len(self.header["lane_digests"]) != len(fragment.lanes):
+            raise RecordInvalid(f"{self.path} holds another number of lanes than the plan")
+        for name in state_sections(self.sections):
+            for lane in fragment.lanes:
+                section = self.sections.get(f"{name}/{lane.lane_id}")
+                if section is not None and section.num_bytes != _FLOAT32_BYTES * lane.numel:
+                    raise RecordInvalid(
+                        f"{self.path} holds {section.num_bytes // _FLOAT32_BYTES} values in "
+                        f"{name}, plan has {lane.numel}"
+                    )
+
+
+def locate(path: Path, start: int = 0) -> StoredRecord:
+    """Read the header of a record that begins at an offset of a file.
+
+    Raises:
+        RecordInvalid: If the file is missing or the header is torn or damaged.
+    """
+    with _opened(path) as file:
+        file.seek(start)
+        prefix = file.read(_PREFIX.size)
+        if len(prefix) < _PREFIX.size:
+            raise RecordInvalid(f"{path} is torn: {len(prefix)} bytes")
+        magic, header_bytes, digest = _PREFIX.unpack(prefix)
+        if magic != MAGIC:
+            raise RecordInvalid(
+                f"{path} is no record of this version: it begins with {magic!r}, not {MAGIC!r}"
+            )
+        encoded = file.read(min(header_bytes, os.fstat(file.fileno()).st_size))
+    if blake3.blake3(encoded).digest() != digest:
+        raise RecordInvalid(f"{path} has a damaged header")
+    header = json.loads(encoded)
+    sections, at = {}, start + _PREFIX.size + header_bytes
+    for entry in header.pop("sections"):
+        sections[entry["name"]] = Section(at, entry["bytes"], entry["digest"])
+        at += entry["bytes"]
+    return StoredRecord(path, start, at, header, sections)
 
 
 def unpack(
     path: Path, version: int, fragment: Fragment
-) -> tuple[dict[str, Any], dict[str, bytearray]]:
+) -> tuple[Mapping[str, Any], dict[str, bytearray]]:
     """Read a record file and verify every byte of it.
 
     Returns:
@@ -167,89 +308,44 @@ def unpack(
     Raises:
         RecordInvalid: If it is missing, torn, damaged, or of another version or plan.
     """
-    sections: dict[str, bytearray] = {}
-    header = _read(path, version, fragment, sections.__setitem__)
-    return header, sections
+    stored = locate(path)
+    sections = {name: stored.read(name) for name in stored.sections}
+    _insist_on_end(stored)
+    stored.insist_on(version, fragment)
+    return stored.header, sections
 
 
-def verify(path: Path, version: int, fragment: Fragment) -> dict[str, Any]:
+def verify(path: Path, version: int, fragment: Fragment) -> Mapping[str, Any]:
     """Verify every byte of a record file, a section in memory at a time; returns its header.
 
     Raises:
         RecordInvalid: As `unpack`.
     """
-    return _read(path, version, fragment, lambda name, body: None)
+    stored = locate(path)
+    stored.verify()
+    _insist_on_end(stored)
+    stored.insist_on(version, fragment)
+    return stored.header
 
 
-def read_section(path: Path, name: str) -> tuple[dict[str, Any], bytearray]:
-    """Read the header and verify and return one section of a record file.
-
-    Raises:
-        RecordInvalid: If the file is missing, or damaged there, or has no such section.
-    """
-    with _opened(path) as file:
-        header, start = _read_header(path, file)
-        for entry in header.pop("sections"):
-            if entry["name"] == name:
-                file.seek(start)
-                return header, _read_body(path, file, entry)
-            start += entry["bytes"]
-    raise RecordInvalid(f"{path} has no section {name}")
-
-
-def _read(
-    path: Path, version: int, fragment: Fragment, keep: Callable[[str, bytearray], object]
-) -> dict[str, Any]:
-    """Read and verify a record file section by section; `keep` hears of each."""
-    with _opened(path) as file:
-        header, _ = _read_header(path, file)
-        table = header.pop("sections")
-        for entry in table:
-            keep(entry["name"], _read_body(path, file, entry))
-        if rest := os.fstat(file.fileno()).st_size - file.tell():
-            raise RecordInvalid(f"{path} has {rest} bytes after its last section")
-    sizes = {entry["name"]: entry["bytes"] for entry in table}
-    _insist_on_plan(path, header, sizes, version, fragment)
-    return header
-
-
-def _read_body(path: Path, file: BinaryIO, entry: Mapping[str, Any]) -> bytearray:
-    """Read the section where the file stands."""
-    left = os.fstat(file.fileno()).st_size - file.tell()
-    body = bytearray(min(entry["bytes"], left))
-    file.readinto(body)  # type: ignore[attr-defined]  # of every buffered reader
-    if len(body) < entry["bytes"] or blake3.blake3(body).hexdigest() != entry["digest"]:
-        raise RecordInvalid(f"{path} is torn or damaged in section {entry['name']}")
-    return body
-
-
-def headers_in(directory: Path) -> list[dict[str, Any]]:
-    """Read the headers of all versions whose record or header is kept, ascending by version.
-
-    A record whose header is damaged is passed over; its sections are not looked at.
-    """
-    headers: dict[int, dict[str, Any]] = {
-        version_of(path): dict(read_json(path) or {}) for path in directory.glob("v*.header")
-    }
-    for version in versions_in(directory):
-        path = record_path(directory, version)
-        try:
-            headers[version] = read_header(path)
-        except RecordInvalid:
-            continue
-    return [headers[version] for version in sorted(headers)]
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """Read the header of a record file, without its sections.
+def insist_on_whole(path: Path) -> None:
+    """Insist on a sound header and the size that it announces; the sections are not read.
 
     Raises:
-        RecordInvalid: If the file is missing or its header is damaged.
+        RecordInvalid: If the file is missing, torn, or its header is damaged.
     """
-    with _opened(path) as file:
-        header, _ = _read_header(path, file)
-    del header["sections"]
-    return header
+    stored = locate(path)
+    if (size := path.stat().st_size) != stored.end:
+        raise RecordInvalid(f"{path} has {size} bytes, its header announces {stored.end}")
+
+
+def _insist_on_end(stored: StoredRecord) -> None:
+    try:
+        rest = stored.path.stat().st_size - stored.end
+    except FileNotFoundError as error:
+        raise RecordInvalid(f"{stored.path} does not exist") from error
+    if rest:
+        raise RecordInvalid(f"{stored.path} has {rest} bytes after its last section")
 
 
 @contextlib.contextmanager
@@ -260,52 +356,3 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise RecordInvalid(f"{path} does not exist") from error
     with file:
         yield file
-
-
-def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Read, verify and parse the header; returns it and where the sections begin."""
-    prefix = file.read(_PREFIX.size)
-    if len(prefix) < _PREFIX.size:
-        raise RecordInvalid(f"{path} is torn: {len(prefix)} bytes")
-    magic, header_bytes, digest = _PREFIX.unpack(prefix)
-    if magic != _MAGIC:
-        raise RecordInvalid(
-            f"{path} is no record of this version: it begins with {magic!r}, not {_MAGIC!r}"
-        )
-    encoded = file.read(min(header_bytes, os.fstat(file.fileno()).st_size))
-    if blake3.blake3(encoded).digest() != digest:
-        raise RecordInvalid(f"{path} has a damaged header")
-    return json.loads(encoded), _PREFIX.size + header_bytes
-
-
-def insist_on_whole(path: Path) -> None:
-    """Insist on a sound header and the size that it announces; the sections are not read.
-
-    Raises:
-        RecordInvalid: If the file is missing, torn, or its header is damaged.
-    """
-    with _opened(path) as file:
-        header, start = _read_header(path, file)
-    expected = start + sum(section["bytes"] for section in header["sections"])
-    if (size := path.stat().st_size) != expected:
-        raise RecordInvalid(f"{path} has {size} bytes, its header announces {expected}")
-
-
-def _insist_on_plan(
-    path: Path,
-    header: Mapping[str, Any],
-    sizes: Mapping[str, int],
-    version: int,
-    fragment: Fragment,
-) -> None:
-    if (header["version"], header["fragment_id"]) != (version, fragment.fragment_id):
-        raise RecordInvalid(
-            f"{path} is version {header['version']} of fragment {header['fragment_id']}"
-        )
-    if len(header["lane_digests"]) != len(fragment.lanes):
-        raise RecordInvalid(f"{path} holds another number of lanes than the plan")
-    for lane in fragment.lanes:
-        for name in state_sections(sizes):
-            numel = sizes[f"{name}/{lane.lane_id}"] // _FLOAT32_BYTES
-            if numel != lane.numel:
-                raise RecordInvalid(f"{path} holds {numel} values in {name}, plan has {lane.numel}")

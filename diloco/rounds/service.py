@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from diloco.compression.lanes import lane_codec
+from diloco.durable import DiskFull
 from diloco.errors import AggregationError, ConfigError, PayloadRefused
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer
@@ -28,10 +29,11 @@ from diloco.rounds.payloads import (
     insist_on_size,
     verify_payload,
 )
+from diloco.rounds.room import WAITING_FOR_DISK, Room
 from diloco.rounds.rules import FragmentRules
 from diloco.rounds.spool import Spool, SpooledLane
 from diloco.rounds.state import FragmentRounds
-from diloco.rounds.store import FragmentStore, VersionRecord, founding_record
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import (
     Admission,
     Close,
@@ -46,6 +48,7 @@ from diloco.rounds.terms import (
     RoundKey,
 )
 from diloco.rounds.timing import MeasuredTiming, StepTimes
+from diloco.rounds.version import VersionRecord, founding_record
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
 from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
@@ -69,6 +72,7 @@ class Hooks:
         on_change: Hears of every change of state.
         on_lost: Hears that the run cannot go on.
         on_event: Hears what happens to rounds.
+        room: Does work of the worker again while the disk is full.
         meter: Counts what is done, for metrics.
         spool: Keeps what arrived until its round closes.
         num_threads: Lanes merged at once.
@@ -80,6 +84,7 @@ class Hooks:
     on_change: Callable[[], None]
     on_lost: Callable[[Lost], None]
     on_event: Callable[[Event], None]
+    room: Room
     meter: SyncerMeter
     spool: Spool
     num_threads: int
@@ -164,6 +169,17 @@ class FragmentService:
             self._heed_tokens()
         self._perform(self.rounds.obey(rules.rounds, rules.timing, _now()))
 
+    def hold_openings(self, is_held: bool) -> None:
+        """Let nothing open while the syncer's disk is full."""
+        self._perform(self.rounds.held(is_held, _now()))
+
+    @property
+    def phase(self) -> str:
+        """Phase of the current round, in words."""
+        if self._fragment.fragment_id in self._hooks.room.waiting:
+            return WAITING_FOR_DISK
+        return "ended" if self.rounds.is_over else str(self.rounds.phase)
+
     def stepped(self) -> None:
         """Take note that step times are not what they were: an opening may be due."""
         self._tick()
@@ -185,6 +201,9 @@ class FragmentService:
                 self._hooks.meter.refusal(lane.island, error.cause)
                 self.refuse(lane.key, lane.island, lane.incarnation, str(error))
                 return self.rounds.admit(lane)
+            except DiskFull as error:
+                self._hooks.room.refuse_lane(lane.key, error)
+                return Admission.NOT_OPEN
         admission, instructions = self.rounds.lane_received(lane, _now())
         self._count_refusal(lane, admission)
         if spooled is not None and admission is Admission.ACCEPTED:
@@ -404,7 +423,7 @@ class FragmentService:
         assert base is not None, "a round closed before version 0"
         merger = self._merger()
         try:
-            record = await self._hooks.worker.run(lambda: merger.publish(base, close, spool))
+            record = await self._with_room(lambda: merger.publish(base, close, spool))
         except AggregationError as error:
             logger.error("result refused, key=%s: %s", close.key, error)
             self._perform(self.rounds.result_broken(close.key, str(error), _now()))
@@ -446,7 +465,7 @@ class FragmentService:
             self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row)
 
         members = self.rounds.members
-        await self._hooks.worker.run(expire)
+        await self._with_room(expire)
         key = expiry.key
         self._hooks.meter.expired(key.fragment_id)
         expired = RoundExpired(
@@ -454,6 +473,9 @@ class FragmentService:
         )
         self._hooks.on_event(expired)
         self._perform(self.rounds.expiry_recorded(expiry.key, _now()))
+
+    async def _with_room(self, work: Callable[[], _T]) -> _T:
+        return await self._hooks.room.having(self._fragment.fragment_id, work)
 
     def _hold(self, record: VersionRecord) -> None:
         """Serve a durable version from memory; contributions are left to the disk."""

@@ -14,13 +14,14 @@ import itertools
 import shutil
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import blake3
 
 from diloco.allocator import give_back_holes
 from diloco.compression.lanes import lane_codec
+from diloco.durable import telling_full
 from diloco.outer.fragments import Fragment
 from transport.contracts import Buffer
 
@@ -99,6 +100,7 @@ class Spool:
         """Keep a payload that matches its blake3 digest; runs in the worker.
 
         Raises:
+            DiskFull: If there is no room for it.
             OSError: If the disk does not take it.
         """
         size = len(payload)
@@ -110,7 +112,8 @@ class Spool:
             return SpooledLane(self, size, digest, payload)
         path = self._directory / f"{next(self._names):012d}"
         try:
-            path.write_bytes(payload)
+            with telling_full():
+                path.write_bytes(payload)
         except OSError:
             path.unlink(missing_ok=True)  # a full disk gets its room back
             raise
@@ -125,6 +128,11 @@ class Spool:
                 self._released_bytes = 0
         if is_much:
             give_back_holes()
+
+    def hold(self, num_bytes: int) -> None:
+        """Take note that a payload is in memory again, limit or not; any thread."""
+        with self._lock:
+            self._held_bytes += num_bytes
 
     def _has_room(self, num_bytes: int) -> bool:
         return not self._arriving_bytes or self._arriving_bytes + num_bytes <= self._memory_bytes
@@ -150,7 +158,7 @@ class SpooledLane:
         self.num_bytes = num_bytes
         self.digest = digest
         self._spool = spool
-        self._kept: Buffer | Path | None = kept
+        self._kept: Buffer | Path | Callable[[], Buffer] | None = kept
 
     def __del__(self) -> None:
         """Drop what nobody took: its call was cancelled while the worker put it."""
@@ -164,6 +172,8 @@ class SpooledLane:
         """
         kept = self._kept
         assert kept is not None, "a lane is read after it was dropped"
+        if callable(kept):
+            return kept()
         if not isinstance(kept, Path):
             return kept
         payload = kept.read_bytes()
@@ -171,10 +181,26 @@ class SpooledLane:
             raise OSError(f"{kept} is not what was written into it: check that disk")
         return payload
 
+    def lend(self, read: Callable[[], Buffer]) -> None:
+        """Let go of the memory: it has been written elsewhere, where `read` finds it."""
+        if self._kept is not None and not isinstance(self._kept, Path) and not callable(self._kept):
+            self._kept = read
+            self._spool.release(self.num_bytes)
+
+    def take_back(self) -> None:
+        """Have what was lent in memory again, before it goes where it was written.
+
+        Raises:
+            OSError: If it cannot be read back as it was.
+        """
+        if callable(self._kept):
+            self._kept = self._kept()
+            self._spool.hold(self.num_bytes)
+
     def drop(self) -> None:
         """Let go of memory or file; dropping twice is harmless."""
         kept, self._kept = self._kept, None
         if isinstance(kept, Path):
             kept.unlink(missing_ok=True)
-        elif kept is not None:
+        elif kept is not None and not callable(kept):
             self._spool.release(self.num_bytes)

@@ -46,6 +46,7 @@ class Standing:
         self.live = rules.members
         self.is_finishing = False
         self.is_over = False
+        self._is_held = False
         self._roster = Roster(rules.members)
         self._least: dict[str, int] = {}
 
@@ -171,7 +172,7 @@ class Standing:
         return tuple(island for island in self.live if island in self.incarnations)
 
     def _can_open(self) -> bool:
-        if self.is_over or self._roster.is_paused:
+        if self.is_over or self._is_held or self._roster.is_paused:
             return False
         eligible = self._eligible()
         if self.rules.min_members is None:

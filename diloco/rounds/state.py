@@ -363,6 +363,11 @@ class FragmentRounds(Standing):
         limit = self.rules.max_expired_in_a_row
         return count >= (or_at if limit is None else limit)
 
+    def held(self, is_held: bool, now: float) -> list[Instruction]:
+        """Open nothing while it is held; what is open goes on."""
+        self._is_held = is_held
+        return self._open_if_due(now)
+
     def _open_if_due(self, now: float) -> list[Instruction]:
         if (
             self.phase is not Phase.WAITING

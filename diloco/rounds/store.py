@@ -1,159 +1,75 @@
-"""Durable truth of one fragment: one checksummed record a version, written before publication.
+"""Durable truth of one fragment: which versions there are, written before publication.
 
-`snapshot` policy: a record holds theta, published and momentum (12 bytes a parameter), the
-published payload, and the accepted encoded contributions, so that each retained version can be
-recomputed from the one before. A version exists if and only if its record is valid; the files are
-those of `record`, and beside them
+Every `snapshot_rounds`-th version is a *record*: theta, published and momentum (12 bytes a
+parameter), the published payload, and the accepted encoded contributions, so that each retained
+version can be recomputed from the one before. Those between are *frames* of a log, records
+without the state: it is recomputed from the record before them (`rebuild`). With a record every
+round, the `snapshot` policy, there are no frames. The files are those of `record` and `log`, and
+an expiry's (`expiries`).
 
-    fragment-0003/attempt.json             next attempt, after an expiry
-
-Files are old or new after a crash (`diloco.durable`). Nothing here decides a round.
+A version exists if and only if its record, or its frame and all that leads to it, is valid. Files
+are old or new after a crash (`diloco.durable`). Nothing here decides a round.
 
 Source: protocol.md section 4 (commit point) and 9 (pins).
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import blake3
 import torch
-from torch import Tensor
 
-from diloco.compression.base import from_bytes, to_bytes
-from diloco.durable import make_directory_durably, sync_directory, write_durably, write_json
-from diloco.outer.combination import Combination, mean_of
+from diloco import durable
+from diloco.compression.base import to_bytes
 from diloco.outer.fragments import Fragment
-from diloco.rounds.pins import pin_directory
-from diloco.rounds.publication import (
-    LaneState,
-    PublicationRules,
-    lane_digest,
-    publish_lane,
-    version_digest,
+from diloco.rounds.expiries import standing_of, write_expiry
+from diloco.rounds.log import (
+    FrameDraft,
+    frames_in,
+    frames_of,
+    headers_in,
+    keep_segment,
+    keep_without_state,
+    locate_version,
+    remove_torn_tail,
+    segment_after,
+    segment_path,
+    segments_in,
 )
+from diloco.rounds.pins import pin_directory
+from diloco.rounds.publication import LaneState
+from diloco.rounds.rebuild import rebuild
 from diloco.rounds.record import (
+    SECOND_MOMENT,
+    STATE_SECTIONS,
     RecordDraft,
     RecordInvalid,
+    StoredRecord,
     fragment_directory,
     header_path,
-    headers_in,
     insist_on_whole,
-    read_header,
-    read_section,
+    locate,
     record_path,
-    state_sections,
     unpack,
-    verify,
     version_of,
     versions_in,
 )
-from diloco.rounds.terms import Contributor, Inclusion, PastRound, RoundKey
+from diloco.rounds.terms import PastRound, RoundKey
+from diloco.rounds.version import VersionRecord, record_of, sections_of
 from transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
-
-#: Next attempt when a damaged file does not say which were announced: a later one must be opened,
-#: and numbers may be skipped, since contributors follow whatever attempt is announced.
-_LATER_ATTEMPT = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRecord:
-    """All that a version is: who made it, its state, its payload, and what it was made from.
-
-    Args:
-        key: Round that published it; `key.version` + 1 is `version`. Version 0 has none.
-        lanes: State of each lane, in lane order.
-        payloads: Published payload of each lane; empty for version 0.
-        contributions: Island -> encoded lanes, as accepted; empty for version 0.
-        refused: Island -> why it left the attempt, for those that did.
-        last_included: Island -> its newest contribution that this version or one before it counts.
-        rejected: Island -> why what it sent was not counted, though it was complete and valid.
-        combination: Coefficients of the contributions; None: their mean, weighted by tokens.
-        merged_tokens: Of all contributions to all versions up to this one; 0 where no syncer
-            has counted them.
-        rules: What the version was made by, JSON values (`PublicationRules.to_json`, the quorum,
-            and the revision of the policy); empty for version 0, and for an all-reduce.
-    """
-
-    version: int
-    fragment_id: int
-    timeline: int
-    key: RoundKey | None
-    is_flush: bool
-    payload_codec: str
-    lane_digests: tuple[bytes, ...]
-    lanes: tuple[LaneState, ...]
-    payloads: tuple[Buffer, ...] = ()
-    contributors: tuple[Contributor, ...] = ()
-    contributions: Mapping[str, Sequence[Buffer]] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    last_included: Mapping[str, Inclusion] = field(default_factory=dict)
-    rejected: Mapping[str, str] = field(default_factory=dict)
-    combination: Combination | None = None
-    merged_tokens: int = 0
-    rules: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> bytes:
-        """Digest of the published version."""
-        return version_digest(self.lane_digests)
-
-    @property
-    def sent_at_inner_step(self) -> int:
-        """Latest inner step at which a contribution to it was sent; 0 for version 0."""
-        return max((c.sent_at_inner_step for c in self.contributors), default=0)
-
-    def header(self) -> dict[str, Any]:
-        """What the journal and the tape keep: plain JSON values.
-
-        `merge` is there only where it was more than the mean of all, weighted by tokens;
-        `merged_tokens` and `rules` where a syncer has merged anything.
-        """
-        header: dict[str, Any] = {
-            "version": self.version,
-            "fragment_id": self.fragment_id,
-            "timeline": self.timeline,
-            "attempt": self.key.attempt if self.key else 0,
-            "is_flush": self.is_flush,
-            "payload_codec": self.payload_codec,
-            "digest": self.digest.hex(),
-            "lane_digests": [digest.hex() for digest in self.lane_digests],
-            "contributors": [
-                {
-                    "island": c.island,
-                    "incarnation": c.incarnation,
-                    "weight_tokens": c.weight_tokens,
-                    "weight_steps": c.weight_steps,
-                    "sent_at_inner_step": c.sent_at_inner_step,
-                    "lane_digests": [digest.hex() for digest in c.lane_digests],
-                }
-                for c in self.contributors
-            ],
-            "refused": dict(self.refused),
-            "last_included": {name: [*astuple(last)] for name, last in self.last_included.items()},
-        }
-        if self.rules:
-            header |= {"merged_tokens": self.merged_tokens, "rules": dict(self.rules)}
-        if self.combination is not None:
-            header["merge"] = {**self.combination.to_json(), "rejected": dict(self.rejected)}
-        return header
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """What a store held when it was opened: the newest valid version and the next attempt.
 
-    `expired_in_a_row` counts the expiries recorded since that version was published,
-    `broken_in_a_row` those whose results could not be used; `missing` are the islands that the last
-    of them waited for in vain.
+    `expired_in_a_row`, `broken_in_a_row` and `missing` are those of `expiries.Standing`.
     `headers` are those of all versions that may not have been reported yet, oldest first.
     """
 
@@ -167,7 +83,10 @@ class Recovered:
 
 
 class FragmentStore:
-    """Records of one fragment in one directory; the caller holds the store's lock."""
+    """Versions of one fragment in one directory; the caller holds the store's lock.
+
+    `written_bytes` counts what was made durable since the store was made, headers included.
+    """
 
     def __init__(
         self,
@@ -176,40 +95,61 @@ class FragmentStore:
         retained_versions: int,
         *,
         is_indexed: Callable[[int], bool] = lambda version: True,
+        snapshot_rounds: int = 1,
+        keeps_all: bool = False,
+        num_threads: int = 1,
     ) -> None:
         """Assign only.
 
         Args:
             directory: The store, or a pin of it; the fragment has a directory in it.
             fragment: Of the run's plan.
-            retained_versions: Predecessors of the newest record that are kept.
+            retained_versions: Predecessors of the newest version that are kept.
             is_indexed: Whether the coordinator has the header of a version; the header of one
                 that is forgotten earlier is kept in a file of its own until it has.
+            snapshot_rounds: Versions from one record to the next; 1: every version is one. Says
+                what is written; whatever is there is read.
+            keeps_all: Whether what versions were made of is moved to `log.KEPT` instead of
+                forgotten; version 0 then stays, for whoever recomputes them all.
+            num_threads: Lanes recomputed at once.
         """
         self.store_dir = directory
         self._directory = fragment_directory(directory, fragment.fragment_id)
         self.fragment = fragment
         self._is_indexed = is_indexed
         self.retained_versions = retained_versions
+        self._snapshot_rounds = snapshot_rounds
+        self._keeps_all = keeps_all
+        self._num_threads = num_threads
+        self.written_bytes = 0
+
+    # -- opening ---------------------------------------------------------------------------------
 
     def recover(self) -> Recovered | None:
-        """Find the newest valid record; None when there is none."""
-        make_directory_durably(self._directory)
+        """Find the newest valid version; None when there is none."""
+        durable.make_directory_durably(self._directory)
         for leftover in self._directory.glob("*.tmp"):
-            leftover.unlink()
+            durable.unlink(leftover)
+        for start in segments_in(self._directory):
+            remove_torn_tail(segment_path(self._directory, start))
         # A writer killed between rename and fsync leaves names that a power loss would take back.
-        sync_directory(self._directory)
+        durable.sync_directory(self._directory)
         past: dict[int, PastRound] = {}
         newest: VersionRecord | None = None
-        for version in reversed(versions_in(self._directory)):
+        for version in self._versions(newest_first=True):
+            if newest is not None and version < newest.version - self.retained_versions:
+                break
             try:
                 if newest is None:
                     newest = self.load(version)
-                    header = newest.header()
+                    header: Mapping[str, Any] = newest.header()
                 else:
-                    header = verify(record_path(self._directory, version), version, self.fragment)
+                    stored = locate_version(self._directory, version)
+                    stored.verify()
+                    stored.insist_on(version, self.fragment)
+                    header = stored.header
             except RecordInvalid as error:
-                logger.warning("record skipped, %s", error)
+                logger.warning("version %d skipped, %s", version, error)
                 continue
             if version > 0:
                 past[version - 1] = PastRound(
@@ -220,9 +160,37 @@ class FragmentStore:
                 )
         if newest is None:
             return None
-        standing = self._attempt_after(newest.version)
+        standing = standing_of(self._directory, newest.version)
         headers = [h for h in headers_in(self._directory) if h["version"] <= newest.version]
         return Recovered(newest, *standing, past, tuple(headers))
+
+    def newest(self) -> VersionRecord | None:
+        """Read the newest valid version and change nothing: safe while a syncer serves the store.
+
+        Returns:
+            None if there is no version at all.
+
+        Raises:
+            RecordInvalid: If there are versions, and none is valid.
+        """
+        invalid: dict[int, RecordInvalid] = {}
+        # Listed anew each time: a syncer may have forgotten the version in the meantime.
+        while versions := set(self._versions()) - invalid.keys():
+            try:
+                return self.load(max(versions))
+            except RecordInvalid as error:
+                logger.warning("version %d skipped, %s", max(versions), error)
+                invalid[max(versions)] = error
+        if invalid:
+            raise RecordInvalid("; ".join(str(error) for error in invalid.values()))
+        return None
+
+    def _versions(self, *, newest_first: bool = False) -> list[int]:
+        """Versions that have a record or a frame, valid or not."""
+        found = {*versions_in(self._directory), *frames_in(self._directory)}
+        return sorted(found, reverse=newest_first)
+
+    # -- writing ---------------------------------------------------------------------------------
 
     def draft(
         self,
@@ -234,65 +202,160 @@ class FragmentStore:
 
         Args:
             record: The version; payloads and contributions do not count, of lanes only which
-                vectors they have, and digests may be others than those that it will have.
+                vectors they have, and digests may be others than those that it will have. Without
+                rules it cannot be computed from the version before, and is written whole.
             payload_bytes: Of each lane's published payload; empty for version 0.
             contribution_bytes: Island -> bytes of each lane, as accepted.
+
+        Raises:
+            DiskFull: If there is no room for it; nothing was written.
         """
-        sections = [
+        if not record.rules or (segment := self._segment_of(record.version)) is None:
+            return self._whole_draft(record, payload_bytes, contribution_bytes)
+        sections = _made_of(payload_bytes, contribution_bytes)
+        return FrameDraft(segment, record.header(), sections)
+
+    def _whole_draft(
+        self,
+        record: VersionRecord,
+        payload_bytes: Sequence[int],
+        contribution_bytes: Mapping[str, Sequence[int]],
+    ) -> RecordDraft:
+        state = [
             (f"{name}/{lane.lane_id}", 4 * lane.numel)
             for name in record.lanes[0].vectors
             for lane in self.fragment.lanes
         ]
-        sections += [(f"payload/{i}", size) for i, size in enumerate(payload_bytes)]
-        sections += [
-            (f"contribution/{island}/{i}", size)
-            for island, sizes in sorted(contribution_bytes.items())
-            for i, size in enumerate(sizes)
-        ]
-        return RecordDraft(record_path(self._directory, record.version), record.header(), sections)
+        path = record_path(self._directory, record.version)
+        sections = state + _made_of(payload_bytes, contribution_bytes)
+        return RecordDraft(path, record.header(), sections)
+
+    def _segment_of(self, version: int) -> Path | None:
+        """Where the frame of a version goes; None: it is to be a record."""
+        snapshots = [v for v in versions_in(self._directory) if v < version]
+        if not snapshots or version - snapshots[-1] >= self._snapshot_rounds:
+            return None
+        return segment_after(self._directory, version - 1)
 
     def commit(self, record: VersionRecord, draft: RecordDraft | None = None) -> None:
         """Write a version durably, then forget what is no longer retained.
 
         Args:
             record: The version.
-            draft: Holds some of its sections already; None: nothing was written yet.
+            draft: Holds some of its sections already, and is the caller's to abandon if this
+                fails; None: nothing was written yet.
+
+        Raises:
+            DiskFull: If there is no room; there is no such version, and it may be tried again.
+            OSError: If the disk fails.
         """
         if draft is None:
-            sizes = {i: [len(lane) for lane in c] for i, c in record.contributions.items()}
-            draft = self.draft(record, [len(payload) for payload in record.payloads], sizes)
+            self._write_whole(record)
+        else:
+            self._fill(draft, record)
+        self._retain(record.version)
+
+    def _write_whole(self, record: VersionRecord) -> None:
+        sizes = {i: [len(lane) for lane in c] for i, c in record.contributions.items()}
+        payload_bytes = [len(payload) for payload in record.payloads]
+        draft = self._whole_draft(record, payload_bytes, sizes)
         try:
-            missing = draft.missing
-            for name, data in _sections(record):
-                if name in missing:
-                    draft.write(name, data)
-            draft.commit(record.header())
+            self._fill(draft, record)
         except OSError:
             draft.abandon()
             raise
-        self._retain(record.version)
+
+    def _write_snapshot(self, frame: StoredRecord) -> None:
+        """Make a record of a frame, a lane in memory at a time."""
+        version, lanes = frame.header["version"], self.fragment.lanes
+        (first,) = self._rebuilt(version, [0])
+        state = [(f"{name}/{i.lane_id}", 4 * i.numel) for name in first.vectors for i in lanes]
+        made_of = [(name, section.num_bytes) for name, section in frame.sections.items()]
+        path = record_path(self._directory, version)
+        draft = RecordDraft(path, frame.header, state + made_of)
+        try:
+            for lane in lanes:
+                (values,) = self._rebuilt(version, [lane.lane_id])
+                for name, vector in values.vectors.items():
+                    draft.write(f"{name}/{lane.lane_id}", to_bytes(vector.view(torch.uint8)))
+            for name, _ in made_of:
+                draft.write(name, frame.read(name))
+            draft.commit(frame.header)
+        except (OSError, RecordInvalid):
+            draft.abandon()
+            raise
+        self.written_bytes += draft.num_bytes
+
+    def _fill(self, draft: RecordDraft, record: VersionRecord) -> None:
+        """Write what a draft lacks, and make it durable."""
+        missing = draft.missing
+        for name, data in sections_of(record):
+            if name in missing:
+                draft.write(name, data)
+        draft.commit(record.header())
+        self.written_bytes += draft.num_bytes
 
     def adopt(self, staged: FragmentStore, version: int) -> None:
         """Take a version over that another store, on the same disk, has written durably."""
         own = record_path(self._directory, version)
-        os.replace(record_path(staged._directory, version), own)
-        sync_directory(self._directory)
-        sync_directory(staged._directory)
+        durable.rename(record_path(staged._directory, version), own)
+        durable.sync_directory(self._directory)
+        durable.sync_directory(staged._directory)
         self._retain(version)
 
     def forget_all_but(self, version: int) -> None:
-        """Forget every version but this one."""
+        """Forget every record but the one of this version."""
         for other in versions_in(self._directory):
             if other != version:
-                self._forget(other)
+                self._forget_record(other)
 
     def _retain(self, newest: int) -> None:
-        for version in versions_in(self._directory):
-            if version < newest - self.retained_versions:
-                self._forget(version)
+        """Forget what no retained version needs: it was made durable, so no failure undoes that."""
+        try:
+            self._forget_before(newest - self.retained_versions)
+        except durable.DiskFull as error:
+            logger.warning("versions are forgotten later, there is no room for headers: %s", error)
+
+    def _forget_before(self, oldest: int) -> None:
+        """Forget versions before this one, but for the record that it is recomputed from."""
+        snapshots = versions_in(self._directory)
+        first = max((v for v in snapshots if v <= oldest), default=0)
+        for version in snapshots:
+            if version < first and not (self._keeps_all and version == 0):
+                self._forget_record(version)
+        for start in segments_in(self._directory):
+            if start < first:
+                self._forget_segment(segment_path(self._directory, start), first)
         for kept in self._directory.glob("v*.header"):
             if self._is_indexed(version_of(kept)):
-                kept.unlink()
+                durable.unlink(kept)
+
+    def _forget_record(self, version: int) -> None:
+        path = record_path(self._directory, version)
+        try:
+            stored = locate(path)
+            self._keep_header(stored)
+            if self._keeps_all:
+                keep_without_state(self._directory, stored)
+        except RecordInvalid as error:
+            logger.warning("record forgotten without a word, %s", error)
+        durable.unlink(path)
+
+    def _forget_segment(self, path: Path, first: int) -> None:
+        frames = list(frames_of(path))
+        if not frames or frames[-1].header["version"] <= first:
+            for frame in frames:
+                self._keep_header(frame)
+            if self._keeps_all:
+                keep_segment(self._directory, path)
+            else:
+                durable.unlink(path)
+
+    def _keep_header(self, stored: StoredRecord) -> None:
+        """Keep the header of what is forgotten until it is indexed."""
+        version = stored.header["version"]
+        if not self._is_indexed(version):
+            durable.write_json(header_path(self._directory, version), stored.header)
 
     def record_expiry(
         self, key: RoundKey, missing: Sequence[str] = (), broken_in_a_row: int = 0
@@ -304,26 +367,25 @@ class FragmentStore:
             missing: Islands that it waited for in vain.
             broken_in_a_row: Attempts at this version, it included, with results of no use.
         """
-        noted = {
-            "version": key.version,
-            "attempt": key.attempt + 1,
-            "broken_in_a_row": broken_in_a_row,
-            "missing": list(missing),
-        }
-        body = json.dumps(noted).encode()
-        write_durably(
-            self._directory / "attempt.json",
-            [blake3.blake3(body).hexdigest().encode(), b"\n", body],
-        )
+        write_expiry(self._directory, key, missing, broken_in_a_row)
+
+    # -- reading ---------------------------------------------------------------------------------
 
     def load(self, version: int) -> VersionRecord:
-        """Read and verify one record.
+        """Read and verify one version; a frame's state is recomputed.
 
         Raises:
             RecordInvalid: If it is missing, torn, damaged, or of another plan.
         """
         path = record_path(self._directory, version)
-        return record_of(*unpack(path, version, self.fragment), self.fragment)
+        try:
+            return record_of(*unpack(path, version, self.fragment), self.fragment)
+        except RecordInvalid:
+            if (frame := frames_in(self._directory).get(version)) is None:
+                raise
+        sections = {name: frame.read(name) for name in frame.sections}
+        lanes = self._rebuilt(version, range(len(self.fragment.lanes)))
+        return record_of(frame.header, sections, self.fragment, lanes)
 
     def load_lane(self, version: int, lane_id: int, section: str) -> tuple[str, Buffer]:
         """Read and verify one lane of a version: one of `state_sections`, or "payload".
@@ -332,11 +394,14 @@ class FragmentStore:
             Name of the codec that the version was published in, and the lane's bytes.
 
         Raises:
-            RecordInvalid: If the record is missing or damaged, or has no such section.
+            RecordInvalid: If the version is missing or damaged, or has no such section.
         """
-        path = record_path(self._directory, version)
-        header, body = read_section(path, f"{section}/{lane_id}")
-        return header["payload_codec"], body
+        stored = locate_version(self._directory, version)
+        codec, name = stored.header["payload_codec"], f"{section}/{lane_id}"
+        if name in stored.sections or section not in (*STATE_SECTIONS, SECOND_MOMENT):
+            return codec, stored.read(name)
+        (state,) = self._rebuilt(version, [lane_id])
+        return codec, to_bytes(state.vectors[section].view(torch.uint8))
 
     def restore_lane_(self, state: LaneState, version: int, lane_id: int) -> None:
         """Make theta and moments what they durably are at a version, after a step in place.
@@ -344,20 +409,26 @@ class FragmentStore:
         Raises:
             RecordInvalid: If they cannot be read back.
         """
+        (kept,) = self._rebuilt(version, [lane_id])
         for name, vector in state.vectors.items():
-            if name == "published":
-                continue
-            _, body = self.load_lane(version, lane_id, name)
-            vector.copy_(from_bytes(body).view(torch.float32))
+            if name != "published":
+                vector.copy_(kept.vectors[name])
+
+    def _rebuilt(self, version: int, lane_ids: Sequence[int]) -> tuple[LaneState, ...]:
+        return rebuild(self._directory, version, self.fragment, lane_ids, self._num_threads)
+
+    # -- pins ------------------------------------------------------------------------------------
 
     def pin(self, step: int, version: int) -> None:
         """Keep a version for the run checkpoint of an inner step; durable when this returns.
 
-        The record is linked, not copied, and not read: it was whole when it was written or
-        recovered, and whoever resumes verifies it. Repeating it changes nothing.
+        A record is linked, not copied, and not read: it was whole when it was written or
+        recovered, and whoever resumes verifies it. Of a frame a record is made. Repeating it
+        changes nothing.
 
         Raises:
-            PinRefused: If another version is pinned for this step, or there is no such record.
+            DiskFull: If there is no room for it.
+            PinRefused: If another version is pinned for this step, or there is no such version.
         """
         directory = fragment_directory(
             pin_directory(self.store_dir, step), self.fragment.fragment_id
@@ -370,186 +441,27 @@ class FragmentStore:
         own, pinned = record_path(self._directory, version), record_path(directory, version)
         if not pinned.exists():
             try:
+                if not own.exists() and (frame := frames_in(self._directory).get(version)):
+                    self._write_snapshot(frame)
                 insist_on_whole(own)
             except RecordInvalid as error:
                 raise PinRefused(f"version {version} is not here to be kept: {error}") from error
-            directory.mkdir(parents=True, exist_ok=True)
-            os.link(own, pinned)
+            durable.make_directory(directory)
+            durable.link(own, pinned)
         for made in (directory, *directory.parents[:3]):  # up to the store, however it was left
-            sync_directory(made)
-
-    def newest(self) -> VersionRecord | None:
-        """Read the newest valid record and change nothing: safe while a syncer serves the store.
-
-        Returns:
-            None if there is no record at all.
-
-        Raises:
-            RecordInvalid: If there are records, and none is valid.
-        """
-        invalid: dict[int, RecordInvalid] = {}
-        # Listed anew each time: a syncer may have forgotten the version in the meantime.
-        while versions := set(versions_in(self._directory)) - invalid.keys():
-            try:
-                return self.load(max(versions))
-            except RecordInvalid as error:
-                logger.warning("record skipped, %s", error)
-                invalid[max(versions)] = error
-        if invalid:
-            raise RecordInvalid("; ".join(str(error) for error in invalid.values()))
-        return None
-
-    def _attempt_after(self, version: int) -> tuple[int, int, int, tuple[str, ...]]:
-        """Return the next attempt at the version after this one, and how those before it ended.
-
-        That is how many expired, how many of them with results of no use, and who was missing.
-        """
-        path = self._directory / "attempt.json"
-        if not path.exists():
-            return 0, 0, 0, ()
-        checksum, _, body = path.read_bytes().partition(b"\n")
-        if blake3.blake3(body).hexdigest().encode() != checksum:
-            logger.warning("expiry record damaged, path=%s", path)
-            return _LATER_ATTEMPT, 0, 0, ()
-        noted = json.loads(body)
-        if noted["version"] != version:
-            return 0, 0, 0, ()
-        attempt, broken = int(noted["attempt"]), int(noted["broken_in_a_row"])
-        return attempt, attempt % _LATER_ATTEMPT, broken, tuple(noted["missing"])
-
-    def _forget(self, version: int) -> None:
-        """Remove a record; its header stays until it is indexed."""
-        path = record_path(self._directory, version)
-        if not self._is_indexed(version):
-            try:
-                write_json(header_path(self._directory, version), read_header(path))
-            except RecordInvalid as error:
-                logger.warning("record forgotten without a word, %s", error)
-        path.unlink()
+            durable.sync_directory(made)
 
 
 class PinRefused(Exception):
     """A version cannot be kept for a run checkpoint; says why."""
 
 
-def founding_record(
-    fragment: Fragment,
-    initial: Mapping[int, Buffer],
-    timeline: int,
-    *,
-    has_second_moment: bool = False,
-) -> VersionRecord:
-    """Make version 0 of initial parameters, float32 by lane: published = theta, moments = 0."""
-    lanes = []
-    for lane in fragment.lanes:
-        values = from_bytes(initial[lane.lane_id]).view(torch.float32)
-        second = torch.zeros_like(values) if has_second_moment else None
-        lanes.append(LaneState(values.clone(), values, torch.zeros_like(values), second))
-    return VersionRecord(
-        version=0,
-        fragment_id=fragment.fragment_id,
-        timeline=timeline,
-        key=None,
-        is_flush=False,
-        payload_codec="float32",
-        lane_digests=tuple(lane_digest(lane.published) for lane in lanes),
-        lanes=tuple(lanes),
-    )
-
-
-def recompute(
-    previous: VersionRecord, record: VersionRecord, rules: PublicationRules, fragment: Fragment
-) -> tuple[bytes, ...]:
-    """Recompute the lane digests of `record` from its predecessor and its contributions.
-
-    They are merged with the coefficients that the record names, whatever made these.
-
-    Returns:
-        The digests of the recomputed published lanes; equal to `record.lane_digests` if and
-        only if every step from the contributions on is reproduced to the bit.
-    """
-    if record.key is None or previous.version != record.key.version:
-        raise ValueError(
-            f"version {record.version} cannot be recomputed from version {previous.version}"
-        )
-    combination = record.combination or mean_of(
-        [c.weight_tokens for c in record.contributors], fragment.padded_numel
-    )
-    return tuple(
-        publish_lane(
-            state,
-            [record.contributions[c.island][lane_id] for c in record.contributors],
-            combination,
-            rules,
-            fragment=fragment,
-            lane_id=lane_id,
-            key=record.key,
-            is_flush=record.is_flush,
-        ).digest
-        for lane_id, state in enumerate(previous.lanes)
-    )
-
-
-def _sections(record: VersionRecord) -> Iterator[tuple[str, Buffer]]:
-    for lane_id, state in enumerate(record.lanes):
-        for name, vector in state.vectors.items():
-            yield f"{name}/{lane_id}", to_bytes(vector.view(torch.uint8))
-    for lane_id, payload in enumerate(record.payloads):
-        yield f"payload/{lane_id}", payload
-    for island, lanes in sorted(record.contributions.items()):
-        for lane_id, contribution in enumerate(lanes):
-            yield f"contribution/{island}/{lane_id}", contribution
-
-
-def record_of(
-    header: Mapping[str, Any], sections: Mapping[str, Buffer], fragment: Fragment
-) -> VersionRecord:
-    """Put a version together from what `VersionRecord.header` gave and its sections by name.
-
-    Theta and moments must be in bytes that may be written to, such as a bytearray's.
-    """
-
-    def vector(name: str, lane_id: int) -> Tensor:
-        return from_bytes(sections[f"{name}/{lane_id}"]).view(torch.float32)
-
-    contributors = tuple(
-        Contributor(
-            c["island"],
-            c["incarnation"],
-            c["weight_tokens"],
-            c["weight_steps"],
-            c["sent_at_inner_step"],
-            tuple(bytes.fromhex(digest) for digest in c["lane_digests"]),
-        )
-        for c in header["contributors"]
-    )
-    lane_ids = range(len(fragment.lanes))
-    version = header["version"]
-    merge = header.get("merge")
-    key = RoundKey(header["timeline"], header["fragment_id"], version - 1, header["attempt"])
-    return VersionRecord(
-        version=version,
-        fragment_id=header["fragment_id"],
-        timeline=header["timeline"],
-        key=key if version > 0 else None,
-        is_flush=header["is_flush"],
-        payload_codec=header["payload_codec"],
-        lane_digests=tuple(bytes.fromhex(digest) for digest in header["lane_digests"]),
-        lanes=tuple(
-            LaneState(*(vector(name, lane.lane_id) for name in state_sections(sections)))
-            for lane in fragment.lanes
-        ),
-        payloads=tuple(bytes(sections[f"payload/{i}"]) for i in lane_ids) if version else (),
-        contributors=contributors,
-        contributions={
-            c.island: [sections[f"contribution/{c.island}/{i}"] for i in lane_ids]
-            for c in contributors
-            if f"contribution/{c.island}/0" in sections  # a peer of an all-reduce has its own
-        },
-        refused=header["refused"],
-        last_included={name: Inclusion(*last) for name, last in header["last_included"].items()},
-        rejected=merge["rejected"] if merge else {},
-        combination=Combination.from_json(merge) if merge else None,
-        merged_tokens=header.get("merged_tokens", 0),
-        rules=header.get("rules", {}),
-    )
+def _made_of(
+    payload_bytes: Sequence[int], contribution_bytes: Mapping[str, Sequence[int]]
+) -> list[tuple[str, int]]:
+    """Name the sections of a version beside its state, with their bytes."""
+    return [(f"payload/{i}", size) for i, size in enumerate(payload_bytes)] + [
+        (f"contribution/{island}/{i}", size)
+        for island, sizes in sorted(contribution_bytes.items())
+        for i, size in enumerate(sizes)
+    ]

@@ -18,6 +18,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from diloco.durable import DiskFull
 from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
 from diloco.refusals import Cause
@@ -25,6 +26,7 @@ from diloco.rounds.attendance import Attendance, IncarnationStore, Listeners, Or
 from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, keys_of, outcome_message
 from diloco.rounds.orders import Orders
 from diloco.rounds.pins import forget_pins
+from diloco.rounds.room import Room
 from diloco.rounds.rules import SyncerRules
 from diloco.rounds.service import FragmentService, Hooks
 from diloco.rounds.spool import Spool
@@ -37,7 +39,7 @@ from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount
 from transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply
-from transport.errors import FrameError
+from transport.errors import FrameError, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ class Syncer:
             self._notify,
             self._lose,
             on_event,
+            Room(worker, self.meter, self._hold_openings),
             self.meter,
             self._spool,
             rules.num_threads,
@@ -166,8 +169,7 @@ class Syncer:
 
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
-        rounds = self._services[fragment_id].rounds
-        return "ended" if rounds.is_over else str(rounds.phase)
+        return self._services[fragment_id].phase
 
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
@@ -184,6 +186,11 @@ class Syncer:
         self._steps.forget(island)
         for service in self._services.values():
             service.granted(island, incarnation)
+        self._notify()
+
+    def _hold_openings(self, is_held: bool) -> None:
+        for service in self._services.values():
+            service.hold_openings(is_held)
         self._notify()
 
     def _take_roster(self, roster: Roster) -> None:
@@ -428,6 +435,8 @@ class Syncer:
         async def handle(call: IncomingCall) -> Reply:
             try:
                 return await handler(call)
+            except DiskFull as error:
+                raise Overloaded(f"the syncer's disk is full, call again: {error}") from error
             except OSError as error:
                 self._fail(error)
                 # Left without an answer until the end resets it, the call is made again.

@@ -37,7 +37,8 @@ from diloco.rounds.publication import (
     publish_mean_,
 )
 from diloco.rounds.record import STATE_SECTIONS
-from diloco.rounds.store import FragmentStore, VersionRecord, founding_record, record_of
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import VersionRecord, founding_record, record_of
 from diloco.rounds.worker import Worker
 from transport.contracts import Buffer
 

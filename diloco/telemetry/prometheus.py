@@ -343,6 +343,7 @@ def syncer_metrics(
         ("rounds_solo", "Versions of one island, where others were members", counts.solo),
         ("round_wait_seconds", "Time from openings to closes", counts.waited_s),
         ("round_grace_seconds", "Time that quorums waited for stragglers", counts.grace_s),
+        ("disk_full", "Versions and expiries that found no room at first", counts.disk_full),
         ("merge_seconds", "Time of merges and outer steps", counts.merge_s),
         ("commit_seconds", "Time until versions were durable", counts.commit_s),
     )
@@ -350,6 +351,10 @@ def syncer_metrics(
         # From zero on, so that the first increase is seen.
         samples = [([str(s.fragment_id)], by_fragment.get(s.fragment_id, 0)) for s in states]
         yield _counter(f"syncer_{name}", what, fragment, samples)
+    waits = [
+        ([str(s.fragment_id)], float(s.fragment_id in counts.waiting_for_disk)) for s in states
+    ]
+    yield _gauge("syncer_waits_for_disk", "1 while a version finds no room", fragment, waits)
     outcomes = [
         ([str(p), island, outcome], float(count))
         for outcome, counted in (

@@ -22,12 +22,15 @@ class SyncerCounts:
 
     Seconds are the worker's, but for those that rounds `waited_s` and spent on grace (`grace_s`).
     `refused` are contributions to published versions, `refusals` whatever was refused, by island
-    (empty: of none that had proved it) and cause.
+    (empty: of none that had proved it) and cause. `disk_full` counts versions and expiries that
+    found no room at first, `waiting_for_disk` are the fragments that wait for it now.
     """
 
     published: Counter[int] = field(default_factory=Counter)
     solo: Counter[int] = field(default_factory=Counter)
     expired: Counter[int] = field(default_factory=Counter)
+    disk_full: Counter[int] = field(default_factory=Counter)
+    waiting_for_disk: set[int] = field(default_factory=set)
     included: Counter[tuple[int, str]] = field(default_factory=Counter)
     refused: Counter[tuple[int, str]] = field(default_factory=Counter)
     refusals: Counter[tuple[str, Cause]] = field(default_factory=Counter)
@@ -71,6 +74,17 @@ class SyncerMeter:
         """Count an attempt without a result."""
         with self._lock:
             self._counts.expired[fragment_id] += 1
+
+    def disk_full(self, fragment_id: int) -> None:
+        """Count that a version or an expiry found no room on the disk; it waits."""
+        with self._lock:
+            self._counts.disk_full[fragment_id] += 1
+            self._counts.waiting_for_disk.add(fragment_id)
+
+    def disk_free(self, fragment_id: int) -> None:
+        """Take note that a fragment waits no more."""
+        with self._lock:
+            self._counts.waiting_for_disk.discard(fragment_id)
 
     def refusal(self, island: str, cause: Cause) -> None:
         """Count a call, or what it carried, that was refused."""

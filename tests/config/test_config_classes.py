@@ -44,7 +44,7 @@ POLICY = {
     "outer.on_member_lost outer.optimizer.name outer.optimizer.lr outer.optimizer.momentum",
     "outer.optimizer.momentum_ramp_rounds outer.uplink_codec outer.downlink_codec",
     "outer.codec_by_name outer.clip_norm_ratio outer.reject_norm_ratio outer.optimizer.betas",
-    "outer.optimizer.eps",
+    "outer.optimizer.eps outer.store outer.snapshot_rounds outer.keep_contributions",
     "outer.error_feedback outer.retained_versions inner.clip_norm inner.optimizer.name",
     "inner.optimizer.lr inner.optimizer.schedule inner.optimizer.warmup_steps",
     "inner.optimizer.min_lr_ratio inner.optimizer.betas inner.optimizer.weight_decay",

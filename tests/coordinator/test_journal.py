@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import logging
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diloco.coordinator.journal import Journal
+from diloco.coordinator.journal import Journal, repeated_when_full
+from diloco.durable import DiskFull
+from transport.contracts import IncomingCall, Reply
+from transport.errors import Overloaded
 
 
 @pytest.fixture
@@ -78,3 +85,50 @@ def test_closing_twice_is_harmless_and_opening_again_finds_everything(journal: J
     journal.open()
 
     assert journal.entries() == {"plan": "{}"}
+
+
+# -- a full disk -----------------------------------------------------------------------------------
+
+
+def test_a_full_disk_stores_nothing_and_the_same_is_stored_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = reopened(tmp_path)
+    journal.write([("plan", "p")])
+    (pages,) = journal._require().execute("PRAGMA page_count").fetchone()
+    journal._require().execute(f"PRAGMA max_page_count = {pages}")
+    large = [(f"island/{number}", "x" * 500) for number in range(100)]
+
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            with pytest.raises(DiskFull, match=r"journal\.sqlite: database or disk is full"):
+                journal.write(large)
+        with pytest.raises(DiskFull):
+            journal.index_round(0, 0, 0, "x" * 50_000)
+        assert journal.entries() == {"plan": "p"}
+        journal._require().execute("PRAGMA max_page_count = 1000000")
+        journal.write(large)
+
+    assert len(journal.entries()) == 101
+    assert [record.message.partition(",")[0] for record in caplog.records] == [
+        "the disk is full",
+        f"there is room for {tmp_path}/journal.sqlite again",
+    ]
+    journal.close()
+
+
+def test_a_call_that_finds_the_disk_full_is_to_be_repeated() -> None:
+    async def full(call: IncomingCall) -> Reply:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    async def other(call: IncomingCall) -> Reply:
+        raise ValueError("another one")
+
+    handlers = repeated_when_full({"control.join": full, "control.leave": other})
+
+    call: Any = None
+    with pytest.raises(Overloaded, match="call again") as refused:
+        asyncio.run(handlers["control.join"](call))
+    assert refused.value.is_retryable
+    with pytest.raises(ValueError, match="another one"):
+        asyncio.run(handlers["control.leave"](call))

@@ -11,7 +11,7 @@ import pytest
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.round_journal import RoundJournal, insist_on_initial, read_record
 from diloco.outer.fragments import TensorSpec, make_plan
-from diloco.rounds.store import founding_record
+from diloco.rounds.version import founding_record
 from transport.errors import FrameError
 
 DIGEST = "0" * 64

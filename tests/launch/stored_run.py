@@ -14,8 +14,9 @@ from diloco.inner.model import Llama, LlamaShape, parameter_shapes
 from diloco.launch.state_dir import StateDir
 from diloco.outer.fragments import Fragment, Plan, TensorSpec, make_plan
 from diloco.rounds.publication import LaneState, lane_digest
-from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import Contributor, RoundKey
+from diloco.rounds.version import VersionRecord
 from tests.run_files import write_run
 
 ISLANDS = ("east", "west")

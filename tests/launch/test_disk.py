@@ -64,6 +64,21 @@ def test_records_of_outer_adam_hold_one_more_vector(config: Config) -> None:
     assert disk.record_bytes == 16 * MILLION + 3 * 515_625
 
 
+def test_a_log_keeps_two_whole_records_and_what_the_others_were_made_from(config: Config) -> None:
+    outer = config.outer.model_copy(
+        update={"store": "log", "snapshot_rounds": 8, "keep_contributions": "all"}
+    )
+
+    disk = forecast_disk(config.model_copy(update={"outer": outer}), MILLION)
+
+    assert disk.num_records == 2 + 4
+    assert disk.frame_bytes == 3 * 515_625
+    num_rounds = -(-config.run.inner_steps // outer.inner_steps_per_round)
+    assert disk.num_frames == 4 + 2 * 8 + num_rounds + 1
+    frames = disk.num_frames * disk.frame_bytes
+    assert disk.store_bytes == disk.num_records * disk.record_bytes + frames
+
+
 @pytest.mark.parametrize(
     ("every", "num_unsure", "num_pinned"),
     [

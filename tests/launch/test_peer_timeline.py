@@ -13,7 +13,8 @@ from diloco.launch.peer import _take_to_timeline
 from diloco.launch.state_dir import StateDir, Timeline, read_timeline
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.rounds.pins import forget_pins, pinned_steps
-from diloco.rounds.store import FragmentStore, founding_record
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import founding_record
 from protos.control_pb2 import Grant, JoinReply
 from transport.contracts import Buffer
 

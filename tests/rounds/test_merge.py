@@ -23,8 +23,9 @@ from diloco.rounds.merge import Merger, Spooled
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest, publish_lane
 from diloco.rounds.record import RecordDraft, record_path
 from diloco.rounds.spool import Spool
-from diloco.rounds.store import FragmentStore, VersionRecord, founding_record, recompute
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import Close, Contributor, Inclusion, RoundKey
+from diloco.rounds.version import VersionRecord, founding_record, recompute
 from diloco.telemetry.syncer_meter import SyncerMeter
 
 PLAN = make_plan([TensorSpec("w", (70_000,))], num_fragments=1)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco import durable
 from diloco.outer.fragments import TensorSpec, make_plan
-from diloco.rounds import pins
 from diloco.rounds.pins import (
     forget_pins,
     pin_directory,
@@ -22,8 +22,9 @@ from diloco.rounds.pins import (
 )
 from diloco.rounds.publication import LaneState, lane_digest
 from diloco.rounds.record import RecordInvalid, fragment_directory, record_path, versions_in
-from diloco.rounds.store import FragmentStore, PinRefused, VersionRecord
+from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.rounds.terms import Contributor, RoundKey
+from diloco.rounds.version import VersionRecord
 
 PLAN = make_plan([TensorSpec("v", (300,)), TensorSpec("w", (300,))], num_fragments=2)
 RETAINED = 2
@@ -371,12 +372,8 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> None:
 
         return call
 
-    monkeypatch.setattr(os, "link", dying("link", os.link))
-    monkeypatch.setattr(Path, "rename", dying("rename", Path.rename))
-    monkeypatch.setattr(Path, "mkdir", dying("mkdir", Path.mkdir))
-    monkeypatch.setattr(Path, "unlink", dying("unlink", Path.unlink))
-    monkeypatch.setattr(shutil, "rmtree", dying("rmtree", shutil.rmtree))
-    monkeypatch.setattr(pins, "sync_directory", dying("sync", pins.sync_directory))
+    for name in ("link", "rename", "make_directory", "unlink", "remove_tree", "sync_directory"):
+        monkeypatch.setattr(durable, name, dying(name, getattr(durable, name)))
 
 
 def test_a_restore_that_is_killed_anywhere_is_done_again_to_the_same_end(

@@ -16,13 +16,16 @@ from diloco.compression.registry import get_codec
 from diloco.outer.combination import mean_of
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.rounds.log import headers_in
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest, publish_lane
-from diloco.rounds.record import RecordInvalid, headers_in, record_path
-from diloco.rounds.store import FragmentStore, VersionRecord, recompute
+from diloco.rounds.record import RecordInvalid, record_path
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import Contributor, RoundKey
+from diloco.rounds.version import VersionRecord, recompute
 
 # 128 blocks, 65,536 bytes a lane: two lanes.
-FRAGMENT = make_plan([TensorSpec("w", (32768,))], num_fragments=1).fragments[0]
+PLAN = make_plan([TensorSpec("w", (32768,))], num_fragments=1)
+FRAGMENT = PLAN.fragments[0]
 RULES = PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 2), seed=0)
 RETAINED = 2
 
@@ -30,6 +33,16 @@ RETAINED = 2
 @pytest.fixture
 def store(tmp_path: Path) -> FragmentStore:
     store = FragmentStore(tmp_path / "state" / "store", FRAGMENT, RETAINED)
+    assert store.recover() is None
+    return store
+
+
+@pytest.fixture(params=[1, 3], ids=["snapshot", "log"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> FragmentStore:
+    """A store of each policy; `log` has a snapshot every third version."""
+    store = FragmentStore(
+        tmp_path / "state" / "store", FRAGMENT, RETAINED, snapshot_rounds=request.param
+    )
     assert store.recover() is None
     return store
 
@@ -100,7 +113,15 @@ def following(
         contributors=contributors,
         contributions=contributions,
         refused={"c": "declined: not finite"},
+        rules=rules.to_json(),
     )
+
+
+def put(store: FragmentStore, record: VersionRecord) -> None:
+    """Commit a version as a merger does."""
+    sizes = {i: [len(lane) for lane in lanes] for i, lanes in record.contributions.items()}
+    payload_bytes = [len(payload) for payload in record.payloads]
+    store.commit(record, store.draft(record, payload_bytes, sizes))
 
 
 def commit(store: FragmentStore, num_versions: int) -> list[VersionRecord]:
@@ -109,7 +130,7 @@ def commit(store: FragmentStore, num_versions: int) -> list[VersionRecord]:
     while len(records) <= num_versions:
         records.append(following(records[-1]))
     for record in records:
-        store.commit(record)
+        put(store, record)
     return records
 
 
@@ -127,21 +148,21 @@ def test_an_empty_store_has_no_version(store: FragmentStore) -> None:
     assert store.recover() is None
 
 
-def test_a_record_comes_back_as_it_was_written(store: FragmentStore) -> None:
-    records = commit(store, 2)
+def test_a_record_comes_back_as_it_was_written(either: FragmentStore) -> None:
+    records = commit(either, 2)
 
     for record in records:
-        assert_same(store.load(record.version), record)
-    recovered = store.recover()
+        assert_same(either.load(record.version), record)
+    recovered = either.recover()
     assert recovered is not None
     assert_same(recovered.record, records[2])
     assert recovered.attempt == 0
 
 
-def test_the_outcomes_of_retained_rounds_are_recovered(store: FragmentStore) -> None:
-    commit(store, 2)
+def test_the_outcomes_of_retained_rounds_are_recovered(either: FragmentStore) -> None:
+    commit(either, 2)
 
-    recovered = store.recover()
+    recovered = either.recover()
 
     assert recovered is not None
     assert sorted(recovered.past) == [0, 1]
@@ -263,12 +284,12 @@ def test_a_damaged_version_in_between_does_not_hide_the_newest(store: FragmentSt
     assert sorted(recovered.past) == [1]
 
 
-def test_what_a_killed_writer_left_is_removed_and_is_no_version(store: FragmentStore) -> None:
-    records = commit(store, 1)
-    leftover = path_of(store, 2).with_name(path_of(store, 2).name + ".tmp")
-    leftover.write_bytes(path_of(store, 1).read_bytes())
+def test_what_a_killed_writer_left_is_removed_and_is_no_version(either: FragmentStore) -> None:
+    records = commit(either, 1)
+    leftover = path_of(either, 2).with_name(path_of(either, 2).name + ".tmp")
+    leftover.write_bytes(path_of(either, 0).read_bytes())
 
-    recovered = store.recover()
+    recovered = either.recover()
 
     assert recovered is not None
     assert_same(recovered.record, records[1])
@@ -393,12 +414,12 @@ def attempt_file(store: FragmentStore) -> Path:
     return path_of(store, 0).parent / "attempt.json"
 
 
-def test_a_restart_opens_the_attempt_after_the_last_recorded(store: FragmentStore) -> None:
-    commit(store, 1)
+def test_a_restart_opens_the_attempt_after_the_last_recorded(either: FragmentStore) -> None:
+    commit(either, 1)
     for attempt in range(3):
-        store.record_expiry(RoundKey(0, 0, 1, attempt), ("east", "west")[:attempt], attempt // 2)
+        either.record_expiry(RoundKey(0, 0, 1, attempt), ("east", "west")[:attempt], attempt // 2)
 
-        recovered = store.recover()
+        recovered = either.recover()
 
         assert recovered is not None
         assert recovered.missing == ("east", "west")[:attempt]
@@ -407,12 +428,12 @@ def test_a_restart_opens_the_attempt_after_the_last_recorded(store: FragmentStor
         assert (recovered.record.version, recovered.attempt) == (1, attempt + 1)
 
 
-def test_an_expiry_of_an_earlier_version_is_over_with_it(store: FragmentStore) -> None:
-    records = commit(store, 1)
-    store.record_expiry(RoundKey(0, 0, 1, 0))
-    store.commit(following(records[1], attempt=1))
+def test_an_expiry_of_an_earlier_version_is_over_with_it(either: FragmentStore) -> None:
+    records = commit(either, 1)
+    either.record_expiry(RoundKey(0, 0, 1, 0))
+    put(either, following(records[1], attempt=1))
 
-    recovered = store.recover()
+    recovered = either.recover()
 
     assert recovered is not None
     assert (recovered.record.version, recovered.attempt) == (2, 0)
@@ -443,19 +464,19 @@ def test_an_expiry_counts_again_when_the_next_version_is_torn(store: FragmentSto
     ids=["empty", "without-body", "torn", "changed", "zero"],
 )
 def test_after_a_damaged_expiry_record_no_announced_attempt_is_opened_again(
-    store: FragmentStore, damage: Callable[[bytes], bytes]
+    either: FragmentStore, damage: Callable[[bytes], bytes]
 ) -> None:
-    commit(store, 1)
-    store.record_expiry(RoundKey(0, 0, 1, 0))
-    path = attempt_file(store)
+    commit(either, 1)
+    either.record_expiry(RoundKey(0, 0, 1, 0))
+    path = attempt_file(either)
 
     path.write_bytes(damage(path.read_bytes()))
 
-    recovered = store.recover()
+    recovered = either.recover()
     assert recovered is not None
     assert recovered.attempt > 1000
-    store.record_expiry(RoundKey(0, 0, 1, recovered.attempt))
-    again = store.recover()
+    either.record_expiry(RoundKey(0, 0, 1, recovered.attempt))
+    again = either.recover()
     assert again is not None
     assert again.expired_in_a_row == 1, "numbers skipped are not expiries"
 
@@ -467,22 +488,22 @@ def test_after_a_damaged_expiry_record_no_announced_attempt_is_opened_again(
     ("up", "down"), [("float32", "float32"), ("int4", "int4"), ("int4", "float32")]
 )
 def test_retained_versions_are_recomputed_bit_by_bit(
-    store: FragmentStore, up: str, down: str
+    either: FragmentStore, up: str, down: str
 ) -> None:
     rules = PublicationRules(up, down, RULES.optimizer, seed=0)
     records = [first()]
     for is_flush in (False, False, True):
         records.append(following(records[-1], rules=rules, is_flush=is_flush))
     for record in records:
-        store.commit(record)
+        put(either, record)
 
     for version in (2, 3):
-        before, after = store.load(version - 1), store.load(version)
+        before, after = either.load(version - 1), either.load(version)
         assert recompute(before, after, rules, FRAGMENT) == after.lane_digests
 
 
-def test_recomputing_sees_a_changed_weight(store: FragmentStore) -> None:
-    records = commit(store, 2)
+def test_recomputing_sees_a_changed_weight(either: FragmentStore) -> None:
+    records = commit(either, 2)
     contributors = records[2].contributors
     changed = replace(
         records[2],
@@ -492,8 +513,8 @@ def test_recomputing_sees_a_changed_weight(store: FragmentStore) -> None:
     assert recompute(records[1], changed, RULES, FRAGMENT) != changed.lane_digests
 
 
-def test_a_version_is_recomputed_from_its_predecessor_only(store: FragmentStore) -> None:
-    records = commit(store, 2)
+def test_a_version_is_recomputed_from_its_predecessor_only(either: FragmentStore) -> None:
+    records = commit(either, 2)
 
     with pytest.raises(ValueError, match="version 2 cannot be recomputed from version 0"):
         recompute(records[0], records[2], RULES, FRAGMENT)

@@ -19,8 +19,9 @@ from diloco.errors import (
 )
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.merge import Merger
-from diloco.rounds.store import FragmentStore, recompute
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import OutcomeKind, RoundKey
+from diloco.rounds.version import recompute
 from protos import fragment_pb2 as wire
 from tests.raw_island import KEY, NUMEL, Dead, RawIsland, SlowWorker, founded, restart
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
@@ -35,10 +36,12 @@ def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None
         parameter.sub_(DESCENT[island])
 
 
-@pytest.fixture
-def setting(tmp_path: Path) -> Setting:
+@pytest.fixture(params=[1, 3], ids=["snapshot", "log"])
+def setting(request: pytest.FixtureRequest, tmp_path: Path) -> Setting:
     """Two islands, one fragment of two lanes; only the raw islands below take part."""
-    return Setting({"w": [0.0] * NUMEL}, descend, tmp_path, inner_steps=8)
+    return Setting(
+        {"w": [0.0] * NUMEL}, descend, tmp_path, inner_steps=8, snapshot_rounds=request.param
+    )
 
 
 def records_of(setting: Setting) -> FragmentStore:
@@ -50,7 +53,8 @@ def version_of(run: VirtualRun) -> tuple[int, int, bool]:
     return state.version, state.attempt, state.is_open
 
 
-def whole(directory: Path) -> Setting:
+def whole(directory: Path, seed: int = 0) -> Setting:
+    """A run of 2 islands; of two seeds one has a record every round, one a log."""
     return Setting(
         {name: [0.5] * 200 for name in ("u", "v", "w")},
         wander,
@@ -64,6 +68,7 @@ def whole(directory: Path) -> Setting:
         downlink_codec="int4",
         optimizer=OuterOptimizer("nesterov", 0.7, 0.9, 2),
         tokens={"a": 3, "b": 5},
+        snapshot_rounds=1 if seed % 2 == 0 else 3,
     )
 
 
@@ -268,10 +273,10 @@ def test_a_syncer_whose_worker_fails_ends_and_says_why(
     async def scenario() -> None:
         run, (a, b) = await founded(setting)
 
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
+        def broken(*_: object) -> None:
+            raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(FragmentStore, "commit", full)
+        monkeypatch.setattr(FragmentStore, "commit", broken)
         await a.contribute()
         await b.contribute()
         await run.syncer.ended.wait()
@@ -358,7 +363,7 @@ async def disturbed(
 def test_a_run_whose_syncer_is_killed_at_any_moment_publishes_the_same_bytes(
     tmp_path: Path, undisturbed: tuple[Any, Any], seed: int
 ) -> None:
-    setting = whole(tmp_path)
+    setting = whole(tmp_path, seed)
 
     async def scenario() -> tuple[VirtualRun, dict[str, VirtualIsland]]:
         run = VirtualRun(setting)
@@ -397,7 +402,7 @@ def assert_recomputed(setting: Setting) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_with_kills_stalls_and_divergence_islands_never_disagree(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    setting = replace(whole(tmp_path), round_deadline_s=6.0, islands=("a", "b", "c"))
+    setting = replace(whole(tmp_path, seed), round_deadline_s=6.0, islands=("a", "b", "c"))
 
     def stray(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
         wander(island, inner_step, parameters)

@@ -229,12 +229,12 @@ def test_a_resumed_run_publishes_from_the_pinned_version_on_in_its_own_timeline(
 # -- a disk that fails -----------------------------------------------------------------------------
 
 
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
+def broken(*_: object) -> None:
+    raise OSError(5, "Input/output error")
 
 
 @pytest.mark.parametrize("what", ["grant", "founding", "pin"])
-def test_a_full_disk_ends_the_syncer_and_not_the_island_that_called(
+def test_a_broken_disk_ends_the_syncer_and_not_the_island_that_called(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     async def scenario() -> None:
@@ -247,10 +247,10 @@ def test_a_full_disk_ends_the_syncer_and_not_the_island_that_called(
             await a.poll()
         if what == "pin":
             await a.upload()
-        run.incarnations.store = full  # type: ignore[method-assign]
+        run.incarnations.store = broken  # type: ignore[method-assign]
         with monkeypatch.context() as patch:
-            patch.setattr(FragmentStore, "commit", full)
-            patch.setattr(FragmentStore, "pin", full)
+            patch.setattr(FragmentStore, "commit", broken)
+            patch.setattr(FragmentStore, "pin", broken)
             calls = {"grant": a.poll, "founding": a.upload, "pin": lambda: pin(a, 4, {0: 0})}
             calling = asyncio.create_task(calls[what]())
             await run.syncer.ended.wait()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from diloco.outer.optimizer import OuterOptimizer
-from diloco.rounds.store import FragmentStore, VersionRecord, recompute
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import VersionRecord, recompute
 from tests.virtual_allreduce import AllReduceRun
 from tests.virtual_run import Setting, VirtualRun
 from transport.loopback import run_virtual

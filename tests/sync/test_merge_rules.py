@@ -15,7 +15,8 @@ from torch import Tensor
 from diloco.errors import ConfigError
 from diloco.outer.combination import MergeRule
 from diloco.outer.optimizer import OuterOptimizer
-from diloco.rounds.store import FragmentStore, VersionRecord, recompute
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import VersionRecord, recompute
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
 from transport.loopback import run_virtual
 

@@ -143,6 +143,9 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         pass
     meter.published(CLOSED)
     meter.expired(1)
+    meter.disk_full(0)
+    meter.disk_full(1)
+    meter.disk_free(1)
     meter.refusal("west", Cause.DIGEST)
     meter.refusal("west", Cause.DIGEST)
     meter.refusal("", Cause.GRANT)
@@ -162,6 +165,10 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         "diloco_syncer_round_wait_seconds_total{fragment=1}": 0,
         "diloco_syncer_round_grace_seconds_total{fragment=0}": 2.5,
         "diloco_syncer_round_grace_seconds_total{fragment=1}": 0,
+        "diloco_syncer_disk_full_total{fragment=0}": 1,
+        "diloco_syncer_disk_full_total{fragment=1}": 1,
+        "diloco_syncer_waits_for_disk{fragment=0}": 1,
+        "diloco_syncer_waits_for_disk{fragment=1}": 0,
         "diloco_syncer_merge_seconds_total{fragment=0}": 0.5,
         "diloco_syncer_merge_seconds_total{fragment=1}": 0,
         "diloco_syncer_commit_seconds_total{fragment=0}": 0.25,

@@ -1,0 +1,224 @@
+"""Versions as frames of a log: a record without its state, appended to the segment of a snapshot.
+
+    fragment-0003/v000000000016.record    a snapshot: the whole record of version 16
+    fragment-0003/v000000000016.log       frames of versions 17, 18, ... until the next snapshot
+    fragment-0003/kept/                   segments of versions that the store has forgotten, if all
+                                          are to be kept; of a snapshot, one of its own
+
+A frame is the record of its version less the sections of state: its header names the rules that
+it takes to compute that state from the version before. One write at the end of a file and
+one fsync make a version durable. What follows the last valid frame is torn and never existed,
+unless a valid frame comes after it: then the file was damaged, and what it still holds is left
+alone. Torch is not imported, as in `record`.
+
+Source: protocol.md section 4 (commit point, `log`).
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from diloco import durable
+from diloco.rounds.record import (
+    MAGIC,
+    RecordDraft,
+    RecordInvalid,
+    StoredRecord,
+    locate,
+    record_path,
+    version_of,
+    versions_in,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Directory of what versions were made of, once the store has forgotten them.
+KEPT = "kept"
+
+
+def segment_path(directory: Path, version: int) -> Path:
+    """File of the frames that follow a version, in a fragment's directory."""
+    return directory / f"v{version:012d}.log"
+
+
+def segments_in(directory: Path) -> list[int]:
+    """Versions that a segment begins after, ascending."""
+    return sorted(version_of(path) for path in directory.glob("v*.log"))
+
+
+def frames_of(path: Path) -> Iterator[StoredRecord]:
+    """Find the frames of a segment by their headers, up to the first that is torn or damaged.
+
+    Their versions follow one another; the sections are not read.
+    """
+    at, version = 0, version_of(path)
+    while True:
+        try:
+            frame = locate(path, at)
+        except RecordInvalid:
+            return
+        if frame.header["version"] != version + 1 or frame.end > path.stat().st_size:
+            return
+        yield frame
+        at, version = frame.end, version + 1
+
+
+def frames_in(directory: Path) -> dict[int, StoredRecord]:
+    """Find all frames of a fragment by version.
+
+    A segment ends where a later one begins: what a damaged one holds beyond that is another past.
+    """
+    found: dict[int, StoredRecord] = {}
+    for start in segments_in(directory):
+        found = {version: frame for version, frame in found.items() if version <= start}
+        for frame in frames_of(segment_path(directory, start)):
+            found[frame.header["version"]] = frame
+    return found
+
+
+def locate_version(directory: Path, version: int) -> StoredRecord:
+    """Find what a version was made from: in its record, or in its frame.
+
+    Raises:
+        RecordInvalid: If there is neither.
+    """
+    path = record_path(directory, version)
+    try:
+        return locate(path)
+    except RecordInvalid:
+        if (frame := frames_in(directory).get(version)) is not None:
+            return frame
+        raise
+
+
+def headers_in(directory: Path) -> list[dict[str, Any]]:
+    """Read the headers of all versions whose record, frame or header is kept, ascending.
+
+    A record or a frame whose header is damaged is passed over; its sections are not looked at.
+    """
+    headers: dict[int, dict[str, Any]] = {
+        version_of(path): dict(durable.read_json(path) or {})
+        for path in directory.glob("v*.header")
+    }
+    for version, frame in frames_in(directory).items():
+        headers[version] = dict(frame.header)
+    for version in versions_in(directory):
+        try:
+            headers[version] = dict(locate(record_path(directory, version)).header)
+        except RecordInvalid:
+            continue
+    return [headers[version] for version in sorted(headers)]
+
+
+class FrameDraft(RecordDraft):
+    """A frame on its way to the end of a segment; its header is what is written last."""
+
+    def _open(self) -> tuple[int, int]:
+        return durable.open_to_append(self._path)
+
+    def _give_name(self) -> None:
+        if self._start == 0:
+            durable.sync_directory(self._path.parent)
+
+    def _remove(self) -> None:
+        durable.truncate(self._file, self._start)
+
+
+def segment_after(directory: Path, version: int) -> Path | None:
+    """Say where the frame of the version after this one belongs.
+
+    Returns:
+        The segment; None where no frame could be found again: there is no record that leads to
+        this version, or the segment has more in it than that. A record is due then.
+    """
+    segments = segments_in(directory)
+    if segments:
+        path = segment_path(directory, segments[-1])
+        frames = list(frames_of(path))
+        end = frames[-1].end if frames else 0
+        if segments[-1] + len(frames) == version and path.stat().st_size == end:
+            return path
+    path = segment_path(directory, version)
+    return path if record_path(directory, version).exists() and not path.exists() else None
+
+
+def remove_torn_tail(path: Path) -> None:
+    """Cut off what a writer that was killed left at the end of a segment; damage is left alone."""
+    end = 0
+    for frame in frames_of(path):
+        try:
+            frame.verify()
+        except RecordInvalid:
+            break
+        end = frame.end
+    size = path.stat().st_size
+    if size == end:
+        return
+    if _has_frame_beyond(path, end):
+        logger.error("log damaged, what follows is not reached: path=%s offset=%d", path, end)
+        return
+    logger.warning("log torn, its last %d bytes never existed: path=%s", size - end, path)
+    descriptor, _ = durable.open_to_append(path)
+    try:
+        durable.truncate(descriptor, end)
+        durable.sync(descriptor)
+    finally:
+        durable.close(descriptor)
+
+
+def _has_frame_beyond(path: Path, end: int) -> bool:
+    """Whether a whole frame begins somewhere after `end`."""
+    size = path.stat().st_size
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        at = end
+        while (at := content.find(MAGIC, at + 1)) >= 0:
+            try:
+                if locate(path, at).end <= size:
+                    return True
+            except RecordInvalid:
+                continue
+    return False
+
+
+def keep_segment(directory: Path, path: Path) -> None:
+    """Move a segment that the store needs no more to what is kept."""
+    _make_kept(directory)
+    durable.rename(path, directory / KEPT / path.name)
+    durable.sync_directory(directory / KEPT)
+
+
+def keep_without_state(directory: Path, record: StoredRecord) -> None:
+    """Keep what a version was made of, durably, when its record is about to be forgotten.
+
+    Raises:
+        DiskFull: If there is no room.
+        RecordInvalid: If the record is damaged.
+    """
+    version = record.header["version"]
+    if version == 0:
+        return
+    sections = [
+        (name, section.num_bytes)
+        for name, section in record.sections.items()
+        if name.startswith(("payload/", "contribution/"))
+    ]
+    _make_kept(directory)
+    path = segment_path(directory / KEPT, version - 1)
+    durable.unlink(path)  # of a store that was killed here
+    draft = FrameDraft(path, record.header, sections)
+    try:
+        for name, _ in sections:
+            draft.write(name, record.read(name))
+        draft.commit(record.header)
+    except (OSError, RecordInvalid):
+        draft.abandon()
+        raise
+
+
+def _make_kept(directory: Path) -> None:
+    if not (directory / KEPT).is_dir():
+        durable.make_directory_durably(directory / KEPT)

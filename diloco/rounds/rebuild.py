@@ -1,0 +1,117 @@
+"""The state of a version that is kept as a frame: a snapshot before it, and the frames up to it.
+
+Every frame is merged again by the code that published it, with the rules that it names, and must
+come to the digests that it names: one that does not is damaged.
+
+Source: protocol.md section 4 (`log`: recovery replays it through the same pure code).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from diloco.compression.base import from_bytes
+from diloco.errors import AggregationError, CodecError
+from diloco.outer.combination import Combination, mean_of
+from diloco.outer.fragments import Fragment
+from diloco.rounds.log import frames_in
+from diloco.rounds.publication import LaneState, PublicationRules, publish_lane_
+from diloco.rounds.record import (
+    RecordInvalid,
+    StoredRecord,
+    locate,
+    record_path,
+    state_sections,
+    versions_in,
+)
+from diloco.rounds.terms import RoundKey
+
+
+def rebuild(
+    directory: Path, version: int, fragment: Fragment, lane_ids: Sequence[int], num_threads: int
+) -> tuple[LaneState, ...]:
+    """Compute lanes of a version from the nearest snapshot that leads to it; changes nothing.
+
+    Only the sections of these lanes are read. Where the way from one snapshot is damaged, an older
+    one is tried.
+
+    Args:
+        directory: Of the fragment.
+        version: To come to.
+        fragment: Of the run's plan.
+        lane_ids: Of the lanes.
+        num_threads: Lanes computed at once.
+
+    Raises:
+        RecordInvalid: If nothing leads there, or what does is torn or damaged.
+    """
+    frames = frames_in(directory)
+    problem = RecordInvalid(f"{directory} holds no snapshot that leads to version {version}")
+    for start in reversed([v for v in versions_in(directory) if v <= version]):
+        needed = range(start + 1, version + 1)
+        if not frames.keys() >= set(needed):
+            break
+        chain = [frames[v] for v in needed]
+        try:
+            snapshot = locate(record_path(directory, start))
+            for stored, expected in zip([snapshot, *chain], (start, *needed), strict=True):
+                stored.insist_on(expected, fragment)
+            with ThreadPoolExecutor(num_threads, "lanes") as pool:
+                return tuple(pool.map(partial(_lane, snapshot, chain, fragment), lane_ids))
+        except RecordInvalid as error:
+            problem = error
+    raise problem
+
+
+def _lane(
+    snapshot: StoredRecord, chain: Sequence[StoredRecord], fragment: Fragment, lane_id: int
+) -> LaneState:
+    """Take one lane from a snapshot through the frames after it."""
+    state = LaneState(
+        *(
+            from_bytes(snapshot.read(f"{name}/{lane_id}")).view(torch.float32)
+            for name in state_sections(snapshot.sections)
+        )
+    )
+    for frame in chain:
+        state = _next(frame, state, fragment, lane_id)
+    return state
+
+
+def _next(frame: StoredRecord, state: LaneState, fragment: Fragment, lane_id: int) -> LaneState:
+    """Take one lane from the version before a frame to the frame's; `state` is moved in place."""
+    header = frame.header
+    contributors = header["contributors"]
+    merge = header.get("merge")
+    combination = (
+        Combination.from_json(merge)
+        if merge
+        else mean_of([c["weight_tokens"] for c in contributors], fragment.padded_numel)
+    )
+    key = RoundKey(
+        header["timeline"], header["fragment_id"], header["version"] - 1, header["attempt"]
+    )
+    try:
+        made = publish_lane_(
+            state,
+            (frame.read(f"contribution/{c['island']}/{lane_id}") for c in contributors),
+            combination,
+            PublicationRules.from_json(header["rules"]),
+            fragment=fragment,
+            lane_id=lane_id,
+            key=key,
+            is_flush=header["is_flush"],
+        )
+    except (AggregationError, CodecError) as error:
+        raise RecordInvalid(f"{frame.path}, version {header['version']}: {error}") from error
+    if made.digest.hex() != header["lane_digests"][lane_id]:
+        raise RecordInvalid(
+            f"{frame.path}: lane {lane_id} of version {header['version']} comes to digest "
+            f"{made.digest.hex()}, the frame says {header['lane_digests'][lane_id]}"
+        )
+    return made.state

@@ -1,0 +1,83 @@
+"""Room on the disk of a syncer: who waits for it, told once, and work that is done again.
+
+A version, or an expiry, that finds no room stays under way and is written when there is room again;
+meanwhile nothing opens at its syncer. Whoever calls and cannot be answered durably is told to call
+again.
+
+Source: protocol.md section 4 (commit point).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from diloco.durable import DiskFull
+from diloco.rounds.terms import RoundKey
+from diloco.rounds.worker import Worker
+from diloco.telemetry.syncer_meter import SyncerMeter
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: What the phase of a round says while its version finds no room.
+WAITING_FOR_DISK = "waiting for disk"
+
+_AGAIN_S = 1.0
+
+
+class Room:
+    """Fragments of a syncer that wait for room; `on_change` hears when the first or last does."""
+
+    def __init__(
+        self, worker: Worker, meter: SyncerMeter, on_change: Callable[[bool], None]
+    ) -> None:
+        """Assign only."""
+        self._worker = worker
+        self._meter = meter
+        self._on_change = on_change
+        self.waiting: set[int] = set()
+        self._refused: RoundKey | None = None
+
+    async def having(self, fragment_id: int, work: Callable[[], _T]) -> _T:
+        """Return what `work()` returns in the worker, done again each second while it is full."""
+        try:
+            while True:
+                try:
+                    return await self._worker.run(work)
+                except DiskFull as error:
+                    self._lack(fragment_id, error)
+                await asyncio.sleep(_AGAIN_S)
+        finally:
+            self._found(fragment_id)
+
+    def refuse_lane(self, key: RoundKey, error: DiskFull) -> None:
+        """Say, once a round, that contributions beyond the spool's memory find no room."""
+        if key != self._refused:
+            self._refused = key
+            logger.error("the disk is full, lanes are not taken now, key=%s: %s", key, error)
+
+    def _lack(self, fragment_id: int, error: DiskFull) -> None:
+        if fragment_id in self.waiting:
+            return
+        self.waiting.add(fragment_id)
+        self._meter.disk_full(fragment_id)
+        if len(self.waiting) == 1:
+            logger.error(
+                "the disk is full, rounds wait until there is room: make some, fragment=%d: %s",
+                fragment_id,
+                error,
+            )
+            self._on_change(True)
+
+    def _found(self, fragment_id: int) -> None:
+        if fragment_id not in self.waiting:
+            return
+        self.waiting.remove(fragment_id)
+        self._meter.disk_free(fragment_id)
+        if not self.waiting:
+            logger.info("there is room on the disk again, rounds go on")
+            self._on_change(False)
