@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from diloco.rounds.publication import PublicationRules
 from diloco.rounds.service import Worker
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer, SyncerRules
+from diloco.rounds.timing import TimingRules
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.io_thread import Waits
@@ -107,6 +108,13 @@ class Setting:
     num_unsure_pins: int = 4
     step_s: float = 1.0
     merge: MergeRule = field(default_factory=MergeRule)
+    on_member_lost: Literal["stop", "wait", "shrink"] = "stop"
+    #: Given: islands come and go, and send and merge on arrival; then `timing` is due, too.
+    min_members: int | None = None
+    quorum: int | None = None
+    timing: TimingRules | None = None
+    lease_s: float = 10.0
+    total_tokens: int = 0
 
     def plan(self) -> Plan:
         specs = [TensorSpec(name, (len(values),)) for name, values in self.initial.items()]
@@ -125,6 +133,34 @@ class Setting:
     def publication(self) -> PublicationRules:
         return PublicationRules(
             self.uplink_codec, self.downlink_codec, self.optimizer, seed=0, merge=self.merge
+        )
+
+    def measured(self, *, grace_s: float | None = None) -> TimingRules:
+        """Give bounds of times such as a configuration has by default."""
+        return TimingRules(
+            inner_steps_per_round=self.inner_steps_per_round,
+            overlap_steps=self.overlap_steps,
+            grace_share=0.5,
+            grace_cap_s=10.0,
+            deadline_floor_s=5.0,
+            deadline_cap_s=self.round_deadline_s,
+            grace_s=grace_s,
+        )
+
+    def rules(self, timeline: int = 0) -> SyncerRules:
+        return SyncerRules(
+            timeline,
+            tuple(sorted(self.islands)),
+            self.publication(),
+            self.round_deadline_s,
+            self.num_unsure_pins,
+            on_member_lost=self.on_member_lost,
+            min_members=self.min_members,
+            quorum=self.quorum,
+            timing=self.timing,
+            lease_s=self.lease_s,
+            total_tokens=self.total_tokens,
+            has_flush=self.flush,
         )
 
 
@@ -263,13 +299,7 @@ class VirtualRun:
         plan = setting.plan()
         self.syncer = Syncer(
             plan,
-            SyncerRules(
-                self.timeline,
-                tuple(sorted(setting.islands)),
-                setting.publication(),
-                setting.round_deadline_s,
-                setting.num_unsure_pins,
-            ),
+            setting.rules(self.timeline),
             [FragmentStore(setting.directory, fragment, 4) for fragment in plan.fragments],
             syncer_epoch=self.epoch,
             incarnations=self.incarnations,

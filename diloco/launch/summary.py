@@ -368,7 +368,8 @@ def _fragment_summary(
             is_equal = False
             problem = f"version {record.version} has lost its predecessor: {error}"
             break
-        is_same = recompute(before, record, rules, store.fragment) == record.lane_digests
+        made_by = PublicationRules.from_json(record.rules) if record.rules else rules
+        is_same = recompute(before, record, made_by, store.fragment) == record.lane_digests
         is_equal = is_same and is_equal is not False
         recomputed.append(record.version)
         record = before

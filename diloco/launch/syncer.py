@@ -30,7 +30,7 @@ from diloco.durable import read_json, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, syncer_address
 from diloco.launch.allocator import keep_freed_memory
-from diloco.launch.disk import insist_on_room, num_unsure_checkpoints
+from diloco.launch.disk import insist_on_room
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.logs import log_to
 from diloco.launch.security import Security, metrics_protection
@@ -241,9 +241,9 @@ def _build_syncer(
 ) -> Syncer:
     import torch
 
-    from diloco.launch.build import build_publication_rules
+    from diloco.launch.build import build_syncer_rules
     from diloco.rounds.store import FragmentStore
-    from diloco.rounds.syncer import Syncer, SyncerRules
+    from diloco.rounds.syncer import Syncer
 
     keep_freed_memory()
     torch.set_num_threads(1)  # of one operation; lanes are merged side by side
@@ -259,14 +259,8 @@ def _build_syncer(
     ]
     return Syncer(
         plan,
-        SyncerRules(
-            timeline=timeline.number,
-            islands=tuple(sorted(config.islands)),
-            publication=build_publication_rules(config),
-            round_deadline_s=outer.round_deadline_s,
-            num_unsure_pins=num_unsure_checkpoints(config),
-            spool_bytes=config.coordinator.spool_bytes,
-            num_threads=len(os.sched_getaffinity(0)),
+        build_syncer_rules(
+            config, timeline=timeline.number, num_threads=len(os.sched_getaffinity(0))
         ),
         stores,
         syncer_epoch=epoch,

@@ -9,8 +9,10 @@ Source: protocol.md sections 1, 3 (flush), 4 (reduction) and 12.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import blake3
 import torch
@@ -71,6 +73,26 @@ class PublicationRules:
     def payload_codec(self, is_flush: bool) -> str:
         """Name the codec of the published payload; a flush is published once in float32."""
         return "float32" if is_flush else self.downlink_codec
+
+    def to_json(self) -> dict[str, Any]:
+        """Write them for a record, so that it can be recomputed without a configuration."""
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return content
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> PublicationRules:
+        """Read what `to_json` wrote, among other things."""
+        optimizer, merge = dict(content["optimizer"]), dict(content["merge"])
+        optimizer["betas"] = tuple(optimizer["betas"])
+        for name in ("plain_mean", "experts"):
+            merge[name] = tuple(merge[name])
+        return cls(
+            content["uplink_codec"],
+            content["downlink_codec"],
+            OuterOptimizer(**optimizer),
+            content["seed"],
+            MergeRule(**merge),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,11 @@ from diloco.rounds.terms import (
     Opened,
     Published,
     RecordExpiry,
+    Roster,
     RoundKey,
+    RoundRules,
 )
+from diloco.rounds.timing import MeasuredTiming, StepTimes, TimingRules
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
@@ -86,29 +89,61 @@ class Hooks:
     num_threads: int
 
 
+@dataclass(frozen=True, slots=True)
+class FragmentRules:
+    """What a fragment's rounds obey; others count from the next opening on.
+
+    Args:
+        rounds: For the machine.
+        timing: Bounds of its times where they are measured.
+        publication: How contributions become a version.
+        total_tokens: Merged tokens after which the fragment ends; 0: it ends with its islands.
+        has_flush: Whether a flush is its end.
+        revision: Of the policy, for the record.
+    """
+
+    rounds: RoundRules
+    timing: TimingRules | None
+    publication: PublicationRules
+    total_tokens: int
+    has_flush: bool
+    revision: int
+
+    def told(self) -> dict[str, Any]:
+        """Say for a record what, beside the publication's rules, decided its round."""
+        quorum = self.rounds.min_contributions
+        return {
+            "min_contributions": "all" if quorum is None else quorum,
+            "policy_revision": self.revision,
+        }
+
+
 class FragmentService:
     """A fragment's machine, store and newest version, and the spool of its current attempt."""
 
     def __init__(
         self,
         fragment: Fragment,
-        rounds: FragmentRounds,
+        timeline: int,
+        rules: FragmentRules,
+        steps: StepTimes,
         store: FragmentStore,
-        publication: PublicationRules,
         units: tuple[Unit, ...],
         hooks: Hooks,
     ) -> None:
-        """Assign only; `start` reads the store."""
-        self.rounds = rounds
+        """Assign only; `start` reads the store. `steps` are the step times of the islands."""
+        timing = MeasuredTiming(rules.timing, steps, _now()) if rules.timing else None
+        self.rounds = FragmentRounds(fragment.fragment_id, timeline, rules.rounds, timing)
         self.record: VersionRecord | None = None
         self._fragment = fragment
         self._store = store
-        self._publication = publication
+        self._units = units
+        self._rules = self._next_rules = rules
         self._hooks = hooks
-        self._merger = Merger(fragment, units, store, publication, hooks.meter, hooks.num_threads)
+        self._unfetched: dict[str, set[int]] = {}  # contributor -> lanes it has not fetched yet
         self._spool: dict[str, dict[int, SpooledLane]] = {}
         self._initial: dict[int, Buffer] = {}
-        self._initial_incarnation = 0
+        self._initial_by = "", 0
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -122,8 +157,9 @@ class FragmentService:
         for island, incarnation in incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
-            _insist_on_moments(recovered.record, self._publication.optimizer)
+            _insist_on_moments(recovered.record, self._rules.publication.optimizer)
             self.record = replace(recovered.record, contributions={})
+            self._heed_tokens()
             for header in recovered.headers:
                 self._hooks.on_record(header)
             instructions = self.rounds.founded(
@@ -146,6 +182,21 @@ class FragmentService:
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
         self._perform(self.rounds.granted(island, incarnation, _now()))
+
+    def heard_of(self, roster: Roster) -> None:
+        """Take who may take part in the next openings."""
+        for island in set(self._unfetched) - set(roster.live):
+            self._has_fetched(island)
+        self._perform(self.rounds.heard_of(roster, _now()))
+
+    def obey(self, rules: FragmentRules) -> None:
+        """Take rules that count from the next opening on."""
+        self._next_rules = rules
+        self._perform(self.rounds.obey(rules.rounds, rules.timing, _now()))
+
+    def stepped(self) -> None:
+        """Take note that step times are not what they were: an opening may be due."""
+        self._tick()
 
     # -- contributions ---------------------------------------------------------------------------
 
@@ -190,7 +241,7 @@ class FragmentService:
         Raises:
             PayloadRefused: If it cannot be counted; says why.
         """
-        insist_on_codec(codec_name, self._publication.uplink_codec)
+        insist_on_codec(codec_name, self._rules.publication.uplink_codec)
         spool = self._hooks.spool
         async with spool.arrival(call.payload_bytes):
             return await self._verified(
@@ -242,10 +293,10 @@ class FragmentService:
             incarnation = header.grant.incarnation
             if self.record is not None:
                 return ""
-            if self.rounds.is_fenced(header.grant.island, incarnation):
-                return f"a newer start of island {header.grant.island!r} has joined"
-            if incarnation != self._initial_incarnation:
-                self._initial_incarnation, self._initial = incarnation, {}
+            if self.rounds.is_fenced(island, incarnation):
+                return f"a newer start of island {island!r} has joined"
+            if (island, incarnation) != self._initial_by:
+                self._initial_by, self._initial = (island, incarnation), {}
             self._initial[header.lane_id] = payload
             if len(self._initial) == len(self._fragment.lanes):
                 await self._found()
@@ -257,7 +308,7 @@ class FragmentService:
             self._fragment,
             self._initial,
             self.rounds.timeline,
-            has_second_moment=self._publication.optimizer.has_second_moment,
+            has_second_moment=self._rules.publication.optimizer.has_second_moment,
         )
         await self._hooks.worker.run(lambda: self._store.commit(record))
         self._initial = {}
@@ -275,6 +326,9 @@ class FragmentService:
             is_open=self.rounds.is_open,
             wants_initial=wants_initial,
         )
+        if self.rounds.is_open:
+            state.members.extend(self.rounds.members)
+            state.takes_flush = self.rounds.takes_flush
         if self.record is not None:
             state.is_founded = True
             state.digest = self.record.digest
@@ -283,13 +337,30 @@ class FragmentService:
             state.payload_codec = self.record.payload_codec
             state.sent_at_inner_step = self.record.sent_at_inner_step
             state.is_flush = self.record.is_flush
+            state.merged_tokens = self.record.merged_tokens
         return state
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
         """Return lanes of a published version, and the reply that goes before them."""
         reply, payload = await fetch_lanes(header, self.record, self._store, self._hooks.worker)
         self._hooks.meter.sent(header.fragment_id, header.grant.island, len(payload))
+        if reply.status == wire.FETCH_STATUS_OK:
+            self._note_fetch(header)
         return reply, payload
+
+    def _note_fetch(self, header: wire.FetchHeader) -> None:
+        """Tell the machine when the last contributor has asked for its last lane."""
+        missing = self._unfetched.get(header.grant.island)
+        if missing is None or header.version != self.rounds.version:
+            return
+        missing.difference_update(header.lane_ids)
+        if not missing:
+            self._has_fetched(header.grant.island)
+
+    def _has_fetched(self, island: str) -> None:
+        del self._unfetched[island]
+        if not self._unfetched:
+            self.rounds.fetched(_now())
 
     # -- what the machine decides ----------------------------------------------------------------
 
@@ -297,8 +368,11 @@ class FragmentService:
         """Carry out what the machine decided, in order, then set its alarm."""
         for instruction in instructions:
             match instruction:
-                case Opened() | Published():
+                case Published():
                     logger.debug("%s", instruction)
+                case Opened():
+                    logger.debug("%s", instruction)
+                    self._begin()
                 case Close():
                     self._hooks.spawn(self._publish(instruction))
                 case RecordExpiry(key, reason):
@@ -318,19 +392,52 @@ class FragmentService:
     def _tick(self) -> None:
         self._perform(self.rounds.tick(_now()))
 
+    def _begin(self) -> None:
+        """Begin an attempt: under the rules of now, and nobody's fetch is waited for any more."""
+        self._rules = self._next_rules
+        if self._unfetched:
+            self._unfetched = {}
+            self.rounds.fetched(_now())
+
+    def _heed_tokens(self) -> None:
+        """Have the fragment end when it has merged the tokens of the run."""
+        record, rules = self.record, self._rules
+        assert record is not None
+        if not rules.total_tokens or record.merged_tokens < rules.total_tokens:
+            return
+        if record.is_flush or not rules.has_flush:
+            self.rounds.end()
+        else:
+            self.rounds.finishing()
+
+    def _merger(self) -> Merger:
+        rules, hooks = self._rules, self._hooks
+        return Merger(
+            self._fragment,
+            self._units,
+            self._store,
+            rules.publication,
+            hooks.meter,
+            hooks.num_threads,
+            rules.told(),
+        )
+
     async def _publish(self, close: Close) -> None:
         """Merge, commit, then announce; a result that is not finite expires the attempt."""
         spool, self._spool = self._spool, {}
         base = self.record
         assert base is not None, "a round closed before version 0"
+        merger = self._merger()
         try:
-            record = await self._hooks.worker.run(lambda: self._merger.publish(base, close, spool))
+            record = await self._hooks.worker.run(lambda: merger.publish(base, close, spool))
         except AggregationError as error:
             logger.error("result refused, key=%s: %s", close.key, error)
             self._perform(self.rounds.result_broken(close.key, str(error), _now()))
             return
         self._hold(record)
+        self._heed_tokens()
         included = [contributor.island for contributor in record.contributors]
+        self._unfetched = {i: set(range(len(self._fragment.lanes))) for i in included}
         self._hooks.meter.published(record.fragment_id, included, close.refused, record.rejected)
         instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)

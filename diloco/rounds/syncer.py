@@ -12,24 +12,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 from google.protobuf.message import Message
 
-from diloco.outer.fragments import Plan
+from diloco.outer.fragments import Fragment, Plan
 from diloco.outer.units import merge_units
 from diloco.refusals import Cause
 from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, keys_of, outcome_message
 from diloco.rounds.pins import forget_pins
 from diloco.rounds.publication import PublicationRules
-from diloco.rounds.service import FragmentService, Hooks, Worker
+from diloco.rounds.service import FragmentRules, FragmentService, Hooks, Worker
 from diloco.rounds.spool import Spool
-from diloco.rounds.state import FragmentRounds
 from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.rounds.terms import Admission, Lost, RoundKey, RoundRules
+from diloco.rounds.timing import StepTimes, TimingRules
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount
@@ -39,6 +40,11 @@ from transport.errors import FrameError
 logger = logging.getLogger(__name__)
 
 _MAX_POLL_S = 60.0
+#: An island that cannot say yet how long its steps take is answered soon, so that it can: where
+#: times are measured nothing opens before.
+_UNTIMED_POLL_S = 1.0
+#: Attempts in a row without a result after which a scheduled run stops waiting for its members.
+_MOST_EXPIRED = 3
 _NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
 _NO_FRAGMENT = "this syncer has no such fragment"
 
@@ -65,6 +71,15 @@ class SyncerRules:
         num_unsure_pins: Newest pins that are kept though their checkpoints are not complete.
         spool_bytes: Coded contributions in memory; beyond that they wait on disk.
         num_threads: Lanes merged at once.
+        on_member_lost: What a scheduled run does without an island that stays away.
+        min_members: Islands without which nothing opens, where they come and go and nobody waits
+            for any other; None: a scheduled run, whose members are fixed.
+        quorum: Contributions that close a round; None: those of all members.
+        timing: Bounds of measured times; None: a scheduled run has none.
+        lease_s: Seconds without a call after which an island is not opened for.
+        total_tokens: Merged tokens that end a fragment; 0: it ends with its islands.
+        has_flush: Whether a flush is its end.
+        policy_revision: Of the policy that these come from.
     """
 
     timeline: int
@@ -74,6 +89,35 @@ class SyncerRules:
     num_unsure_pins: int
     spool_bytes: int = 1 << 30
     num_threads: int = 1
+    on_member_lost: Literal["stop", "wait", "shrink"] = "stop"
+    min_members: int | None = None
+    quorum: int | None = None
+    timing: TimingRules | None = None
+    lease_s: float = math.inf
+    total_tokens: int = 0
+    has_flush: bool = True
+    policy_revision: int = 0
+
+    def of_fragment(self, fragment: Fragment, num_fragments: int) -> FragmentRules:
+        """Give those of one fragment; where times are measured, fragments take turns."""
+        is_ended = self.min_members is None and self.on_member_lost == "stop"
+        rounds = RoundRules(
+            members=self.islands,
+            num_lanes=len(fragment.lanes),
+            deadline_s=self.round_deadline_s,
+            min_contributions=self.quorum,
+            max_expired_in_a_row=_MOST_EXPIRED if is_ended else None,
+            min_members=self.min_members,
+        )
+        phase = (fragment.fragment_id + 1) / num_fragments
+        return FragmentRules(
+            rounds,
+            self.timing and replace(self.timing, phase=phase),
+            self.publication,
+            self.total_tokens,
+            self.has_flush,
+            self.policy_revision,
+        )
 
 
 class Syncer:
@@ -114,6 +158,8 @@ class Syncer:
         self._heard: tuple[tuple[int, ...], dict[str, int]] = (), {}
         self._has_warned = False
         self._granting = asyncio.Lock()
+        self._founder = rules.islands[0]
+        self._live = rules.islands
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.meter = SyncerMeter(time.perf_counter)
@@ -128,20 +174,14 @@ class Syncer:
             self._spool,
             rules.num_threads,
         )
+        self._steps = StepTimes()
         self._services = {
             fragment.fragment_id: FragmentService(
                 fragment,
-                FragmentRounds(
-                    fragment.fragment_id,
-                    rules.timeline,
-                    RoundRules(
-                        members=rules.islands,
-                        num_lanes=len(fragment.lanes),
-                        deadline_s=rules.round_deadline_s,
-                    ),
-                ),
+                rules.timeline,
+                rules.of_fragment(fragment, len(plan.fragments)),
+                self._steps,
                 self._stores[fragment.fragment_id],
-                rules.publication,
                 merge_units(
                     plan,
                     fragment.fragment_id,
@@ -272,7 +312,7 @@ class Syncer:
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
-            return self._ack(f"version 0 is founded by {self._rules.islands[0]!r}")
+            return self._ack(f"version 0 is founded by {self._founder!r}")
         problem = await service.take_initial(header, call)
         return self._ack(problem, is_fenced=not self._is_current(header.grant))
 
@@ -286,11 +326,23 @@ class Syncer:
                 f"{len(request.known)} fragments are known to the caller; there are "
                 f"{len(self._services)}"
             )
+        self._note_step(request)
+        most_s = _MAX_POLL_S
+        if self._rules.timing is not None:
+            # A poll is also a sign of life: one that is not answered for a lease would be none.
+            most_s = min(most_s, self._rules.lease_s / 2)
+            most_s = most_s if request.step_s > 0 else min(most_s, _UNTIMED_POLL_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
+            async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
                 while not is_news(request, self._poll_reply(request, keys)):
                     await self._changed.wait()
         return _reply(self._poll_reply(request, keys))
+
+    def _note_step(self, request: wire.PollRequest) -> None:
+        if self._rules.timing is not None and request.step_s > 0:
+            self._steps.stepped(request.grant.island, request.step_s)
+            for service in self._services.values():
+                service.stepped()
 
     def _poll_reply(self, request: wire.PollRequest, keys: Sequence[RoundKey]) -> wire.PollReply:
         island, incarnation = request.grant.island, request.grant.incarnation
@@ -365,7 +417,9 @@ class Syncer:
         if protocol_version != PROTOCOL_VERSION:
             self.meter.refusal("", Cause.PROTOCOL_VERSION)
             return False
-        if not self._is_granted(grant) or grant.island not in self._rules.islands:
+        # Where members come and go, whoever holds a grant may ask; the roster says who counts.
+        is_stranger = self._rules.min_members is None and grant.island not in self._rules.islands
+        if not self._is_granted(grant) or is_stranger:
             self.meter.refusal("", Cause.GRANT)
             return False
         if grant.timeline != self._rules.timeline:
@@ -376,6 +430,7 @@ class Syncer:
                 updated = {**self._incarnations, grant.island: grant.incarnation}
                 await self._worker.run(lambda: self._incarnation_store.store(updated))
                 self._incarnations = updated
+                self._steps.forget(grant.island)
                 for service in self._services.values():
                     service.granted(grant.island, grant.incarnation)
                 self._notify()
@@ -397,9 +452,21 @@ class Syncer:
         return (
             service.record is None
             and self._rules.timeline == 0
-            and island == self._rules.islands[0]
-            and all(name in self._incarnations for name in self._rules.islands)
+            and island == self._choose_founder()
         )
+
+    def _choose_founder(self) -> str:
+        """Name the island that founds version 0: the first of those that a round would have.
+
+        It stays so while it lives. Empty while too few are here.
+        """
+        here = [name for name in self._live if name in self._incarnations]
+        least = self._rules.min_members
+        if len(here) < (len(self._rules.islands) if least is None else max(least, 1)):
+            return ""
+        if self._founder not in here:
+            self._founder = here[0]
+        return self._founder
 
     # -- plumbing --------------------------------------------------------------------------------
 

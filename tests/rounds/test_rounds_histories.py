@@ -30,6 +30,7 @@ from diloco.rounds.terms import (
     PastRound,
     Phase,
     RecordExpiry,
+    Roster,
     RoundKey,
     RoundRules,
 )
@@ -85,7 +86,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.pending = []
         timing = self.steps and MeasuredTiming(TIMING, self.steps, self.now)
         self.rounds = FragmentRounds(0, 0, self.rules, timing)
-        self.perform(self.rounds.heard_of(self.live, self.fenced, self.now))
+        self.perform(self.rounds.heard_of(Roster(self.live, self.fenced), self.now))
         for island, incarnation in self.incarnations.items():
             self.rounds.granted(island, incarnation, self.now)
         self.perform(
@@ -313,14 +314,14 @@ class MembersComeAndGo(AnyHistory):
     @rule(live=st.sets(st.sampled_from(ISLANDS)))
     def roster(self, live: set[str]) -> None:
         self.live = tuple(live)
-        self.perform(self.rounds.heard_of(self.live, self.fenced, self.now))
+        self.perform(self.rounds.heard_of(Roster(self.live, self.fenced), self.now))
 
     @rule(island=st.sampled_from(ISLANDS))
     def kick(self, island: str) -> None:
         """An operator kicks it; it may join again at once."""
         self.fenced[island] = self.incarnations[island] + 1
         self.live = tuple(name for name in self.live if name != island)
-        self.perform(self.rounds.heard_of(self.live, self.fenced, self.now))
+        self.perform(self.rounds.heard_of(Roster(self.live, self.fenced), self.now))
         self.incarnations[island] += 1
 
     def perform(self, instructions: list[Instruction]) -> None:
