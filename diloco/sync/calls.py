@@ -31,8 +31,7 @@ from transport.transfer import Transfer
 SLOWEST_BPS = 1e6
 #: Whole models move in so many lanes at once: each of hundreds would get too little of a thin link.
 _MOST_UPLOADS = 16
-#: Seconds that a poll waits for news, at most.
-POLL_WAIT_S = 20.0
+_POLL_WAIT_S = 20.0
 
 
 class _Progress:
@@ -123,20 +122,19 @@ class SyncerCalls:
         known: Iterable[wire.FragmentState],
         outstanding: Iterable[RoundKey],
         *,
-        wait_s: float = POLL_WAIT_S,
         step_s: float = 0.0,
     ) -> wire.PollReply:
-        """Wait for news, at most `wait_s`; tell the duration of recent inner steps, if known."""
+        """Wait for news, at most some seconds; say how long recent inner steps took, if known."""
         request = wire.PollRequest(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
             known_epoch=known_epoch,
             known=known,
             outstanding=[key_message(key) for key in outstanding],
-            wait_s=wait_s,
+            wait_s=_POLL_WAIT_S,
             step_s=step_s,
         )
-        reply = await self._call(self._control, "fragment.poll", request, wait_s=wait_s)
+        reply = await self._call(self._control, "fragment.poll", request, wait_s=_POLL_WAIT_S)
         return wire.PollReply.FromString(reply.header)
 
     async def submit(

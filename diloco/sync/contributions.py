@@ -140,9 +140,7 @@ class Contributions:
         if sent is None or outcome.key != sent.key or carried.outcome is not None:
             return
         is_declined = outcome.reason.startswith(_DECLINED)
-        verdict = carried.outcome = (
-            Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
-        )
+        verdict = carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
         if verdict in (*NOT_DURABLE, Verdict.NOT_INCLUDED):
             logger.warning("contribution %s, key=%s: %s", verdict, sent.key, outcome.reason)
             key = sent.key

@@ -126,9 +126,7 @@ class Entry:
                 f"torch must be used everywhere"
             )
 
-    async def _take_published(
-        self, carried: CarriedFragment, own: Mapping[int, Tensor]
-    ) -> None:
+    async def _take_published(self, carried: CarriedFragment, own: Mapping[int, Tensor]) -> None:
         """Make the newest version the anchor; where it is gone meanwhile, the one after it."""
         while True:
             state = carried.state

@@ -21,7 +21,7 @@ from diloco.errors import DilocoError, IslandFailed, error_of_exit_code
 from diloco.outer.fragments import Plan
 from diloco.outer.pseudo_gradient import pseudo_gradient_
 from diloco.rounds.messages import outcome_of
-from diloco.sync.calls import POLL_WAIT_S, SyncerCalls
+from diloco.sync.calls import SyncerCalls
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.carried import NOT_DURABLE, CarriedFragment, FragmentView
 from diloco.sync.contributions import ContributionRules, Contributions
@@ -34,9 +34,6 @@ from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from transport.contracts import Transport
 from transport.retry import RetryPolicy
-
-#: Wait of a poll that tells no step time: rounds on arrival open only after it is known.
-_UNMEASURED_WAIT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +50,6 @@ class ExchangeRules:
         max_wait_s: Longest wait between two calls.
         on_arrival: Whether rounds open and versions come at any time, and some are left out.
         is_carried: Whether work that a round did not wait for joins the next contribution.
-        poll_wait_s: Seconds that a poll waits for news; a syncer that hears of no poll for longer
-            than a lease takes the island for lost.
     """
 
     uplink_codec: str
@@ -66,7 +61,6 @@ class ExchangeRules:
     max_wait_s: float = 1.0
     on_arrival: bool = False
     is_carried: bool = False
-    poll_wait_s: float = POLL_WAIT_S
 
 
 class Moved(Protocol):
@@ -324,13 +318,7 @@ class Exchange:
                 if carried.outstanding is not None and carried.outcome is None
             ]
             known = [carried.known() for carried in self._carried.values()]
-            is_measured = self.step_s > 0 or not self.rules.on_arrival
-            wait_s = self.rules.poll_wait_s if is_measured else _UNMEASURED_WAIT_S
-            self._take(
-                await self._calls.poll(
-                    self._epoch, known, undecided, wait_s=wait_s, step_s=self.step_s
-                )
-            )
+            self._take(await self._calls.poll(self._epoch, known, undecided, step_s=self.step_s))
 
     def _take(self, reply: wire.PollReply) -> None:
         if reply.is_fenced:

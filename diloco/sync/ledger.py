@@ -77,11 +77,12 @@ class FragmentLedger:
     `version`, and `target` is what all ranks stage next; `is_target_gone`: one of them heard that
     the syncer has it no more.
 
-    In scheduled mode an attempt is served by one due step of every island: who is late sends it though a later one is
-    announced, is answered EXPIRED at once, and serves the later one at the next due step, as the
-    others did. Sent to the announced attempt (protocol.md section 4), the contribution of a late
-    island would be one of an earlier due step than everybody else's: it would merge that version H
-    inner steps before them, lead them from then on, and have a send left over at the end.
+    In scheduled mode an attempt is served by one due step of every island: who is late sends it
+    though a later one is announced, is answered EXPIRED at once, and serves the later one at the
+    next due step, as the others did. Sent to the announced attempt (protocol.md section 4), the
+    contribution of a late island would be one of an earlier due step than everybody else's: it
+    would merge that version H inner steps before them, lead them from then on, and have a send left
+    over at the end.
     """
 
     timeline: int

@@ -1,8 +1,8 @@
 """An island's outer loop: `OuterLoop.stepping` after every inner step sends and merges what is due.
 
 When that is due, a `Pace` says: at inner steps known beforehand, or as rounds open and versions
-come (`pace`). Belongs to the training thread: collectives and parameters are touched here only. What needs the
-network is posted to the `Exchange`; what needs all ranks goes through `Agreement`.
+come. Belongs to the training thread: collectives and parameters are touched here only. What needs
+the network is posted to the `Exchange`; what needs all ranks goes through `Agreement`.
 
 What takes time is written as a generator that yields whatever has to be waited for, so that one
 body serves a training thread (which blocks) and a virtual clock (which awaits).
@@ -34,7 +34,6 @@ from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_stan
 from diloco.sync.shards import LaneShards
 from diloco.telemetry.events import Event, FragmentMerged, RoundExpiredSeen
 
-
 #: Inner steps whose median is told as the recent one.
 _RECENT_STEPS = 5
 
@@ -60,8 +59,8 @@ class OuterLoop:
     merge replaced, `dropped_tokens` what no contribution will count, each fragment by its share of
     the parameters; they and `blocked_s` are sums since the start. On arrival, the leader asks
     `must_leave`, and `is_leaving` is the answer on all ranks: to finish what is outstanding, and
-    contribute no more. No run checkpoint may be taken before `first_checkpoint_step`: an island that
-    returned holds versions until then that the others merge only there.
+    contribute no more. No run checkpoint may be taken before `first_checkpoint_step`: an island
+    that returned holds versions until then that the others merge only there.
     """
 
     def __init__(
@@ -281,9 +280,7 @@ class OuterLoop:
             for fragment_id in due:
                 yield from self._settle(self._ledgers[fragment_id], None)
         if self._pace.is_agreeing(self.num_in_flight) and not self._agrees_at_once:
-            self._agreement.start(
-                self._exit_code, self._standings(), is_leaving=self.must_leave()
-            )
+            self._agreement.start(self._exit_code, self._standings(), is_leaving=self.must_leave())
         self._stepped_at = self._clock()
 
     def _measure_step(self) -> None:
@@ -301,9 +298,7 @@ class OuterLoop:
         return agreed
 
     def _agree(self) -> Agreed:
-        return self._agreement.now(
-            self._exit_code, self._standings(), is_leaving=self.must_leave()
-        )
+        return self._agreement.now(self._exit_code, self._standings(), is_leaving=self.must_leave())
 
     def _act(self, agreed: Agreed | None) -> list[int]:
         """Merge what has arrived and send what is due; returns the fragments that were sent."""
@@ -489,7 +484,9 @@ class OuterLoop:
         self._shards.distribute(p, staged, local_mix)
         self._anchors[p] = staged
         self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
-        self._on_event(_merged_event(self.inner_step, ledger, verdict, sent, blocked_s, settled, view))
+        self._on_event(
+            _merged_event(self.inner_step, ledger, verdict, sent, blocked_s, settled, view)
+        )
 
     def _carry_over(
         self, ledger: FragmentLedger, verdict: Verdict, target: Target, local_mix: float

@@ -21,7 +21,7 @@ from typing import Protocol
 from diloco.outer.schedule import Schedule
 from diloco.sync.agreement import GONE, NOTHING_STAGED, Agreed, Standing
 from diloco.sync.carried import FragmentView
-from diloco.sync.ledger import FragmentLedger, Target, Verdict
+from diloco.sync.ledger import FragmentLedger, Verdict
 
 
 class Pace(Protocol):
@@ -74,9 +74,7 @@ class ScheduledPace:
     def is_merge_due(self, ledger: FragmentLedger, inner_step: int) -> bool:
         """See `Pace`."""
         sent = ledger.outstanding
-        return (
-            sent is not None and self._schedule.merge_step(sent.sent_at_inner_step) <= inner_step
-        )
+        return sent is not None and self._schedule.merge_step(sent.sent_at_inner_step) <= inner_step
 
     def arrived(self, ledger: FragmentLedger, standing: Standing) -> Verdict | None:
         """See `Pace`: nothing is merged before its step."""
@@ -166,8 +164,8 @@ def arrival_standing(ledger: FragmentLedger, view: FragmentView) -> Standing:
     is_current = sent is not None and view.key == sent.key
     staged = view.staged_version if view.staged_version > ledger.version else NOTHING_STAGED
     target = held
-    if held is None and view.staging is not None and view.staging.version > ledger.version:
-        target = view.staging
+    if held is None and view.staging is not None and view.staging.target.version > ledger.version:
+        target = view.staging.target
     elif held is not None and view.gone_version >= held.version:
         staged = GONE
     if held is not None and ledger.is_target_gone and view.newest.version > held.version:

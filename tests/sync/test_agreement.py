@@ -75,7 +75,7 @@ def test_the_smallest_staged_version_counts_and_the_leader_speaks() -> None:
         "both fail": 30,
         "smallest": [0, -1, 7],
         "on its way": Agreed(0, (Standing(8, None, 3),)),
-        "read later": Agreed(0, (Standing(0, Verdict.EXPIRED, 4),)),
+        "read later": Agreed(0, (Standing(-1, Verdict.EXPIRED, 4),)),
     }
 
 
