@@ -238,7 +238,11 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, slots=True)
 class IslandEnded(Event):
-    """Sums over an island's life; `digests`: what its model was found to hold of each fragment."""
+    """Sums over an island's life; `digests`: what its model was found to hold of each fragment.
+
+    Tokens of the whole island, by share of the parameters: `dropped_tokens` are in no version,
+    `left_tokens` were in none when it ended. An island that left early has no digests.
+    """
 
     kind: ClassVar[str] = "island_ended"
     inner_step: int
@@ -253,3 +257,5 @@ class IslandEnded(Event):
     bytes_up: int
     bytes_down: int
     digests: tuple[str, ...]
+    dropped_tokens: float = 0.0
+    left_tokens: float = 0.0
