@@ -26,10 +26,11 @@ different numbers of inner steps; the loop is
             outer.step(num_tokens=tokens_of_the_island)
         outer.finish()
 
-(which serves scheduled runs, too). Every rank of an island makes the same calls. Everything here belongs to the training thread; what
-needs the network runs in the connection's IO thread. At a graceful stop `checkpointing` ends when
-every island has its checkpoint; should one return meanwhile that can stop only later, the loop goes
-on to there; should the stop be taken back, because one stays away, it goes on as if never asked.
+(which serves scheduled runs, too). Every rank of an island makes the same calls. Everything here
+belongs to the training thread; what needs the network runs in the connection's IO thread. At a
+graceful stop `checkpointing` ends when every island has its checkpoint; should one return meanwhile
+that can stop only later, the loop goes on to there; should the stop be taken back, because one
+stays away, it goes on as if never asked.
 
 Source: design.md sections 3 and 6; protocol.md sections 4 to 9.
 """
