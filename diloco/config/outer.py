@@ -373,6 +373,9 @@ class OuterConfig(Section):
         if self.merge == "on_arrival" and self.exchange == "allreduce":
             message = 'needs a syncer: choose exchange = "syncer", or merge = "scheduled"'
             problems.append(("merge", self.merge, message))
+        if self.is_on_arrival and not self.flush:
+            message = 'ends a run of merge = "on_arrival": leave it out'
+            problems.append(("flush", self.flush, message))
         if self.grace != "auto":
             problems += [
                 (name, getattr(self, name), 'is of grace = "auto": leave it out')
