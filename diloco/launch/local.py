@@ -1,5 +1,9 @@
 """A whole run on this machine: a coordinator (restarted if it dies) and one supervisor an island.
 
+A coordinator that was killed (SIGKILL) after it had got as far as serving is started again at once
+and as often as that happens: somebody did it, and another start will serve, too. One that fails by
+itself is restarted within a budget.
+
 Every process is the same `diloco` command that a site would type; this module only starts them,
 watches them, and ends them. What it shows and how is its caller's.
 
@@ -182,9 +186,14 @@ class LocalRun:
     def _is_bound(self) -> bool:
         """Whether the coordinator that lives now has bound its address, and so heeds signals."""
         assert self.coordinator is not None
+        return self._has_bound and self.coordinator.poll() is None
+
+    @property
+    def _has_bound(self) -> bool:
+        """Whether the newest coordinator has bound its address, dead or alive."""
+        assert self.coordinator is not None
         endpoint = read_endpoint(self.state.coordinator)
-        is_its_own = endpoint is not None and endpoint.pid == self.coordinator.pid
-        return is_its_own and self.coordinator.poll() is None
+        return endpoint is not None and endpoint.pid == self.coordinator.pid
 
     def _pass_on(self) -> None:
         """Ask the coordinator for a graceful stop once a signal has; a restarted one again."""
@@ -198,7 +207,7 @@ class LocalRun:
     def _has_stopped(self) -> bool:
         """Look after the coordinator; true when it has ended as it was asked to, seconds ago.
 
-        One that died is started again, after a wait.
+        One that died is started again: at once if it was killed, else after a wait.
 
         Raises:
             CoordinatorUnavailable: If it ended otherwise while islands go on, or dies too often.
@@ -213,14 +222,18 @@ class LocalRun:
                 return now - self._seen_alive > _GONE_S
             if now - self._seen_alive > _END_S:
                 raise self._coordinator_failed("ended before the islands", code)
-        elif not self._restart_at:
+            return False
+        if not self._restart_at:
             self._restart_at = now + self._restart_wait_s(code)
-        elif now >= self._restart_at:
+        if now >= self._restart_at:
             self.coordinator_restarts += 1
             self._start_coordinator()
         return False
 
     def _restart_wait_s(self, code: int) -> float:
+        if code == -signal.SIGKILL and self._has_bound:
+            logger.warning("coordinator was killed, starting it again at once")
+            return 0.0
         wait_s = self._budget.failed(self._seen_alive - self._began)
         if wait_s is None:
             died = f"died {self._budget.max_restarts + 1} times in a row"
