@@ -19,7 +19,6 @@ import importlib
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +29,7 @@ from diloco.durable import read_json, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, syncer_address
 from diloco.launch.allocator import keep_freed_memory
+from diloco.launch.chaos import wall_clock
 from diloco.launch.disk import insist_on_room, num_unsure_checkpoints
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.logs import log_to
@@ -248,6 +248,7 @@ def _build_syncer(
     keep_freed_memory()
     torch.set_num_threads(1)  # of one operation; lanes are merged side by side
     outer = config.outer
+    clock = wall_clock(os.environ, "syncer")
     stores = [
         FragmentStore(
             state.store,
@@ -272,7 +273,7 @@ def _build_syncer(
         syncer_epoch=epoch,
         incarnations=_Incarnations(state.incarnations),
         is_granted=lambda grant: is_valid(
-            grant, secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=time.time()
+            grant, secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=clock()
         ),
         worker=worker,
         on_record=reporter.add_record,

@@ -109,6 +109,30 @@ def test_a_coordinator_that_is_killed_again_and_again_takes_nothing_of_the_budge
     assert run._budget.used == 0
 
 
+@pytest.mark.parametrize("name", ["coordinator", "east"])
+def test_what_is_taken_down_stays_away_until_it_is_brought_back(make: Make, name: str) -> None:
+    run = make(STOPS)
+    run.start()
+    processes = lambda: {"coordinator": run.coordinator, **run.islands}  # noqa: E731
+    first, looks = processes()[name], 0
+    run.take_down(name, signal.SIGKILL)
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            assert processes()[name] is first, "nobody else started it again"
+            assert run.bring_back(name)
+        elif processes()[name] is not first and run._is_bound:
+            run.request.note(signal.SIGINT)
+
+    assert run.wait(look) == 0
+
+    assert first is not None
+    assert first.returncode == -signal.SIGKILL
+    assert run._budget.used == 0
+
+
 def test_the_first_signal_is_passed_on_and_islands_that_have_left_are_not_awaited(
     make: Make,
 ) -> None:
