@@ -81,14 +81,14 @@ def sends_of(start: Sequence[Event], fragment_id: int) -> list[Send]:
     found: dict[int, Event] = {}
     for outcome in outcomes:
         for index, event in enumerate(sent):
-            if index not in found and _ends(outcome, event):
+            if index not in found and outcome.get("outcome") != "absent" and _ends(outcome, event):
                 found[index] = outcome
                 break
     return [Send(event, found.get(index)) for index, event in enumerate(sent)]
 
 
 def catches_up(start: Sequence[Event], fragment_id: int) -> list[Event]:
-    """Merges of a version to which nothing was outstanding."""
+    """Merges of a version while nothing was outstanding."""
     paired = {id(send.outcome) for send in sends_of(start, fragment_id)}
     return [
         e for e in _of(start, fragment_id) if e["kind"] == "fragment_merged" and id(e) not in paired
@@ -155,7 +155,7 @@ def _recount(
         elif what == "included" or (what == "not_included" and local_mix > 0 and not carries):
             tokens -= event["weight_tokens"]
             total.dropped += event["weight_tokens"] if what == "not_included" else 0
-        elif what == "caught_up" or (what == "not_included" and not carries):
+        elif what in ("absent", "not_included") and not carries and local_mix == 0:
             total.dropped += tokens
             tokens = 0
         elif what == "unknown":  # the tape knows
@@ -192,7 +192,7 @@ def _in_order(start: Sequence[Event], fragment_id: int) -> Iterator[tuple[str, E
         order = _OWN_OUTCOME if is_own else _EARLIER_OUTCOME
         place(send.outcome["inner_step"], order, send.verdict, send.event)
     for event in catches_up(start, fragment_id):
-        place(event["inner_step"], _EARLIER_OUTCOME, "caught_up", event)
+        place(event["inner_step"], _EARLIER_OUTCOME, "absent", event)
     for *_, what, event in sorted(placed, key=lambda each: each[:3]):
         yield what, event
 

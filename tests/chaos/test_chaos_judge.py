@@ -267,6 +267,16 @@ def test_an_island_on_arrival_may_jump_and_drop_what_came_too_late() -> None:
     assert island_figures(run.evidence(is_on_arrival=True))[0].dropped_tokens == 2 * H * TOKENS
 
 
+def test_an_island_on_arrival_may_merge_while_nothing_is_outstanding() -> None:
+    run = Run.good()
+    run.events["east"].remove(run.of("east", "fragment_sent")[3])
+    _set(run.of("east", "fragment_merged"), 3, outcome="absent")
+    run.headers[4]["contributors"] = run.headers[4]["contributors"][1:]
+
+    assert broken(run.evidence(is_on_arrival=True)) == []
+    assert island_figures(run.evidence(is_on_arrival=True))[0].dropped_tokens == H * TOKENS
+
+
 def test_a_contribution_that_only_the_tape_knows_is_not_lost() -> None:
     run = Run.good()
     # The leader was killed after its contribution had left, before its event was written; and one
