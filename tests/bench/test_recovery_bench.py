@@ -11,7 +11,8 @@ from diloco.bench.recovery import SETTING, has_preset, run_recovery, store_polic
 TINY = {"preset": "tiny"}
 SMALL = replace(
     SETTING, model=TINY, step_s=0.05, freeze_s=2.0, scheduled_freeze_s=2.0,
-    inner_steps_per_round=10, num_kills=2, control_steps=900, control_model=TINY, sizes={"tiny": TINY}, num_rounds=2,
+    inner_steps_per_round=10, num_kills=2, control_steps=900, control_model=TINY,
+    sizes={"tiny": TINY}, num_rounds=2,
 )  # fmt: skip
 
 
