@@ -129,15 +129,42 @@ def _requirements(evidence: Evidence, bars: JudgeConfig, import_s: float) -> Ite
     for target, limit_s in limits.items():
         if not limit_s:
             continue
-        kills = [s for s in faults if s.fault.target == target and s.fault.kind is Kind.KILL]
-        worst = max((_own_back_s(story) for story in kills), default=float("nan"))
+        kills = [
+            s
+            for s in faults
+            if s.fault.target == target and s.fault.kind is Kind.KILL and s.began_s is not None
+        ]
+        alone = [story for story in kills if is_alone(story, faults)]
+        worst = max((_own_back_s(story) for story in alone), default=float("nan"))
         beyond = f", of which {import_s:.2f} s are its imports" if target == SYNCER else ""
+        what = f"{target} back after {len(alone)} kills that met no other fault, of {len(kills)}"
         allowed = limit_s + (import_s if target == SYNCER else 0.0)
-        yield Requirement(f"{target} back after {len(kills)} kills{beyond}", worst, allowed, "s")
+        yield Requirement(f"{what}{beyond}", worst, allowed, "s")
     if limit_s := parse_duration(bars.published_again):
         waits = [next_publication_s(story, evidence.story) for story in faults]
         worst = max((wait for wait in waits if wait is not None), default=float("nan"))
         yield Requirement("next version of every fragment after a fault", worst, limit_s, "s")
+
+
+def is_alone(story: FaultStory, faults: Sequence[FaultStory]) -> bool:
+    """Whether nothing else happened between a kill and the next process serving.
+
+    A kill on the way back starts the time anew, and a coordinator that is away starts no syncer.
+    """
+    begin, end = _span(story)
+    if story.back_s is None:
+        return not any(
+            other.fault.target == story.fault.target and (other.began_s or 0.0) > begin
+            for other in faults
+        )
+    others = [_span(other) for other in faults if other is not story and other.began_s is not None]
+    return not any(begin <= their_end and their_begin <= end for their_begin, their_end in others)
+
+
+def _span(story: FaultStory) -> tuple[float, float]:
+    assert story.began_s is not None, "what never began has no span"
+    lasted_s = max(story.fault.lasts_s, story.back_s or 0.0)
+    return story.began_s, story.began_s + lasted_s
 
 
 def _own_back_s(story: FaultStory) -> float:

@@ -190,7 +190,9 @@ class Director:
                 self._to_come.remove(fault)
                 self._under_way.append((at_s + fault.lasts_s, performance))
                 if pid is not None and fault.kind in _ENDING:
-                    self._awaited.append(_Awaited(fault, pid, at_s))
+                    # What was killed again on its way back is awaited from this kill on.
+                    others = [a for a in self._awaited if a.fault.target != fault.target]
+                    self._awaited = [*others, _Awaited(fault, pid, at_s)]
             elif plan_s > fault.at_s + _PATIENCE_S:
                 self._to_come.remove(fault)
                 note = f"{fault.target} was not there for {_PATIENCE_S:g} s"

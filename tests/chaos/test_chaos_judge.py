@@ -19,6 +19,7 @@ from diloco.chaos.judge import (
     next_publication_s,
 )
 from diloco.chaos.plan import Kind, Timed
+from diloco.chaos.report import is_alone
 from diloco.chaos.truth import FaultStory, Story, read_story
 
 TOKENS = 10
@@ -310,3 +311,17 @@ def test_figures_are_of_what_was_done() -> None:
     # Its first step after the kill is that of inner step 5: 1007 in unix time.
     assert island_back_s(fault, Run.good().events["west"]) == 2.5
     assert next_publication_s(FaultStory(KILL), story) is None
+
+
+def test_a_kill_that_meets_another_fault_is_not_alone() -> None:
+    def kill(began_s: float, back_s: float | None) -> FaultStory:
+        return FaultStory(KILL, began_s=began_s, fired=True, back_s=back_s)
+
+    faults = [
+        kill(1.0, 2.0), kill(2.0, 1.5), kill(4.0, 1.0), kill(7.0, None), kill(8.0, 1.0),
+        FaultStory(KILL), kill(11.0, None),
+    ]  # fmt: skip
+
+    assert [is_alone(story, faults) for story in faults if story.began_s is not None] == [
+        False, False, True, False, True, True,
+    ]  # fmt: skip
