@@ -35,8 +35,8 @@ def chaos(
         bool,
         typer.Option(
             "--require",
-            help="Exit with 1, too, if a fault did not take effect or a figure of the plan's "
-            "[judge] misses its bar.",
+            help="Exit with 1, too, if a fault did not take effect or a figure that "
+            "the plan's judge section asks for misses its bar.",
         ),
     ] = False,
     keep: Annotated[
