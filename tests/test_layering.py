@@ -62,6 +62,10 @@ FORBIDDEN = [
     pytest.param("diloco.outer.schedule", ("torch",), (), id="schedule-has-no-torch"),
     pytest.param("diloco.compression", IMPURE, (), id="compression-is-pure"),
     pytest.param("diloco.inner.placement", (*IMPURE, "torch"), (), id="placement-is-pure"),
+    *(
+        pytest.param(f"diloco.chaos.{name}", (*IMPURE, "torch"), (), id=f"chaos.{name}-is-pure")
+        for name in ("judge", "plan", "tokens")
+    ),
     pytest.param("diloco.rounds.state", (*IMPURE, "torch"), (), id="rounds.state-is-pure"),
     pytest.param("diloco.rounds.timing", (*IMPURE, "torch"), (), id="rounds.timing-is-pure"),
     pytest.param("diloco.launch.diagnosis", (*IMPURE, "torch"), (), id="diagnosis-is-pure"),

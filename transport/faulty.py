@@ -9,6 +9,10 @@
     HALF_OPEN    the peer does it, and its answer never comes
     SLOW_READER  payloads move at `slow_bps`
 
+Beside what single calls meet, a link's gate may be shut, both ways or one way: requests, or replies
+of calls in flight too, then wait as on a real link whose packets are lost, until the gate is open
+again or their deadline has passed.
+
 Which call meets which fault is a hash of (seed, link, number of the call on that link), so a script
 plays the same way again as long as each link makes the same calls in the same order. At most one
 fault a call; one that can overtake another meets no REORDER of its own. `Faults.fired` counts those
@@ -33,6 +37,8 @@ from transport.framing import check_call
 from transport.identity import Identity
 from transport.transfer import Transfer
 
+#: Seconds between two looks at a gate that is shut.
+_GATE_LOOK_S = 0.05
 _RESET = "the connection was reset on purpose"
 
 
@@ -49,6 +55,25 @@ class Fault(StrEnum):
     SLOW_READER = "slow reader"
 
 
+class Gate(StrEnum):
+    """Which ways of a link are open."""
+
+    OPEN = "open"
+    CUT = "cut"
+    NO_REQUESTS = "no requests"
+    NO_REPLIES = "no replies"
+
+    @property
+    def lets_requests(self) -> bool:
+        """Whether what the caller sends arrives."""
+        return self in (Gate.OPEN, Gate.NO_REPLIES)
+
+    @property
+    def lets_replies(self) -> bool:
+        """Whether what the peer answers arrives."""
+        return self in (Gate.OPEN, Gate.NO_REQUESTS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultScript:
     """How often what happens.
@@ -60,6 +85,7 @@ class FaultScript:
         delay_s: Seconds of DELAY; longest wait of REORDER, which does nothing to a call that
             nobody overtakes by then.
         slow_bps: Bits per second of SLOW_READER; > 0.
+        gate: Which ways are open, for every call.
     """
 
     seed: int
@@ -67,6 +93,7 @@ class FaultScript:
     methods: frozenset[str] = frozenset()
     delay_s: float = 0.05
     slow_bps: float = 1e6
+    gate: Gate = Gate.OPEN
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
@@ -99,13 +126,15 @@ class Faults:
     """A script as it plays on one link.
 
     Attributes:
-        script: What may happen.
+        script: What may happen; another one may be put in its place at any time, from any thread.
         fired: How often each fault took effect.
+        num_held: Requests and replies that found the gate shut.
     """
 
     def __init__(self, script: FaultScript, link: str) -> None:
         """Begin with the first call of `link`."""
         self.fired: Counter[Fault] = Counter()
+        self.num_held = 0
         self.script = script
         self._link = link
         self._num_calls = 0
@@ -131,6 +160,25 @@ class Faults:
         Raises:
             PeerReset: On RESET.
         """
+        await self._pass_gate(lambda gate: gate.lets_requests)
+        reply = await self._play(method, payload_bytes, attempt, peer)
+        await self._pass_gate(lambda gate: gate.lets_replies)
+        return reply
+
+    async def _pass_gate(self, lets: Callable[[Gate], bool]) -> None:
+        if lets(self.script.gate):
+            return
+        self.num_held += 1
+        while not lets(self.script.gate):
+            await asyncio.sleep(_GATE_LOOK_S)
+
+    async def _play(
+        self,
+        method: str,
+        payload_bytes: int,
+        attempt: Callable[[_Tamper], Awaitable[Reply]],
+        peer: str,
+    ) -> Reply:
         script = self.script
         if script.methods and method not in script.methods:
             return await attempt(_unchanged)

@@ -15,6 +15,7 @@ from rich.text import Text
 from diloco.cli import (
     bench,
     certs,
+    chaos,
     configuration,
     control,
     doctor,
@@ -53,7 +54,18 @@ def _options(
         log_to(None, levels[log_level.upper()])
 
 
-for subject in (control, island, local, export, emulate, certs, doctor, bench, configuration):
+for subject in (
+    control,
+    island,
+    local,
+    export,
+    emulate,
+    certs,
+    doctor,
+    bench,
+    chaos,
+    configuration,
+):
     subject.register(app)
 
 

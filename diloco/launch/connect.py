@@ -6,6 +6,7 @@ Source: design.md section 6.
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Callable, Collection, Sequence
 
@@ -14,6 +15,7 @@ from diloco.errors import ConfigError
 from diloco.launch.address import find_coordinator
 from diloco.launch.build import link_profile
 from diloco.launch.carrier_link import carrier_link
+from diloco.launch.chaos import ChaoticLinks
 from diloco.launch.peer import RunningPeer, start_peer
 from diloco.launch.security import Security
 from diloco.launch.slow_tcp import slow_tcp
@@ -64,6 +66,7 @@ class _Wires:
         self._address = address
         self._security = security
         self._profile = profile
+        self._chaos = ChaoticLinks.of(os.environ, config.island_id, address)
         self._is_tcp_told = False
 
     def coordinator(self) -> Transport:
@@ -72,7 +75,8 @@ class _Wires:
             for text in slow_tcp(self._address):
                 logger.warning("%s", text)
         # Not shaped: it carries a few hundred bytes a second.
-        return self._security.transport(self._address, Role.COORDINATOR)
+        way = self._security.transport(self._address, Role.COORDINATOR)
+        return self._chaos.around(way, carries_fragments=False) if self._chaos else way
 
     def syncer(
         self, address: str, *, island_rank: int, carriers: Collection[int]
@@ -83,6 +87,9 @@ class _Wires:
         data = security.transport(
             address, Role.SYNCER, chunk_bytes=chosen.chunk_bytes, channels=chosen.num_channels
         )
+        if self._chaos is not None:
+            control = self._chaos.around(control, carries_fragments=True)
+            data = self._chaos.around(data, carries_fragments=True)
         if self._profile is None:
             return control, data
         # Both planes use this rank's part of the island's link.

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from diloco.coordinator.membership import Membership
 from diloco.durable import write_durably
 from diloco.errors import ConfigError
 from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
+from diloco.launch.chaos import wall_clock
 from diloco.launch.ending import Request, first_of, heed_signals
 from diloco.launch.run_checkpoints import (
     RESUME,
@@ -174,7 +174,7 @@ async def _coordinate(
         journal=journal,
         secret=load_or_create_secret(state.secret),
         policy_json=policy_json(config),
-        unix_clock=time.time,
+        unix_clock=wall_clock(os.environ, "coordinator"),
         unreachable_s=config.transport.unreachable_s,
     )
     security = Security.of(config, Role.COORDINATOR)

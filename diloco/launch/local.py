@@ -1,5 +1,9 @@
 """A whole run on this machine: a coordinator (restarted if it dies) and one supervisor an island.
 
+A coordinator that was killed (SIGKILL) after it had got as far as serving is started again at once
+and as often as that happens: somebody did it, and another start will serve, too. One that fails by
+itself is restarted within a budget.
+
 Every process is the same `diloco` command that a site would type; this module only starts them,
 watches them, and ends them. What it shows and how is its caller's.
 
@@ -13,11 +17,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -48,6 +53,8 @@ _GONE_S = 5.0
 _ASK_AGAIN_S = 1.0
 #: Restarts of a coordinator in a row, wait before the first, life that gives them back; in seconds.
 _COORDINATOR_RESTARTS = (8, 0.5, 10.0)
+#: Name under which a coordinator is taken down and brought back.
+COORDINATOR = "coordinator"
 #: Exit codes of an island that never trained: waiting for the others would be in vain.
 _HOPELESS = frozenset({2, 10})
 
@@ -61,12 +68,16 @@ class LocalRun:
         request: What signals have asked for: one kindly, then by force.
         resume_step: Inner step of the run checkpoint to go on from; None: a new run.
         emulated: The network that this process is in, if it is not the machine's own.
+        environment: Variables of all its processes, beyond this one's.
+        look_s: Seconds between two looks at the processes.
     """
 
     config: Config
     request: Request = field(default_factory=lambda: Request(num_graceful=1))
     resume_step: int | None = None
     emulated: Emulated | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    look_s: float = _LOOK_S
     coordinator: subprocess.Popen[bytes] | None = None
     islands: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     coordinator_restarts: int = 0
@@ -76,6 +87,7 @@ class LocalRun:
     _restart_at: float = 0.0
     _asked_pid: int = 0
     _logs: list[IO[bytes]] = field(default_factory=list)
+    _away: set[str] = field(default_factory=set)
 
     @property
     def state(self) -> StateDir:
@@ -131,11 +143,7 @@ class LocalRun:
                 raise Interrupted(self.request.number)
             time.sleep(_LOOK_S)
         for island in sorted(self.config.islands):
-            arguments = ["island", str(self._run_file), "--island", island]
-            arguments += ["--coordinator", self.address]
-            arguments += ["--output", str(self.config.telemetry_dir)]
-            prefix = self.emulated.prefix(island) if self.emulated else []
-            self.islands[island] = self._spawn(arguments, f"island-{island}", prefix)
+            self._start_island(island)
 
     def wait(self, on_look: Callable[[], None]) -> int:
         """Watch until the run is over or has stopped; `on_look` is called a few times a second.
@@ -152,7 +160,7 @@ class LocalRun:
         while len(codes) < len(self.islands):
             for island, process in self.islands.items():
                 code = process.poll()
-                if code is None or island in codes:
+                if code is None or island in codes or island in self._away:
                     continue
                 codes[island] = code
                 first_failure = first_failure or code
@@ -163,8 +171,29 @@ class LocalRun:
             self._pass_on()
             self.request.check()
             on_look()
-            time.sleep(_LOOK_S)
+            time.sleep(self.look_s)
         return first_failure
+
+    def take_down(self, name: str, number: int) -> None:
+        """Send a signal that ends the coordinator or an island, whose end then is nobody's failure.
+
+        It stays away until `bring_back`.
+        """
+        process = self.coordinator if name == COORDINATOR else self.islands[name]
+        assert process is not None
+        self._away.add(name)
+        process.send_signal(number)
+
+    def bring_back(self, name: str) -> bool:
+        """Start again what was taken down; false while its process has not ended."""
+        process = self.coordinator if name == COORDINATOR else self.islands[name]
+        assert process is not None
+        if process.poll() is None:
+            return False
+        if name != COORDINATOR:  # that one is started by whoever looks after it
+            self._start_island(name)
+        self._away.discard(name)
+        return True
 
     @property
     def is_stopped(self) -> bool:
@@ -182,9 +211,14 @@ class LocalRun:
     def _is_bound(self) -> bool:
         """Whether the coordinator that lives now has bound its address, and so heeds signals."""
         assert self.coordinator is not None
+        return self._has_bound and self.coordinator.poll() is None
+
+    @property
+    def _has_bound(self) -> bool:
+        """Whether the newest coordinator has bound its address, dead or alive."""
+        assert self.coordinator is not None
         endpoint = read_endpoint(self.state.coordinator)
-        is_its_own = endpoint is not None and endpoint.pid == self.coordinator.pid
-        return is_its_own and self.coordinator.poll() is None
+        return endpoint is not None and endpoint.pid == self.coordinator.pid
 
     def _pass_on(self) -> None:
         """Ask the coordinator for a graceful stop once a signal has; a restarted one again."""
@@ -198,7 +232,7 @@ class LocalRun:
     def _has_stopped(self) -> bool:
         """Look after the coordinator; true when it has ended as it was asked to, seconds ago.
 
-        One that died is started again, after a wait.
+        One that died is started again: at once if it was killed, else after a wait.
 
         Raises:
             CoordinatorUnavailable: If it ended otherwise while islands go on, or dies too often.
@@ -213,14 +247,18 @@ class LocalRun:
                 return now - self._seen_alive > _GONE_S
             if now - self._seen_alive > _END_S:
                 raise self._coordinator_failed("ended before the islands", code)
-        elif not self._restart_at:
+            return False
+        if not self._restart_at:
             self._restart_at = now + self._restart_wait_s(code)
-        elif now >= self._restart_at:
+        if now >= self._restart_at and COORDINATOR not in self._away:
             self.coordinator_restarts += 1
             self._start_coordinator()
         return False
 
     def _restart_wait_s(self, code: int) -> float:
+        if code == -signal.SIGKILL and self._has_bound:
+            logger.warning("coordinator was killed, starting it again at once")
+            return 0.0
         wait_s = self._budget.failed(self._seen_alive - self._began)
         if wait_s is None:
             died = f"died {self._budget.max_restarts + 1} times in a row"
@@ -241,9 +279,16 @@ class LocalRun:
 
     def _start_coordinator(self, *options: str) -> None:
         arguments = ["coordinator", str(self._run_file), *options]
-        self.coordinator = self._spawn(arguments, "coordinator")
+        self.coordinator = self._spawn(arguments, COORDINATOR)
         self._began = self._seen_alive = time.monotonic()
         self._restart_at = 0.0
+
+    def _start_island(self, island: str) -> None:
+        arguments = ["island", str(self._run_file), "--island", island]
+        arguments += ["--coordinator", self.address]
+        arguments += ["--output", str(self.config.telemetry_dir)]
+        prefix = self.emulated.prefix(island) if self.emulated else []
+        self.islands[island] = self._spawn(arguments, f"island-{island}", prefix)
 
     def _log(self, name: str) -> Path:
         return self.state.root / f"{name}.log"
@@ -255,7 +300,12 @@ class LocalRun:
         self._logs.append(log)
         command = [*prefix, sys.executable, "-m", "diloco", "--log-level", "info", *arguments]
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
 

@@ -19,7 +19,6 @@ import importlib
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +29,7 @@ from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, syncer_address
+from diloco.launch.chaos import wall_clock
 from diloco.launch.disk import insist_on_room
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.logs import log_to
@@ -196,7 +196,8 @@ def _open_events(config: Config, state: StateDir, epoch: int, timeline: Timeline
     directory = Path(config.telemetry.dir) if config.telemetry.dir else state.root / "telemetry"
     context = {"run": config.run.name, "syncer_epoch": epoch, "timeline": timeline.number}
     sink = BackgroundSink(
-        "rounds", JsonlSink(directory / "events-syncer.jsonl", context, time.time)
+        "rounds",
+        JsonlSink(directory / "events-syncer.jsonl", context, wall_clock(os.environ, "syncer")),
     )
     try:
         sink.open()
@@ -279,6 +280,7 @@ def _build_syncer(
 
     torch.set_num_threads(1)  # of one operation; lanes are merged side by side
     outer = config.outer
+    clock = wall_clock(os.environ, "syncer")
     stores = [
         FragmentStore(
             state.store,
@@ -300,7 +302,7 @@ def _build_syncer(
         syncer_epoch=epoch,
         incarnations=_Incarnations(state.incarnations),
         is_granted=lambda grant: is_valid(
-            grant, secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=time.time()
+            grant, secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=clock()
         ),
         worker=worker,
         on_record=reporter.add_record,

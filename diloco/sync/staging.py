@@ -27,6 +27,9 @@ from diloco.telemetry.events import CaughtUp, DigestMismatch, Event
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
 
+#: Fetches of a whole lane that does not match its digest, before that is an error.
+_TRIES = 3
+
 
 class VersionGone(CoordinatorUnavailable):
     """The syncer has published a version, and retains it no more."""
@@ -187,20 +190,21 @@ async def fetch_lane(
         digest: Of the published lane; empty when it is not known, which trusts the syncer's reply.
 
     Raises:
-        CodecError: If it does not match the digest.
+        CodecError: If it does not match the digest, three times in a row.
         DilocoError: If the syncer does not have it, or cannot be reached.
     """
-    reply, payload = await _fetch(
-        calls, fragment_id, version, [lane_id], wire.FETCH_KIND_DENSE, numel
-    )
-    values = get_codec("float32").decode(from_bytes(payload), numel)
-    # Of a whole lane, the digest of the payload is the digest of the lane.
-    if lane_digest(values) != (digest or reply.digest):
-        raise CodecError(
-            f"lane {lane_id} of fragment {fragment_id}, version {version}, does not match the "
-            f"syncer's digest even when fetched as a whole"
+    for _ in range(_TRIES):  # what a link damages now and then is no reason to end an island
+        reply, payload = await _fetch(
+            calls, fragment_id, version, [lane_id], wire.FETCH_KIND_DENSE, numel
         )
-    return values
+        values = get_codec("float32").decode(from_bytes(payload), numel)
+        # Of a whole lane, the digest of the payload is the digest of the lane.
+        if lane_digest(values) == (digest or reply.digest):
+            return values
+    raise CodecError(
+        f"lane {lane_id} of fragment {fragment_id}, version {version}, does not match the "
+        f"syncer's digest even when fetched as a whole, {_TRIES} times"
+    )
 
 
 async def _fetch(

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bench import codec, heartbeat, overhead, parity, publish, syncer, utilisation, wan
+from diloco.bench import (
+    codec,
+    heartbeat,
+    overhead,
+    parity,
+    publish,
+    recovery,
+    syncer,
+    utilisation,
+    wan,
+)
 from diloco.bench.report import Column, Report, Requirement
 from diloco.cli.main import app
 
@@ -23,6 +33,7 @@ COMMANDS = {
     "syncer": (syncer, "run_syncer"),
     "heartbeat": (heartbeat, "run_heartbeat"),
     "wan": (wan, "run_wan"),
+    "recovery": (recovery, "run_recovery"),
 }
 
 

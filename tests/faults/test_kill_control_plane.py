@@ -19,7 +19,7 @@ from diloco.launch.state_dir import holder
 from diloco.sync.layout import build_schedule
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 
-#: Coordinator's kills, at most: each restart in a row doubles the wait for the next.
+#: Coordinator's kills, at most: one killed before it serves takes a restart of its budget.
 MAX_COORDINATOR_SHARE = 0.4
 #: Seconds between two kills, at most. A syncer needs some of them to begin its work.
 MAX_GAP_S = 3.0

@@ -74,7 +74,7 @@ def test_a_coordinator_that_dies_again_and_again_ends_the_run(make: Make) -> Non
         run.wait(lambda: None)
 
     assert error.value.exit_code == 30
-    assert run.coordinator_restarts == 2
+    assert run.coordinator_restarts == 3, "the first had served, so its end was nobody's failure"
 
 
 def test_a_coordinator_that_died_once_is_replaced(make: Make) -> None:
@@ -86,6 +86,51 @@ def test_a_coordinator_that_died_once_is_replaced(make: Make) -> None:
     assert run.wait(lambda: None) == 0
 
     assert run.coordinator_restarts == 2
+
+
+def test_a_coordinator_that_is_killed_again_and_again_takes_nothing_of_the_budget(
+    make: Make,
+) -> None:
+    run = make(STOPS)
+    run.start()
+    kills: list[int] = []
+
+    def kill_when_it_serves() -> None:
+        assert run.coordinator is not None
+        if len(kills) == 5:
+            run.request.note(signal.SIGINT)
+        elif run._is_bound and run.coordinator.pid not in kills:
+            kills.append(run.coordinator.pid)
+            run.coordinator.kill()
+
+    run.wait(kill_when_it_serves)
+
+    assert run.coordinator_restarts == 5
+    assert run._budget.used == 0
+
+
+@pytest.mark.parametrize("name", ["coordinator", "east"])
+def test_what_is_taken_down_stays_away_until_it_is_brought_back(make: Make, name: str) -> None:
+    run = make(STOPS)
+    run.start()
+    processes = lambda: {"coordinator": run.coordinator, **run.islands}  # noqa: E731
+    first, looks = processes()[name], 0
+    run.take_down(name, signal.SIGKILL)
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            assert processes()[name] is first, "nobody else started it again"
+            assert run.bring_back(name)
+        elif processes()[name] is not first and run._is_bound:
+            run.request.note(signal.SIGINT)
+
+    assert run.wait(look) == 0
+
+    assert first is not None
+    assert first.returncode == -signal.SIGKILL
+    assert run._budget.used == 0
 
 
 def test_the_first_signal_is_passed_on_and_islands_that_have_left_are_not_awaited(

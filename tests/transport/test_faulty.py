@@ -16,7 +16,14 @@ from transport.errors import (
     PeerReset,
     TransportError,
 )
-from transport.faulty import Fault, Faults, FaultScript, FaultyTransport, faulty_handlers
+from transport.faulty import (
+    Fault,
+    Faults,
+    FaultScript,
+    FaultyTransport,
+    Gate,
+    faulty_handlers,
+)
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
 
@@ -100,6 +107,50 @@ def test_a_dropped_call_is_never_heard(play: Callable[..., Faults]) -> None:
         assert faulty.heard == []
 
     assert play(Fault.DROP, claim).fired == {Fault.DROP: 1}
+
+
+@pytest.mark.parametrize(
+    ("gate", "is_heard"), [(Gate.CUT, False), (Gate.NO_REQUESTS, False), (Gate.NO_REPLIES, True)]
+)
+def test_what_a_shut_gate_holds_arrives_once_it_is_open(
+    kind: Kind, gate: Gate, is_heard: bool
+) -> None:
+    faults = Faults(FaultScript(seed=3), "link")
+    faulty = Faulty(kind, "client", faults)
+
+    async def claim(faulty: Faulty) -> None:
+        await faulty.call(b"before")
+        faults.script = FaultScript(seed=3, gate=gate)
+        with pytest.raises(DeadlineExceeded):
+            await faulty.call(b"lost", deadline_s=SHORT_S)
+        assert [header for header, _ in faulty.heard[1:]] == [b"lost"] * is_heard
+        call = asyncio.create_task(faulty.call(b"held"))
+        await asyncio.sleep(SHORT_S)
+        assert not call.done()
+        faults.script = FaultScript(seed=3)
+        assert await call == PAYLOAD
+
+    kind.run(faulty.run(claim))
+
+    assert faults.num_held == 2
+
+
+def test_a_reply_on_its_way_is_held_by_a_link_that_is_cut(kind: Kind) -> None:
+    faults = Faults(FaultScript(seed=3, rates={Fault.DELAY: 1.0}, delay_s=0.1), "link")
+    faulty = Faulty(kind, "client", faults)
+
+    async def claim(faulty: Faulty) -> None:
+        call = asyncio.create_task(faulty.call(b"under way"))
+        await asyncio.sleep(0.05)
+        faults.script = FaultScript(seed=3, gate=Gate.CUT)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(call), SHORT_S)
+        faults.script = FaultScript(seed=3)
+        assert await call == PAYLOAD
+
+    kind.run(faulty.run(claim))
+
+    assert faults.num_held == 1
 
 
 def test_a_half_open_peer_does_it_and_says_nothing(play: Callable[..., Faults]) -> None:

@@ -1,0 +1,110 @@
+"""Gathers what a run under chaos left behind: events, tape, records, and what these recompute to.
+
+The one module here that opens tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco.chaos.judge import Evidence, Newest, Recomputed
+from diloco.chaos.plan import Timed
+from diloco.chaos.runner import TRUTH, Ended
+from diloco.chaos.truth import read_story
+from diloco.coordinator.journal import Journal
+from diloco.launch.state_dir import StateDir
+from diloco.outer.fragments import Plan
+from diloco.rounds.log import headers_in
+from diloco.rounds.publication import PublicationRules
+from diloco.rounds.record import RecordInvalid, fragment_directory
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import recompute
+
+logger = logging.getLogger(__name__)
+
+
+def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
+    """Read everything; nothing serves the store any more."""
+    config = ended.config
+    state = StateDir(Path(config.coordinator.state_dir))
+    lines = _json_lines(state.root / TRUTH)
+    stores = []
+    if state.plan.exists():
+        plan = Plan.from_json(state.plan.read_text())
+        retained = config.outer.retained_versions
+        stores = [FragmentStore(state.store, part, retained) for part in plan.fragments]
+    newest, recomputed = {}, []
+    for store in stores:
+        record = store.newest()
+        if record is None:
+            continue
+        p = record.fragment_id
+        newest[p] = Newest(record.version, record.digest.hex())
+        while record.version > 0 and record.contributions:
+            try:
+                before = store.load(record.version - 1)
+            except RecordInvalid as error:
+                if record.version == newest[p].version:
+                    recomputed.append(Recomputed(p, record.version, str(error)))
+                break  # forgotten, or damaged on purpose
+            rules = PublicationRules.from_json(record.rules)
+            same = recompute(before, record, rules, store.fragment) == record.lane_digests
+            problem = "" if same else "comes to other digests"
+            recomputed.append(Recomputed(p, record.version, problem))
+            record = before
+    return Evidence(
+        story=read_story([*lines], faults),
+        events={
+            island: [
+                event
+                for path in sorted(config.telemetry_dir.glob("events-*.jsonl"))
+                for event in _json_lines(path)
+                if event["island"] == island
+            ]
+            for island in sorted(config.islands)
+        },
+        headers=[*_tape(state), *_kept_headers(state, stores)],
+        newest=newest,
+        recomputed=recomputed,
+        exit_codes=ended.exit_codes,
+        problem=ended.problem,
+        local_mix=config.outer.local_mix,
+        is_on_arrival=config.outer.is_on_arrival,
+        carries=config.outer.late == "carry",
+    )
+
+
+def _tape(state: StateDir) -> Iterator[dict[str, Any]]:
+    if not state.journal.exists():
+        return
+    journal = Journal(state.journal)
+    journal.open()
+    try:
+        for header in journal.tape():
+            yield json.loads(header)
+    finally:
+        journal.close()
+
+
+def _kept_headers(state: StateDir, stores: Sequence[FragmentStore]) -> Iterator[dict[str, Any]]:
+    for store in stores:
+        yield from headers_in(fragment_directory(state.store, store.fragment.fragment_id))
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines; one that a kill tore is passed over."""
+    if not path.exists():
+        return
+    for line in path.read_text(errors="replace").split("\n"):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            if line:
+                logger.info("torn line passed over, path=%s", path)
+            continue
+        if isinstance(event, dict):
+            yield event

@@ -1,0 +1,419 @@
+"""Judges what a run under chaos left behind against the invariants of design.md section 3.
+
+Pure: evidence in, findings and figures out. Nobody's own word on what he holds is taken for more
+than that: what islands told (events), what the syncer made durable (tape, newest records) and what
+was done to them (truth log) are held against each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.chaos.plan import Kind
+from diloco.chaos.tokens import Account, Event, Send, Tape, account, sends_of, starts_of
+from diloco.chaos.truth import FaultStory, Story
+from diloco.launch.lives import effective
+
+#: Violations shown of one invariant.
+_SHOWN = 3
+#: Faults after which an island is expected to start once more.
+_STARTING_AGAIN = frozenset({Kind.KILL, Kind.RESTART})
+_OUTCOMES = frozenset({"included", "not_included", "refused", "declined", "expired", "unknown"})
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """A fragment's newest durable record."""
+
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A retained version that was recomputed from its predecessor; empty: to the same bits."""
+
+    fragment_id: int
+    version: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What is judged.
+
+    Args:
+        story: The truth log.
+        events: Island -> what all its ranks wrote, whole lines, in the order of the files.
+        headers: Of the tape and of the store, in any order; equal ones may be there twice.
+        newest: Fragment -> its newest record.
+        recomputed: Retained versions.
+        exit_codes: Island -> how its last supervisor ended; None: it did not.
+        problem: Why the run did not come to its end; empty: it did.
+        local_mix: alpha of the run.
+        is_on_arrival: Whether islands merge on arrival and may jump over versions.
+        carries: Whether contributions that come too late are carried on.
+    """
+
+    story: Story
+    events: Mapping[str, Sequence[dict[str, Any]]]
+    headers: Sequence[Mapping[str, Any]]
+    newest: Mapping[int, Newest]
+    recomputed: Sequence[Recomputed]
+    exit_codes: Mapping[str, int | None]
+    problem: str = ""
+    local_mix: float = 0.0
+    is_on_arrival: bool = False
+    carries: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An invariant, and what speaks for or against it."""
+
+    invariant: str
+    holds: bool
+    evidence: str
+
+    @property
+    def text(self) -> str:
+        """Say it in a line."""
+        return f"{'held' if self.holds else 'BROKEN'}: {self.invariant}: {self.evidence}"
+
+
+@dataclass(frozen=True, slots=True)
+class IslandFigures:
+    """How an island fared; times in seconds.
+
+    `goodput` is the share of wall time in inner steps that stand; `predicted` is that of the same
+    run without faults, less the share of time for which faults kept islands from training: all
+    islands, where each waits for the others; None: no such run was made.
+    """
+
+    island: str
+    goodput: float
+    predicted: float | None
+    num_starts: int
+    tokens: int
+    dropped_tokens: int
+    lost_tokens: int
+    nats_per_byte: float | None
+
+
+def judge(evidence: Evidence) -> tuple[Finding, ...]:
+    """Judge every invariant."""
+    tape, clashes = _tape_of(evidence.headers)
+    accounts = _accounts(evidence, tape)
+    return (
+        Finding(
+            "the run comes to its end",
+            not evidence.problem,
+            evidence.problem or f"{len(evidence.newest)} fragments flushed",
+        ),
+        _finding(
+            "a version has one digest everywhere",
+            [*clashes, *_digest_problems(evidence, tape)],
+            f"{len(tape)} versions, {_num_merges(evidence)} merges, every island's end",
+        ),
+        _finding(
+            "every version is published exactly once",
+            [*_version_problems(evidence, tape)],
+            ", ".join(f"fragment {p}: 0 to {new.version}" for p, new in evidence.newest.items()),
+        ),
+        _finding(
+            "every contribution has exactly one outcome",
+            [*_outcome_problems(evidence, tape)],
+            _outcomes_text(evidence),
+        ),
+        _finding(
+            "every token is accounted for",
+            [problem for each in accounts.values() for problem in each.problems],
+            _tokens_text(accounts),
+        ),
+        _finding(
+            "no island ends unasked",
+            [*_exit_problems(evidence)],
+            ", ".join(
+                f"{island} {len(starts_of(events))} starts"
+                for island, events in evidence.events.items()
+            ),
+        ),
+        _finding(
+            "retained versions are recomputed to the bit",
+            [
+                f"fragment {each.fragment_id} version {each.version}: {each.problem}"
+                for each in evidence.recomputed
+                if each.problem
+            ],
+            f"{len(evidence.recomputed)} versions",
+        ),
+    )
+
+
+def island_figures(
+    evidence: Evidence, undisturbed: Mapping[str, float] | None = None
+) -> tuple[IslandFigures, ...]:
+    """Compute how each island fared; `undisturbed` is their goodput in the run without faults."""
+    tape, _ = _tape_of(evidence.headers)
+    accounts = _accounts(evidence, tape)
+    downtimes = {island: [*_downtimes(evidence, island)] for island in evidence.events}
+    figures = []
+    for island, events in evidence.events.items():
+        steps = [e for e in events if e["kind"] == "inner_step"]
+        stands = [e for e in effective([*events]) if e["kind"] == "inner_step"]
+        told = [e["nats_per_byte"] for e in events if _is_published_loss(e)]
+        began = min((e["unix_s"] - e["duration_s"] for e in steps), default=0.0)
+        wall_s = max((e["unix_s"] for e in steps), default=0.0) - began
+        others = downtimes if not evidence.is_on_arrival else {island: downtimes[island]}
+        down_s = _union_s([span for spans in others.values() for span in spans])
+        mine = [each for (name, _), each in accounts.items() if name == island]
+        figures.append(
+            IslandFigures(
+                island=island,
+                goodput=sum(e["duration_s"] for e in stands) / wall_s if wall_s else 0.0,
+                predicted=(
+                    undisturbed[island] * max(0.0, 1 - down_s / wall_s)
+                    if undisturbed and wall_s
+                    else None
+                ),
+                num_starts=len(starts_of(events)),
+                tokens=sum(e["num_tokens"] for e in steps),
+                dropped_tokens=max((each.dropped for each in mine), default=0),
+                lost_tokens=max((each.lost for each in mine), default=0),
+                nats_per_byte=told[-1] if told else None,
+            )
+        )
+    return tuple(figures)
+
+
+def next_publication_s(fault: FaultStory, story: Story) -> float | None:
+    """Seconds from a fault's begin, and the time that it lasts, until all fragments have moved.
+
+    Fragments that publish nothing more at all do not count; None: none does, or it never began.
+    """
+    if fault.began_s is None:
+        return None
+    since_s = fault.began_s + fault.fault.lasts_s
+    first: dict[int, float] = {}
+    for at_s, fragment, _ in story.published:
+        if at_s > since_s:
+            first.setdefault(fragment, at_s - since_s)
+    return max(first.values(), default=None)
+
+
+def island_back_s(fault: FaultStory, events: Sequence[Event]) -> float | None:
+    """Seconds from an island's kill until its next start has made an inner step; None: never."""
+    if fault.began_unix_s is None:
+        return None
+    began = fault.began_unix_s
+    before = max((e["incarnation"] for e in _steps(events) if e["unix_s"] <= began), default=0)
+    after = [e["unix_s"] - began for e in _steps(events) if e["incarnation"] > before]
+    return min(after, default=None)
+
+
+# -- invariants ----------------------------------------------------------------------------------
+
+
+def _tape_of(headers: Sequence[Mapping[str, Any]]) -> tuple[Tape, list[str]]:
+    """Give one header a version, and what two headers of a version differ in."""
+    tape: dict[tuple[int, int], Mapping[str, Any]] = {}
+    clashes = []
+    for header in headers:
+        key = header["fragment_id"], header["version"]
+        if (other := tape.setdefault(key, header)) != header:
+            clashes.append(
+                f"fragment {key[0]} version {key[1]} was made twice: digests {other['digest'][:16]}"
+                f" and {header['digest'][:16]}"
+            )
+    return tape, clashes
+
+
+def _digest_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
+    has_corruption = any(story.fault.kind is Kind.CORRUPT for story in evidence.story.faults)
+    newest = tuple(evidence.newest[p].digest for p in sorted(evidence.newest))
+    for island, events in evidence.events.items():
+        for event in events:
+            if event["kind"] == "fragment_merged" and event["digest"]:
+                p, version = event["fragment_id"], event["version"]
+                # The syncer's newest word may be of a later version than what was merged.
+                known = {
+                    header["digest"]
+                    for (fragment, of), header in tape.items()
+                    if fragment == p
+                    and (of >= version if evidence.is_on_arrival else of == version)
+                }
+                if event["digest"] not in known:
+                    yield (
+                        f"{island} merged fragment {p} version {version} as "
+                        f"{event['digest'][:16]}, the tape has "
+                        f"{', '.join(sorted(each[:16] for each in known)) or 'no such version'}"
+                    )
+            elif event["kind"] == "island_ended" and tuple(event["digests"]) != newest:
+                yield (
+                    f"{island} rank {event['island_rank']} ended with other values than the "
+                    f"newest records"
+                )
+            elif event["kind"] == "digest_mismatch" and not has_corruption:
+                yield (
+                    f"{island} staged a damaged lane of fragment {event['fragment_id']} version "
+                    f"{event['version']}, and no fault corrupts"
+                )
+
+
+def _version_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
+    for p, newest in evidence.newest.items():
+        versions = {version for fragment, version in tape if fragment == p}
+        if missing := sorted(set(range(newest.version + 1)) - versions):
+            yield f"fragment {p}: versions {missing} of 0 to {newest.version} are not in the tape"
+        if beyond := sorted(version for version in versions if version > newest.version):
+            yield f"fragment {p}: versions {beyond} were published and are lost"
+    for island, events in evidence.events.items():
+        for incarnation, start in starts_of(events).items():
+            for p in evidence.newest:
+                merged = [
+                    e["version"]
+                    for e in start
+                    if e["kind"] == "fragment_merged" and e["fragment_id"] == p
+                ]
+                steps = [b - a for a, b in itertools.pairwise(merged)]
+                if any(s < 1 or (s > 1 and not evidence.is_on_arrival) for s in steps):
+                    yield (
+                        f"{island} start {incarnation} merged fragment {p} in the order {merged}"
+                    )
+
+
+def _outcome_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
+    claimed: Counter[tuple[int, int, str]] = Counter()
+    for (p, version), counting in tape.items():
+        for contributor in counting["contributors"]:
+            claimed[p, version, contributor["island"]] += 1
+    for (p, version, island), times in claimed.items():
+        if times > 1:
+            yield f"fragment {p} version {version} counts {island} {times} times"
+    for send in _sends(evidence):
+        event = send.event
+        header = tape.get((event["fragment_id"], event["version"] + 1))
+        is_counted = header is not None and any(
+            (c["island"], c["incarnation"]) == (event["island"], event["incarnation"])
+            and header["attempt"] == event["attempt"]
+            for c in header["contributors"]
+        )
+        if send.verdict not in _OUTCOMES:
+            yield f"{send.text}: outcome {send.verdict!r} is none"
+        elif send.verdict == "unknown":
+            if _has_ended(evidence, event):
+                yield f"{send.text}: its island ended well and never heard its outcome"
+        elif is_counted != (send.verdict == "included"):
+            yield (
+                f"{send.text}: {send.verdict}, but it is {'' if is_counted else 'not '}among the "
+                f"contributors of version {event['version'] + 1}"
+            )
+        if is_counted and event["declined"]:
+            yield f"{send.text}: declined, and counted"
+
+
+def _exit_problems(evidence: Evidence) -> Iterator[str]:
+    for island, code in evidence.exit_codes.items():
+        if code != 0:
+            yield f"{island} ended with exit code {code}"
+        killed = [
+            story
+            for story in evidence.story.faults
+            if story.fault.island == island and story.fired and story.fault.kind in _STARTING_AGAIN
+        ]
+        num_starts = len(starts_of(evidence.events[island]))
+        if num_starts > 1 + len(killed):
+            yield f"{island} started {num_starts} times, and was ended {len(killed)} times"
+
+
+def _accounts(evidence: Evidence, tape: Tape) -> dict[tuple[str, int], Account]:
+    return {
+        (island, p): account(
+            island,
+            p,
+            events,
+            tape,
+            local_mix=evidence.local_mix,
+            carries=evidence.carries,
+        )
+        for island, events in evidence.events.items()
+        for p in evidence.newest
+    }
+
+
+# -- words and figures ---------------------------------------------------------------------------
+
+
+def _finding(invariant: str, problems: Sequence[str], evidence: str) -> Finding:
+    if not problems:
+        return Finding(invariant, True, evidence)
+    shown = "; ".join(problems[:_SHOWN])
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return Finding(invariant, False, shown + more)
+
+
+def _sends(evidence: Evidence) -> Iterator[Send]:
+    for events in evidence.events.values():
+        for start in starts_of(events).values():
+            for p in evidence.newest:
+                yield from sends_of(start, p)
+
+
+def _has_ended(evidence: Evidence, event: Event) -> bool:
+    start = starts_of(evidence.events[event["island"]])[event["incarnation"]]
+    return any(each["kind"] == "island_ended" for each in start)
+
+
+def _num_merges(evidence: Evidence) -> int:
+    return sum(
+        event["kind"] == "fragment_merged"
+        for events in evidence.events.values()
+        for event in events
+    )
+
+
+def _outcomes_text(evidence: Evidence) -> str:
+    verdicts = Counter(send.verdict for send in _sends(evidence))
+    return ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
+
+
+def _tokens_text(accounts: Mapping[tuple[str, int], Account]) -> str:
+    whole = {name: sum(getattr(a, name) for a in accounts.values()) for name in _TOKENS}
+    return ", ".join(f"{number:,} {name}" for name, number in whole.items())
+
+
+_TOKENS = ("trained", "included", "dropped", "lost", "left")
+
+
+def _steps(events: Sequence[Event]) -> Iterator[Event]:
+    return (event for event in events if event["kind"] == "inner_step")
+
+
+def _is_published_loss(event: Event) -> bool:
+    return bool(event["kind"] == "evaluated" and event["parameters"] == "published")
+
+
+def _downtimes(evidence: Evidence, island: str) -> Iterator[tuple[float, float]]:
+    """Spans of unix time in which faults kept an island from training."""
+    for story in evidence.story.faults:
+        if story.fault.island != island or not story.fired or story.began_unix_s is None:
+            continue
+        began = story.began_unix_s
+        if story.fault.kind is Kind.FREEZE:
+            yield began, began + story.fault.lasts_s
+        elif story.fault.kind in _STARTING_AGAIN:
+            back_s = island_back_s(story, evidence.events[island])
+            if back_s is not None:
+                yield began, began + back_s
+
+
+def _union_s(spans: Sequence[tuple[float, float]]) -> float:
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

@@ -1,0 +1,302 @@
+"""How each kind of fault is done to the processes of a run, and how it is known to have fired.
+
+A performance is asked to `begin` again and again until its target is there, and to `end` until it
+is over; both say whether they are done. It has `fired` when what it did is known to have met its
+target: the process is dead or stopped, a call was met, a publication was kept back.
+
+What files may be damaged is what the rules say a run survives: the rest of a record that was being
+written, a record that is not the newest. The newest record is the truth itself.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Timed
+from diloco.chaos.world import World, held_still, is_frozen, send
+from diloco.durable import read_json, write_json
+from diloco.launch.chaos import clock_path, fired, links_path
+from diloco.rounds.record import fragment_directory, record_path
+from transport.faulty import Fault, Gate
+
+#: Seconds after which processes have read, or told, what they do once a second.
+_TOLD_S = 2.2
+_DEAD_S = 5.0
+_LOOK_S = 0.002
+
+
+class Performance(ABC):
+    """One fault being done.
+
+    Attributes:
+        fired: Whether it took effect.
+        note: What a reader of the log wants to know.
+    """
+
+    def __init__(self, world: World, fault: Timed) -> None:
+        """Do nothing yet."""
+        self.world = world
+        self.fault = fault
+        self.fired = False
+        self.note = ""
+
+    @abstractmethod
+    def begin(self) -> bool:
+        """Do it; false if the target is not there now."""
+
+    @abstractmethod
+    def end(self) -> bool:
+        """Undo it; false if that takes longer. Called from `fault.lasts_s` after its begin on."""
+
+
+class Kill(Performance):
+    """SIGKILL; coordinator and island are started again at the end, others by their supervisor."""
+
+    number = signal.SIGKILL
+
+    def begin(self) -> bool:
+        """Send the signal."""
+        world, target = self.world, self.fault.target
+        pid = world.pid(target)
+        if pid is None:
+            return False
+        self.note = f"process {pid}"
+        if target in world.run.islands:
+            world.away.add(target)
+            world.run.take_down(target, self.number)
+            self.fired = True
+        elif target == COORDINATOR and self.fault.lasts_s:
+            world.run.take_down(target, self.number)
+            self.fired = True
+        else:
+            self.fired = send(pid, self.number)
+        return self.fired
+
+    def end(self) -> bool:
+        """Bring back what nobody else does."""
+        world, target = self.world, self.fault.target
+        is_ours = target in world.away or (target == COORDINATOR and self.fault.lasts_s > 0)
+        if is_ours and not world.run.bring_back(target):
+            return False
+        world.away.discard(target)
+        return True
+
+
+class Restart(Kill):
+    """SIGTERM: an end in order, then another start."""
+
+    number = signal.SIGTERM
+
+
+class Freeze(Performance):
+    """SIGSTOP to all processes of the target, SIGCONT at the end."""
+
+    def begin(self) -> bool:
+        """Stop them."""
+        self._pids = self.world.pids(self.fault.target)
+        for pid in self._pids:
+            send(pid, signal.SIGSTOP)
+        self.note = f"{len(self._pids)} processes"
+        return bool(self._pids)
+
+    def end(self) -> bool:
+        """Let them go on; those that were killed meanwhile are gone."""
+        self.fired = all(is_frozen(pid) for pid in self._pids)
+        for pid in self._pids:
+            send(pid, signal.SIGCONT)
+        return True
+
+
+class _Damage(Performance):
+    """Damage to the store of a syncer that was killed; its supervisor is held still meanwhile."""
+
+    def begin(self) -> bool:
+        """Kill the syncer and damage a file before there is another one."""
+        pid = self.world.serving_pid(SYNCER)
+        newest = {p: versions for p, versions in self.world.versions().items() if versions}
+        if pid is None or not newest:
+            return False
+        fragment = sorted(newest)[self.fault.seed % len(newest)]
+        directory = fragment_directory(self.world.state.store, fragment)
+        with held_still(self.world.pid(COORDINATOR)):
+            send(pid, signal.SIGKILL)
+            until = time.monotonic() + _DEAD_S
+            while self.world.pid(SYNCER) == pid and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+            versions = self.world.versions()[fragment]
+            self.fired = self.world.pid(SYNCER) is None and self.damage(directory, versions)
+        return True
+
+    @abstractmethod
+    def damage(self, directory: Path, versions: list[int]) -> bool:
+        """Damage a file of a fragment; false if there is none that may be."""
+
+    def end(self) -> bool:
+        """Leave it damaged."""
+        return True
+
+
+class Truncate(_Damage):
+    """The syncer dies while it writes: a torn temporary file, and a torn record of no version."""
+
+    def damage(self, directory: Path, versions: list[int]) -> bool:
+        """Leave parts of the newest record where the next one would be written."""
+        whole = record_path(directory, versions[-1]).read_bytes()
+        torn = record_path(directory, versions[-1] + 1)
+        kept = whole[: self.fault.seed % len(whole)]
+        torn.write_bytes(kept)
+        torn.with_name(torn.name + ".tmp").write_bytes(kept)
+        self.note = f"{torn.name} of {directory.name} has {len(kept)} of {len(whole)} bytes"
+        return True
+
+
+class Flip(_Damage):
+    """A bit of the oldest record rots."""
+
+    def damage(self, directory: Path, versions: list[int]) -> bool:
+        """Flip one of its bits; not of the newest, which is the only copy of the truth."""
+        if len(versions) < 2:
+            return False
+        path = record_path(directory, versions[0])
+        body = bytearray(path.read_bytes())
+        where = self.fault.seed % len(body)
+        body[where] ^= 1 << self.fault.seed % 8
+        path.unlink()  # a pin may be a link to the same bytes
+        path.write_bytes(body)
+        self.note = f"{path.name} of {directory.name}, byte {where}"
+        return True
+
+
+class DiskFull(Performance):
+    """The syncer may write no byte to any file: every write ends with EFBIG, as on a full disk."""
+
+    def begin(self) -> bool:
+        """Set the limit."""
+        self._pid = self.world.serving_pid(SYNCER)
+        if self._pid is None:
+            return False
+        _, hard = resource.prlimit(self._pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (0, hard))
+        self._hard = hard
+        self._newest = {p: v[-1] for p, v in self.world.versions().items() if v}
+        return True
+
+    def end(self) -> bool:
+        """Lift it; it took effect if no record was written, or the syncer ended of it."""
+        assert self._pid is not None
+        newest = {p: v[-1] for p, v in self.world.versions().items() if v}
+        is_same = self.world.pid(SYNCER) == self._pid
+        # One was perhaps renamed just when the limit came.
+        num_written = sum(newest.values()) - sum(self._newest.values())
+        self.fired = not is_same or num_written <= 1
+        self.note = "the syncer went on" if is_same else "the syncer ended and was started again"
+        if is_same:
+            resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (self._hard, self._hard))
+        return True
+
+
+class _FromWithin(Performance):
+    """What a process does to itself, as a file says that it reads once a second."""
+
+    path: Path
+    who: str
+    counted: str
+
+    def begin(self) -> bool:
+        """Write the file."""
+        if self.world.pid(self.fault.target) is None:
+            return False
+        self._before = fired(self.world.chaos_dir, self.who)[self.counted]
+        self._told_s = 0.0
+        write_json(self.path, {**(read_json(self.path) or {}), self.who: self.value()})
+        return True
+
+    @abstractmethod
+    def value(self) -> object:
+        """What the file says of the target."""
+
+    def end(self) -> bool:
+        """Take it back, and wait until it is known what it did."""
+        if not self._told_s:
+            self._told_s = time.monotonic() + _TOLD_S
+            values = read_json(self.path) or {}
+            values.pop(self.who, None)
+            write_json(self.path, values)
+        if time.monotonic() < self._told_s:
+            return False
+        count = fired(self.world.chaos_dir, self.who)[self.counted] - self._before
+        self.fired, self.note = count > 0, f"{count} times"
+        return True
+
+
+class Clock(_FromWithin):
+    """The wall clock of coordinator or syncer jumps ahead, and back at the end."""
+
+    counted = "clock"
+
+    def __init__(self, world: World, fault: Timed) -> None:
+        """Do nothing yet."""
+        super().__init__(world, fault)
+        self.path, self.who = clock_path(world.chaos_dir), fault.target
+
+    def value(self) -> object:
+        """Seconds by which it is wrong."""
+        return self.fault.clock_s
+
+
+class Link(_FromWithin):
+    """Something happens to all links of an island."""
+
+    def __init__(self, world: World, fault: Timed) -> None:
+        """Do nothing yet."""
+        super().__init__(world, fault)
+        self.path, self.who = links_path(world.chaos_dir), fault.target
+        self.counted = "held" if fault.kind in _GATES else _RATES[fault.kind].value
+
+    def value(self) -> object:
+        """The island's entry of `links.json`."""
+        fault = self.fault
+        if fault.kind in _GATES:
+            return {"gate": _GATES[fault.kind]}
+        is_partial = fault.kind in (Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER)
+        return {
+            "rates": {_RATES[fault.kind]: fault.share if is_partial else 1.0},
+            "seed": fault.seed,
+            # What has a digest: initial parameters are taken once, before anything happens here.
+            "methods": _WITH_DIGESTS if fault.kind is Kind.CORRUPT else [],
+            "delay_s": fault.delay_s,
+            "slow_bps": fault.bandwidth_bps,
+        }
+
+
+_WITH_DIGESTS = ["fragment.fetch", "fragment.submit"]
+_GATES = {
+    Kind.CUT: Gate.CUT,
+    Kind.CUT_REQUESTS: Gate.NO_REQUESTS,
+    Kind.CUT_REPLIES: Gate.NO_REPLIES,
+}
+_RATES = {
+    Kind.DELAY: Fault.DELAY,
+    Kind.THROTTLE: Fault.SLOW_READER,
+    Kind.CORRUPT: Fault.CORRUPT,
+    Kind.DUPLICATE: Fault.DUPLICATE,
+    Kind.REORDER: Fault.REORDER,
+}
+_PERFORMANCES: dict[Kind, type[Performance]] = {
+    Kind.KILL: Kill,
+    Kind.RESTART: Restart,
+    Kind.FREEZE: Freeze,
+    Kind.TRUNCATE: Truncate,
+    Kind.FLIP: Flip,
+    Kind.DISK_FULL: DiskFull,
+    Kind.CLOCK: Clock,
+}
+
+
+def perform(world: World, fault: Timed) -> Performance:
+    """Prepare to do a fault."""
+    return _PERFORMANCES.get(fault.kind, Link)(world, fault)

@@ -1,0 +1,351 @@
+"""The file of `diloco chaos`: which run, what happens to it when, and what is judged beyond.
+
+`expand` turns a file into the faults of one run, a pure function of the file and of the run's
+islands: explicit `[[fault]]` entries, and those that `[mix]` draws from `seed`.
+
+    target                  what it is                          kinds
+    coordinator, syncer     their process                       kill, freeze, clock
+    syncer                                                      restart, truncate, flip, disk-full
+    NAME                    an island: supervisor and ranks     kill, restart, freeze, link faults
+    NAME/R                  one rank of an island               kill, freeze
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import xxhash
+from pydantic import BeforeValidator, Field
+
+from diloco.config.classes import Section
+from diloco.config.fields import tuples
+from diloco.config.load import load_section
+from diloco.errors import ConfigError
+from transport.units import parse_bandwidth, parse_duration
+
+COORDINATOR, SYNCER = "coordinator", "syncer"
+#: Seconds between two link faults of one island: ranks read what happens to links once a second.
+_BETWEEN_LINK_FAULTS_S = 2.0
+
+
+class Kind(StrEnum):
+    """What can happen."""
+
+    KILL = "kill"
+    RESTART = "restart"
+    FREEZE = "freeze"
+    TRUNCATE = "truncate"
+    FLIP = "flip"
+    DISK_FULL = "disk-full"
+    CLOCK = "clock"
+    CUT = "cut"
+    CUT_REQUESTS = "cut-requests"
+    CUT_REPLIES = "cut-replies"
+    DELAY = "delay"
+    THROTTLE = "throttle"
+    CORRUPT = "corrupt"
+    DUPLICATE = "duplicate"
+    REORDER = "reorder"
+
+    @property
+    def is_of_a_link(self) -> bool:
+        """Whether it happens to the links of an island."""
+        return self in _LINK_KINDS
+
+
+_LINK_KINDS = frozenset(
+    {
+        Kind.CUT, Kind.CUT_REQUESTS, Kind.CUT_REPLIES, Kind.DELAY, Kind.THROTTLE, Kind.CORRUPT,
+        Kind.DUPLICATE, Kind.REORDER,
+    }
+)  # fmt: skip
+_KINDS_OF = {
+    COORDINATOR: frozenset({Kind.KILL, Kind.FREEZE, Kind.CLOCK}),
+    SYNCER: frozenset(
+        {
+            Kind.KILL, Kind.RESTART, Kind.FREEZE, Kind.TRUNCATE, Kind.FLIP, Kind.DISK_FULL,
+            Kind.CLOCK,
+        }
+    ),
+}  # fmt: skip
+_KINDS_OF_AN_ISLAND = frozenset({Kind.KILL, Kind.RESTART, Kind.FREEZE}) | _LINK_KINDS
+_KINDS_OF_A_RANK = frozenset({Kind.KILL, Kind.FREEZE})
+#: Over at once: there is nothing to end later.
+_AT_ONCE = frozenset({Kind.TRUNCATE, Kind.FLIP})
+
+KindName: TypeAlias = Literal[
+    "kill", "restart", "freeze", "truncate", "flip", "disk-full", "clock", "cut", "cut-requests",
+    "cut-replies", "delay", "throttle", "corrupt", "duplicate", "reorder",
+]  # fmt: skip
+
+
+def _duration(value: object) -> object:
+    parse_duration(value)
+    return value
+
+
+def _bandwidth(value: object) -> object:
+    parse_bandwidth(value)
+    return value
+
+
+Duration: TypeAlias = Annotated[str, BeforeValidator(_duration)]
+Bandwidth: TypeAlias = Annotated[str, BeforeValidator(_bandwidth)]
+Durations: TypeAlias = Annotated[tuple[Duration, Duration], BeforeValidator(tuples)]
+Texts: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(tuples)]
+
+
+class Strength(Section):
+    """How hard faults are, where they have a degree."""
+
+    delay: Duration = Field(default="300ms", description="By which calls are late; reorder: most")
+    bandwidth: Bandwidth = Field(default="5Mbit/s", description="Of a throttled link")
+    share: float = Field(
+        default=0.2, gt=0, le=1, description="Of the calls that corrupt, duplicate, reorder meet"
+    )
+    clock: Duration = Field(default="1h", description="By which a wall clock jumps ahead")
+
+
+class FaultConfig(Strength):
+    """One fault."""
+
+    kind: KindName = Field(description="What happens")
+    target: str = Field(min_length=1, description="To whom: coordinator, syncer, NAME or NAME/R")
+    at: Duration = Field(description="Time since every island has begun to train")
+    lasts: Duration = Field(
+        default="0s",
+        description="For how long; of a kill: until a coordinator or island is started again",
+    )
+
+
+class MixConfig(Strength):
+    """Faults drawn at random."""
+
+    kinds: dict[KindName, float] = Field(
+        default={}, description="Kind -> its weight; empty: nothing is drawn"
+    )
+    targets: Texts = Field(
+        default=(), description="Who may be met; empty: coordinator, syncer and every island"
+    )
+    mean_gap: Duration = Field(
+        default="20s", description="Mean of the time to the next fault, exponentially distributed"
+    )
+    lasts: Durations = Field(
+        default=("1s", "5s"), description="Shortest and longest duration of what has one"
+    )
+    count: int = Field(default=0, ge=0, description="Faults at most; 0: as many as there is time")
+
+
+class JudgeConfig(Section):
+    """What `--require` asks for beyond the invariants; "0s" and 0: not judged."""
+
+    coordinator_back: Duration = Field(
+        default="0s", description="Longest time from a coordinator's kill to the next one serving"
+    )
+    syncer_back: Duration = Field(
+        default="0s",
+        description="The same of a syncer, beyond what importing its modules takes here",
+    )
+    published_again: Duration = Field(
+        default="0s", description="Longest time from a fault's end to every fragment's next version"
+    )
+    loss_difference: float = Field(
+        default=0.0,
+        ge=0,
+        description="Largest relative difference of the published parameters' held-out loss from "
+        "that of the same run without faults, which is then made, too",
+    )
+
+
+class PlanConfig(Section):
+    """A whole file."""
+
+    run: str = Field(min_length=1, description="Run file, counted from this file's directory")
+    set: Texts = Field(default=(), description="Overrides of it, as of `diloco local --set`")
+    seed: int = Field(default=1, ge=0, lt=2**32, description="Of everything that is drawn")
+    duration: Duration = Field(description="Time in which faults happen, from the first step on")
+    limit: Duration = Field(description="Time after which a run that goes on is given up")
+    fault: Annotated[tuple[FaultConfig, ...], BeforeValidator(tuples)] = Field(
+        default=(), description="Faults one by one"
+    )
+    mix: MixConfig = Field(default=MixConfig(), description="Faults drawn at random")
+    judge: JudgeConfig = Field(default=JudgeConfig(), description="What --require asks for")
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A fault of one run; durations in seconds, bandwidth in bits per second."""
+
+    number: int
+    kind: Kind
+    target: str
+    at_s: float
+    lasts_s: float
+    delay_s: float
+    bandwidth_bps: float
+    share: float
+    clock_s: float
+    seed: int
+
+    @property
+    def island(self) -> str:
+        """Island that it is about; empty: none."""
+        return "" if self.target in (COORDINATOR, SYNCER) else self.target.partition("/")[0]
+
+    @property
+    def text(self) -> str:
+        """Say what happens to whom."""
+        lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
+        return f"{self.kind} {self.target}{lasts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A loaded file."""
+
+    path: Path
+    config: PlanConfig
+
+    @property
+    def run_file(self) -> Path:
+        """The run."""
+        return self.path.parent / self.config.run
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a file.
+
+    Raises:
+        ConfigError: If it cannot be used.
+    """
+    return Plan(path, load_section(path, PlanConfig))
+
+
+def expand(plan: PlanConfig, islands: Mapping[str, int]) -> tuple[Timed, ...]:
+    """Give the faults of a run in the order of their times.
+
+    Link faults of one island follow each other: one that would begin before another's end begins
+    after it.
+
+    Args:
+        plan: The file.
+        islands: Island -> its ranks.
+
+    Raises:
+        ConfigError: If a target is none of this run, or the kind is none for it.
+    """
+    faults = sorted([*_explicit(plan), *_drawn(plan, islands)], key=lambda each: each[0])
+    free_from: dict[str, float] = {}
+    timed = []
+    for at_s, fault in faults:
+        _insist_on_target(fault, islands)
+        kind = Kind(fault.kind)
+        lasts_s = 0.0 if kind in _AT_ONCE else parse_duration(fault.lasts)
+        if kind.is_of_a_link:
+            at_s = max(at_s, free_from.get(fault.target, 0.0))
+            free_from[fault.target] = at_s + lasts_s + _BETWEEN_LINK_FAULTS_S
+        timed.append((at_s, lasts_s, kind, fault))
+    timed.sort(key=lambda each: each[0])
+    return tuple(
+        Timed(
+            number=number,
+            kind=kind,
+            target=fault.target,
+            at_s=at_s,
+            lasts_s=lasts_s,
+            delay_s=parse_duration(fault.delay),
+            bandwidth_bps=parse_bandwidth(fault.bandwidth),
+            share=fault.share,
+            clock_s=parse_duration(fault.clock),
+            seed=_hash(plan.seed, number, "seed") >> 32,
+        )
+        for number, (at_s, lasts_s, kind, fault) in enumerate(timed)
+    )
+
+
+def _explicit(plan: PlanConfig) -> Iterator[tuple[float, FaultConfig]]:
+    for fault in plan.fault:
+        yield parse_duration(fault.at), fault
+
+
+def _drawn(plan: PlanConfig, islands: Mapping[str, int]) -> Iterator[tuple[float, FaultConfig]]:
+    mix = plan.mix
+    targets = mix.targets or (COORDINATOR, SYNCER, *sorted(islands))
+    pairs = [
+        (kind, target, weight)
+        for kind, weight in sorted(mix.kinds.items())
+        for target in targets
+        if Kind(kind) in _kinds_of(target)
+    ]
+    if mix.kinds and not pairs:
+        raise ConfigError(f"mix: none of {[*mix.kinds]} can happen to {[*targets]}")
+    # A kind's weight is shared by those that it can meet.
+    shares = {kind: sum(1 for other, *_ in pairs if other == kind) for kind, *_ in pairs}
+    weights = [weight / shares[kind] for kind, _, weight in pairs]
+    shortest_s, longest_s = map(parse_duration, mix.lasts)
+    duration_s, at_s, number = parse_duration(plan.duration), 0.0, 0
+    while pairs and (number < mix.count or not mix.count):
+        at_s -= parse_duration(mix.mean_gap) * math.log1p(-_draw(plan.seed, number, "gap"))
+        if at_s >= duration_s:
+            return
+        kind, target, _ = pairs[_chosen(weights, _draw(plan.seed, number, "what"))]
+        lasts_s = shortest_s + (longest_s - shortest_s) * _draw(plan.seed, number, "lasts")
+        yield (
+            at_s,
+            FaultConfig(
+                kind=kind,
+                target=target,
+                at=f"{at_s}s",
+                lasts=f"{lasts_s:.3f}s",
+                delay=mix.delay,
+                bandwidth=mix.bandwidth,
+                share=mix.share,
+                clock=mix.clock,
+            ),
+        )
+        number += 1
+
+
+def _chosen(weights: list[float], drawn: float) -> int:
+    left = drawn * sum(weights)
+    for index, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return index
+    return len(weights) - 1
+
+
+def _kinds_of(target: str) -> frozenset[Kind]:
+    if "/" in target:
+        return _KINDS_OF_A_RANK
+    return _KINDS_OF.get(target, _KINDS_OF_AN_ISLAND)
+
+
+def _insist_on_target(fault: FaultConfig, islands: Mapping[str, int]) -> None:
+    island, slash, rank = fault.target.partition("/")
+    is_there = fault.target in _KINDS_OF or (
+        island in islands and (not slash or (rank.isdecimal() and int(rank) < islands[island]))
+    )
+    if not is_there:
+        names = ", ".join(f"{name} ({ranks} ranks)" for name, ranks in sorted(islands.items()))
+        raise ConfigError(
+            f"target {fault.target!r} of a fault of kind {fault.kind}: must be coordinator, "
+            f"syncer, an island, or ISLAND/RANK; islands of the run: {names}"
+        )
+    if Kind(fault.kind) not in _kinds_of(fault.target):
+        kinds = ", ".join(sorted(_kinds_of(fault.target)))
+        raise ConfigError(f"{fault.kind} cannot happen to {fault.target}: choose among {kinds}")
+
+
+def _draw(seed: int, number: int, purpose: str) -> float:
+    """Draw a number in [0, 1)."""
+    return float(_hash(seed, number, purpose) >> 11) / float(1 << 53)
+
+
+def _hash(seed: int, number: int, purpose: str) -> int:
+    return xxhash.xxh3_64_intdigest(f"{seed}/{number}/{purpose}".encode())

@@ -1,0 +1,221 @@
+"""What `diloco chaos` prints: what was done, what held, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from diloco.bench.report import Column, Requirement, machine
+from diloco.chaos.judge import (
+    Evidence,
+    Finding,
+    IslandFigures,
+    island_back_s,
+    island_figures,
+    judge,
+    next_publication_s,
+)
+from diloco.chaos.plan import COORDINATOR, SYNCER, JudgeConfig, Kind
+from diloco.chaos.truth import FaultStory
+from transport.units import parse_duration
+
+FAULT_COLUMNS = (
+    Column("kind", "fault"),
+    Column("target", "target"),
+    Column("planned", "planned", "d"),
+    Column("fired", "fired", "d"),
+    Column("back_median_s", "back, s", ".2f"),
+    Column("back_max_s", "at most", ".2f"),
+    Column("next_median_s", "next version, s", ".2f"),
+    Column("next_max_s", "at most", ".2f"),
+)
+ISLAND_COLUMNS = (
+    Column("island", "island"),
+    Column("num_starts", "starts", "d"),
+    Column("goodput", "goodput", ".1%"),
+    Column("predicted", "predicted", ".1%"),
+    Column("tokens", "tokens", ",d"),
+    Column("dropped_tokens", "dropped", ",d"),
+    Column("lost_tokens", "lost", ",d"),
+    Column("nats_per_byte", "loss, nats/byte", ".4f"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosReport:
+    """A judged run.
+
+    Args:
+        findings: Every invariant.
+        faults: What became of each fault.
+        islands: How each island fared.
+        requirements: What `--require` asks for beyond the invariants.
+        rows: Of the table of faults.
+        import_s: What importing a syncer's modules takes here; 0: not measured.
+        wall_s: Of the run.
+    """
+
+    findings: Sequence[Finding]
+    faults: Sequence[FaultStory]
+    islands: Sequence[IslandFigures]
+    requirements: Sequence[Requirement]
+    rows: Sequence[Mapping[str, Any]]
+    import_s: float
+    wall_s: float
+
+    @property
+    def broken(self) -> list[Finding]:
+        """Invariants that did not hold."""
+        return [finding for finding in self.findings if not finding.holds]
+
+    @property
+    def missed(self) -> list[Requirement]:
+        """Figures beyond their bars."""
+        return [each for each in self.requirements if not each.is_met]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            "machine": machine(),
+            "findings": [asdict(finding) for finding in self.findings],
+            "required": [requirement.as_dict() for requirement in self.requirements],
+            "faults": [_fault_dict(story) for story in self.faults],
+            "islands": [asdict(island) for island in self.islands],
+            "import_s": self.import_s,
+            "wall_s": self.wall_s,
+        }
+
+
+def report_on(
+    evidence: Evidence,
+    bars: JudgeConfig,
+    *,
+    import_s: float,
+    undisturbed: Evidence | None,
+) -> ChaosReport:
+    """Judge a run, and the figures that its plan asks for.
+
+    Args:
+        evidence: Of the run.
+        bars: Of the plan.
+        import_s: What importing a syncer's modules takes here.
+        undisturbed: The same run without faults, where losses are compared.
+    """
+    without = island_figures(undisturbed) if undisturbed is not None else ()
+    islands = island_figures(evidence, {island.island: island.goodput for island in without})
+    requirements = [*_requirements(evidence, bars, import_s)]
+    if without:
+        requirements.append(_loss_requirement(islands, without, bars))
+    return ChaosReport(
+        findings=judge(evidence),
+        faults=evidence.story.faults,
+        islands=islands,
+        requirements=requirements,
+        rows=[*_rows(evidence)],
+        import_s=import_s,
+        wall_s=evidence.story.over_s or 0.0,
+    )
+
+
+def _requirements(evidence: Evidence, bars: JudgeConfig, import_s: float) -> Iterator[Requirement]:
+    faults = evidence.story.faults
+    num_unfired = sum(not story.fired for story in faults)
+    yield Requirement("faults that did not take effect", num_unfired, 0, "faults")
+    limits = {
+        COORDINATOR: parse_duration(bars.coordinator_back),
+        SYNCER: parse_duration(bars.syncer_back),
+    }
+    for target, limit_s in limits.items():
+        if not limit_s:
+            continue
+        kills = [
+            s
+            for s in faults
+            if s.fault.target == target and s.fault.kind is Kind.KILL and s.began_s is not None
+        ]
+        alone = [story for story in kills if is_alone(story, faults)]
+        worst = max((_own_back_s(story) for story in alone), default=float("nan"))
+        beyond = f", of which {import_s:.2f} s are its imports" if target == SYNCER else ""
+        what = f"{target} back after {len(alone)} kills that met no other fault, of {len(kills)}"
+        allowed = limit_s + (import_s if target == SYNCER else 0.0)
+        yield Requirement(f"{what}{beyond}", worst, allowed, "s")
+    if limit_s := parse_duration(bars.published_again):
+        waits = [next_publication_s(story, evidence.story) for story in faults]
+        worst = max((wait for wait in waits if wait is not None), default=float("nan"))
+        yield Requirement("next version of every fragment after a fault", worst, limit_s, "s")
+
+
+def is_alone(story: FaultStory, faults: Sequence[FaultStory]) -> bool:
+    """Whether nothing else happened between a kill and the next process serving.
+
+    A kill on the way back starts the time anew, and a coordinator that is away starts no syncer.
+    """
+    begin, end = _span(story)
+    if story.back_s is None:
+        return not any(
+            other.fault.target == story.fault.target and (other.began_s or 0.0) > begin
+            for other in faults
+        )
+    others = [_span(other) for other in faults if other is not story and other.began_s is not None]
+    return not any(begin <= their_end and their_begin <= end for their_begin, their_end in others)
+
+
+def _span(story: FaultStory) -> tuple[float, float]:
+    assert story.began_s is not None, "what never began has no span"
+    lasted_s = max(story.fault.lasts_s, story.back_s or 0.0)
+    return story.began_s, story.began_s + lasted_s
+
+
+def _own_back_s(story: FaultStory) -> float:
+    """Time to be back, what it was kept away for left out; NaN: never."""
+    return float("nan") if story.back_s is None else story.back_s - story.fault.lasts_s
+
+
+def _loss_requirement(
+    islands: Sequence[IslandFigures], undisturbed: Sequence[IslandFigures], bars: JudgeConfig
+) -> Requirement:
+    here, there = _mean_loss(islands), _mean_loss(undisturbed)
+    what = f"held-out loss {here:.4f} nats a byte, undisturbed {there:.4f}: relative difference"
+    return Requirement(what, abs(here - there) / there, bars.loss_difference, "x")
+
+
+def _mean_loss(islands: Sequence[IslandFigures]) -> float:
+    told = [each.nats_per_byte for each in islands if each.nats_per_byte is not None]
+    return sum(told) / len(told) if told else float("nan")
+
+
+def _rows(evidence: Evidence) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kind and target."""
+    groups: dict[tuple[str, str], list[FaultStory]] = {}
+    for story in evidence.story.faults:
+        groups.setdefault((story.fault.kind, story.fault.target), []).append(story)
+    for (kind, target), stories in sorted(groups.items()):
+        backs = [back for story in stories if (back := _back_s(story, evidence)) is not None]
+        waits = [next_publication_s(story, evidence.story) for story in stories]
+        known = [wait for wait in waits if wait is not None]
+        yield {
+            "kind": kind,
+            "target": target,
+            "planned": len(stories),
+            "fired": sum(story.fired for story in stories),
+            "back_median_s": _median(backs),
+            "back_max_s": max(backs, default=None),
+            "next_median_s": _median(known),
+            "next_max_s": max(known, default=None),
+        }
+
+
+def _back_s(story: FaultStory, evidence: Evidence) -> float | None:
+    island = story.fault.island
+    if island and story.fault.kind in (Kind.KILL, Kind.RESTART):
+        return island_back_s(story, evidence.events[island])
+    return story.back_s
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _fault_dict(story: FaultStory) -> dict[str, Any]:
+    return {**asdict(story), "fault": {**asdict(story.fault), "kind": story.fault.kind.value}}

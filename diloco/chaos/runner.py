@@ -1,0 +1,248 @@
+"""Drives a whole run on this machine through a plan of faults, and writes down what happened.
+
+Everything is done between two looks at the run's processes, by the one thread that also starts them
+again: nothing races with a supervisor of ours. Faults are counted from the moment when every island
+has begun to train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.chaos.performers import Performance, perform
+from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Plan, Timed, expand
+from diloco.chaos.truth import TruthLog
+from diloco.chaos.world import World
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.errors import ConfigError, DilocoError
+from diloco.launch.chaos import VARIABLE
+from diloco.launch.ending import Request
+from diloco.launch.local import LocalRun
+from diloco.rounds.record import RecordInvalid, fragment_directory, insist_on_whole, record_path
+from transport.units import parse_duration
+
+_LOOK_S = 0.05
+#: Seconds for which a fault waits for its target.
+_PATIENCE_S = 30.0
+TRUTH = "truth.jsonl"
+#: After these another coordinator or syncer serves.
+_ENDING = frozenset({Kind.KILL, Kind.RESTART, Kind.TRUNCATE, Kind.FLIP, Kind.DISK_FULL})
+
+#: Told how many faults are over, of how many.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run under chaos ended.
+
+    Args:
+        config: The run as it was made.
+        exit_codes: Island -> exit code of its last supervisor; None: it did not end by itself.
+        problem: Why the run did not come to its end; empty: it did.
+    """
+
+    config: Config
+    exit_codes: dict[str, int | None]
+    problem: str = ""
+
+
+def configured(plan: Plan, directory: Path) -> Config:
+    """Load the run of a plan, to be made below `directory`.
+
+    Raises:
+        ConfigError: If it cannot be used, or has no syncer.
+    """
+    place = [f"coordinator.state_dir={directory}", "telemetry.dir=", "checkpoint.dir="]
+    config = load_config(plan.run_file, [*plan.config.set, *place])
+    if config.outer.exchange != "syncer":
+        raise ConfigError(
+            f"{plan.run_file}: outer.exchange = {config.outer.exchange!r}: faults are done to runs "
+            f"with a syncer; set it to \"syncer\" for this plan (set = ['outer.exchange=syncer'])"
+        )
+    return config
+
+
+def faults_of(plan: Plan, config: Config) -> tuple[Timed, ...]:
+    """Give the faults of a plan for its run."""
+    return expand(plan.config, {name: island.ranks for name, island in config.islands.items()})
+
+
+def drive(
+    plan: Plan,
+    config: Config,
+    faults: Sequence[Timed],
+    request: Request,
+    on_progress: Progress,
+) -> Ended:
+    """Make the run, with its faults, to its end or to the plan's limit.
+
+    Leaves `truth.jsonl` beside what the run itself leaves in `coordinator.state_dir`.
+
+    Raises:
+        Interrupted: If a signal asked for the end.
+    """
+    directory = Path(config.coordinator.state_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    chaos_dir = directory / "chaos"
+    chaos_dir.mkdir()
+    run = LocalRun(config, request, environment={VARIABLE: str(chaos_dir)}, look_s=_LOOK_S)
+    problem = ""
+    with TruthLog(directory / TRUTH, time.monotonic, time.time) as truth, run:
+        director = Director(World(run, chaos_dir), truth, faults, on_progress)
+        director.limit_s = parse_duration(plan.config.limit)
+        try:
+            run.start()
+            code = run.wait(director.look)
+            if code != 0:
+                problem = f"an island ended with exit code {code}"
+            truth.write("over")
+            director.finish()
+            run.wait_for_coordinator()
+        except _GivenUp as error:
+            problem = str(error)
+        except DilocoError as error:
+            problem = f"{type(error).__name__}: {error}"
+        codes = {name: process.poll() for name, process in run.islands.items()}
+    return Ended(config, codes, problem)
+
+
+class _GivenUp(Exception):
+    """The run goes on beyond the plan's limit."""
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A coordinator or syncer that a fault has ended, until another one serves."""
+
+    fault: Timed
+    pid: int
+    since_s: float
+
+
+class Director:
+    """Does faults when their times have come, and sees what follows; pure but for its world."""
+
+    def __init__(
+        self, world: World, truth: TruthLog, faults: Sequence[Timed], on_progress: Progress
+    ) -> None:
+        """Assign only."""
+        self._world = world
+        self._truth = truth
+        self._on_progress = on_progress
+        self._to_come = list(faults)
+        self._num_faults = len(faults)
+        self._under_way: list[tuple[float, Performance]] = []
+        self._awaited: list[_Awaited] = []
+        self._newest: dict[int, int] = {}
+        self._began_s: float | None = None
+        self.limit_s = float("inf")
+
+    def look(self) -> None:
+        """Do what is due.
+
+        Raises:
+            _GivenUp: Beyond the limit.
+        """
+        now_s = self._truth.now_s
+        if now_s > self.limit_s:
+            raise _GivenUp(
+                f"the run still went on after {self.limit_s:g} s, the plan's limit: give it more, "
+                f"or see the logs for what it waits for"
+            )
+        self._see_versions()
+        self._see_who_is_back()
+        if self._began_s is None:
+            if not self._is_training():
+                return
+            self._began_s = self._truth.write("training")
+        self._end(now_s)
+        self._begin(now_s - self._began_s)
+        num_over = self._num_faults - len(self._to_come) - len(self._under_way)
+        self._on_progress(num_over, self._num_faults)
+
+    def finish(self) -> None:
+        """Undo what is still under way once the run is over, and see its last versions."""
+        for _, performance in self._under_way:
+            until = time.monotonic() + _PATIENCE_S
+            while not self._try_end(performance) and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+        self._see_versions()
+
+    def _begin(self, plan_s: float) -> None:
+        for fault in [each for each in self._to_come if each.at_s <= plan_s]:
+            performance = perform(self._world, fault)
+            pid = self._world.pid(fault.target) if fault.target in (COORDINATOR, SYNCER) else None
+            at_s = self._truth.now_s
+            if performance.begin():
+                self._truth.write(
+                    "begun",
+                    number=fault.number,
+                    kind=fault.kind,
+                    target=fault.target,
+                    note=performance.note,
+                )
+                self._to_come.remove(fault)
+                self._under_way.append((at_s + fault.lasts_s, performance))
+                if pid is not None and fault.kind in _ENDING:
+                    # What was killed again on its way back is awaited from this kill on.
+                    others = [a for a in self._awaited if a.fault.target != fault.target]
+                    self._awaited = [*others, _Awaited(fault, pid, at_s)]
+            elif plan_s > fault.at_s + _PATIENCE_S:
+                self._to_come.remove(fault)
+                note = f"{fault.target} was not there for {_PATIENCE_S:g} s"
+                self._truth.write("ended", number=fault.number, fired=False, note=note)
+
+    def _end(self, now_s: float) -> None:
+        self._under_way = [
+            (end_s, performance)
+            for end_s, performance in self._under_way
+            if now_s < end_s or not self._try_end(performance)
+        ]
+
+    def _try_end(self, performance: Performance) -> bool:
+        if not performance.end():
+            return False
+        number = performance.fault.number
+        self._truth.write("ended", number=number, fired=performance.fired, note=performance.note)
+        return True
+
+    def _see_who_is_back(self) -> None:
+        """Note when another process serves where one was ended.
+
+        One that lives on, frozen or with a full disk, is never back.
+        """
+        for awaited in tuple(self._awaited):
+            target = awaited.fault.target
+            if self._world.serving_pid(target) not in (None, awaited.pid):
+                seconds = self._truth.now_s - awaited.since_s
+                self._truth.write("back", number=awaited.fault.number, seconds=round(seconds, 3))
+                self._awaited.remove(awaited)
+
+    def _see_versions(self) -> None:
+        for fragment, versions in self._world.versions().items():
+            directory = fragment_directory(self._world.state.store, fragment)
+            for version in versions:
+                if version <= self._newest.get(fragment, -1):
+                    continue
+                with contextlib.suppress(RecordInvalid):  # torn on purpose: no version
+                    insist_on_whole(record_path(directory, version))
+                    self._newest[fragment] = version
+                    self._truth.write("published", fragment=fragment, version=version)
+
+    def _is_training(self) -> bool:
+        directory = self._world.run.config.telemetry_dir
+        return all(
+            any('"inner_step"' in line and '"duration_s"' in line for line in _lines(path))
+            for path in (directory / f"events-{name}-0.jsonl" for name in self._world.run.islands)
+        )
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
+        yield from file

@@ -1,0 +1,223 @@
+"""Where every token of an island went, recounted from its events and the run's tape.
+
+For one fragment an island counts the tokens of its inner steps; a contribution carries them away,
+a late one or a crash loses them. Recounted here by the table of protocol.md section 5, without
+asking the island's own ledger:
+
+    trained = included + dropped + lost at crashes + left at the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Event = Mapping[str, Any]  # JSON values, as a sink wrote them
+#: Header of version `version` of `fragment`, from the tape.
+Tape = Mapping[tuple[int, int], Mapping[str, Any]]
+
+#: Order of what happens after one inner step: merges of earlier sends, sends, merges of these.
+_STEP, _EARLIER_OUTCOME, _SEND, _OWN_OUTCOME = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A contribution or a decline, with its outcome; None: the island did not live to see it."""
+
+    event: Event
+    outcome: Event | None
+
+    @property
+    def verdict(self) -> str:
+        """Outcome in a word."""
+        if self.outcome is None:
+            return "unknown"
+        return "expired" if self.outcome["kind"] == "round_expired" else self.outcome["outcome"]
+
+    @property
+    def text(self) -> str:
+        """Name it."""
+        e = self.event
+        return (
+            f"{e['island']} start {e['incarnation']} fragment {e['fragment_id']} version "
+            f"{e['version']} attempt {e['attempt']}"
+        )
+
+
+@dataclass(slots=True)
+class Account:
+    """Tokens of one island for one fragment, over all its starts."""
+
+    trained: int = 0
+    included: int = 0
+    dropped: int = 0
+    lost: int = 0
+    left: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def missing(self) -> int:
+        """Tokens that are nowhere; negative: counted twice."""
+        return self.trained - self.included - self.dropped - self.lost - self.left
+
+
+def starts_of(events: Sequence[Event]) -> dict[int, list[Event]]:
+    """The leader's events of each start that trained, by incarnation."""
+    starts: dict[int, list[Event]] = {}
+    for event in events:
+        if event["island_rank"] == 0 and "incarnation" in event:
+            starts.setdefault(event["incarnation"], []).append(event)
+    return dict(sorted(starts.items()))
+
+
+def sends_of(start: Sequence[Event], fragment_id: int) -> list[Send]:
+    """Pair what one start sent of a fragment with what became of it.
+
+    An outcome says when what it ends was sent; an expiry names its key.
+    """
+    sent = [e for e in _of(start, fragment_id) if e["kind"] == "fragment_sent"]
+    outcomes = [e for e in _of(start, fragment_id) if e["kind"] != "fragment_sent"]
+    found: dict[int, Event] = {}
+    for outcome in outcomes:
+        for index, event in enumerate(sent):
+            if index not in found and outcome.get("outcome") != "absent" and _ends(outcome, event):
+                found[index] = outcome
+                break
+    return [Send(event, found.get(index)) for index, event in enumerate(sent)]
+
+
+def catches_up(start: Sequence[Event], fragment_id: int) -> list[Event]:
+    """Merges of a version while nothing was outstanding."""
+    paired = {id(send.outcome) for send in sends_of(start, fragment_id)}
+    return [
+        e for e in _of(start, fragment_id) if e["kind"] == "fragment_merged" and id(e) not in paired
+    ]
+
+
+def account(
+    island: str,
+    fragment_id: int,
+    events: Sequence[Event],
+    tape: Tape,
+    *,
+    local_mix: float,
+    carries: bool,
+) -> Account:
+    """Recount one fragment of one island.
+
+    Args:
+        island: Its name.
+        fragment_id: Which fragment.
+        events: All events of the island.
+        tape: Of the run.
+        local_mix: alpha of the merges.
+        carries: Whether what came too late is carried on (`outer.late`).
+    """
+    total = Account()
+    for incarnation, start in starts_of(events).items():
+        counted = _counted(tape, fragment_id, island, incarnation)
+        total.included += sum(counted.values())
+        _recount(total, start, fragment_id, counted, local_mix=local_mix, carries=carries)
+    if total.missing:
+        total.problems.append(
+            f"{island} fragment {fragment_id}: {total.trained} tokens trained, {total.included} "
+            f"included, {total.dropped} dropped, {total.lost} lost, {total.left} left: "
+            f"{total.missing} missing"
+        )
+    return total
+
+
+def _recount(
+    total: Account,
+    start: Sequence[Event],
+    fragment_id: int,
+    counted: Mapping[tuple[int, int], int],
+    *,
+    local_mix: float,
+    carries: bool,
+) -> None:
+    """Follow the counter of one start; `counted` is what the tape counts of it, by key."""
+    tokens = 0
+    is_told = set()
+    for what, event in _in_order(start, fragment_id):
+        if what == "step":
+            tokens += event["num_tokens"]
+            total.trained += event["num_tokens"]
+        elif what == "send":
+            is_told.add((event["version"], event["attempt"]))
+            if event["weight_tokens"] != tokens and not event["declined"]:
+                total.problems.append(
+                    f"{Send(event, None).text}: sent {event['weight_tokens']} tokens after inner "
+                    f"step {event['inner_step']}, its events make it {tokens}"
+                )
+                tokens = event["weight_tokens"]
+        elif what == "included" or (what == "not_included" and local_mix > 0 and not carries):
+            tokens -= event["weight_tokens"]
+            total.dropped += event["weight_tokens"] if what == "not_included" else 0
+        elif what in ("absent", "not_included") and not carries and local_mix == 0:
+            total.dropped += tokens
+            tokens = 0
+        elif what == "unknown":  # the tape knows
+            tokens -= counted.get((event["version"], event["attempt"]), 0)
+    # Killed after its contribution had left and before it could tell.
+    tokens -= sum(weight for key, weight in counted.items() if key not in is_told)
+    if any(event["kind"] == "island_ended" for event in start):
+        total.left += tokens
+    else:
+        total.lost += tokens
+
+
+def _in_order(start: Sequence[Event], fragment_id: int) -> Iterator[tuple[str, Event]]:
+    """Yield steps, sends and outcomes as they happened; an outcome comes with its send's event.
+
+    Events of one inner step are written by two threads, so their order in the file says nothing.
+    """
+    placed: list[tuple[int, int, int, str, Event]] = []
+
+    def place(inner_step: int, order: int, what: str, event: Event) -> None:
+        placed.append((inner_step, order, len(placed), what, event))
+
+    for event in start:
+        if event["kind"] == "inner_step":
+            place(event["inner_step"], _STEP, "step", event)
+    last = max((event.get("inner_step", 0) for event in start), default=0)
+    for send in sends_of(start, fragment_id):
+        step = send.event["inner_step"]
+        place(step, _SEND, "send", send.event)
+        if send.outcome is None:
+            place(last + 1, _OWN_OUTCOME, "unknown", send.event)
+            continue
+        is_own = send.outcome["inner_step"] == step
+        order = _OWN_OUTCOME if is_own else _EARLIER_OUTCOME
+        place(send.outcome["inner_step"], order, send.verdict, send.event)
+    for event in catches_up(start, fragment_id):
+        place(event["inner_step"], _EARLIER_OUTCOME, "absent", event)
+    for *_, what, event in sorted(placed, key=lambda each: each[:3]):
+        yield what, event
+
+
+def _counted(
+    tape: Tape, fragment_id: int, island: str, incarnation: int
+) -> dict[tuple[int, int], int]:
+    """What the tape counts of one start: (base version, attempt) -> tokens."""
+    return {
+        (version - 1, header["attempt"]): c["weight_tokens"]
+        for (fragment, version), header in tape.items()
+        if fragment == fragment_id
+        for c in header["contributors"]
+        if (c["island"], c["incarnation"]) == (island, incarnation)
+    }
+
+
+def _of(start: Sequence[Event], fragment_id: int) -> list[Event]:
+    kinds = ("fragment_sent", "fragment_merged", "round_expired")
+    mine = [e for e in start if e["kind"] in kinds and e["fragment_id"] == fragment_id]
+    return sorted(mine, key=lambda event: event["inner_step"])
+
+
+def _ends(outcome: Event, sent: Event) -> bool:
+    if outcome["kind"] == "round_expired":
+        return (outcome["version"], outcome["attempt"]) == (sent["version"], sent["attempt"])
+    sent_at = outcome["inner_step"] - outcome["staleness_steps"]
+    return bool(sent_at == sent["inner_step"] and outcome["version"] > sent["version"])

@@ -1,0 +1,126 @@
+"""The truth log of a run under chaos: what was done when, whether it took effect, what was seen.
+
+One JSON object a line, written by the runner alone, so that its clock is everybody's. `Story` is
+what is read back. Times are seconds since the run's processes were started; `unix_s` beside them
+joins them to events.
+
+    begun   number, kind, target, note     a fault was done
+    ended   number, fired, note            it is over; whether it took effect
+    back    number, seconds                the process that it ended serves again
+    published   fragment, version          a version was seen on disk for the first time
+    training, over                         every island has begun; all islands have ended
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from diloco.chaos.plan import Timed
+
+
+class TruthLog:
+    """Writes; a context manager."""
+
+    def __init__(
+        self, path: Path, clock: Callable[[], float], unix_clock: Callable[[], float]
+    ) -> None:
+        """Begin the log; `clock` is monotonic."""
+        self._path = path
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._began = clock()
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> TruthLog:
+        """Open the file."""
+        self._file = self._path.open("w", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        assert self._file is not None
+        self._file.close()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the log was begun."""
+        return self._clock() - self._began
+
+    def write(self, what: str, **values: object) -> float:
+        """Write a line; returns its time."""
+        assert self._file is not None
+        now_s = self.now_s
+        line = {"what": what, "t": round(now_s, 4), "unix_s": self._unix_clock(), **values}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        return now_s
+
+
+@dataclass(slots=True)
+class FaultStory:
+    """What became of one fault; None: it never came to that. Times in seconds.
+
+    `back_s` is the time from its begin to the next process of its kind serving.
+    """
+
+    fault: Timed
+    began_s: float | None = None
+    began_unix_s: float | None = None
+    ended_s: float | None = None
+    fired: bool = False
+    back_s: float | None = None
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Story:
+    """All that the log says.
+
+    Attributes:
+        faults: In the order of the plan.
+        published: (time, fragment, version) as first seen.
+        training_s: When every island had begun; None: that never came.
+        over_s: When all islands had ended; None: the run was given up.
+        over_unix_s: The same, as events tell time.
+        training_unix_s: The same of `training_s`.
+    """
+
+    faults: list[FaultStory]
+    published: list[tuple[float, int, int]] = field(default_factory=list)
+    training_s: float | None = None
+    training_unix_s: float | None = None
+    over_s: float | None = None
+    over_unix_s: float | None = None
+
+    @property
+    def num_fired(self) -> int:
+        """Faults that took effect."""
+        return sum(story.fired for story in self.faults)
+
+
+def read_story(lines: Sequence[Mapping[str, Any]], faults: Sequence[Timed]) -> Story:
+    """Read the log of a plan's faults back."""
+    story = Story([FaultStory(fault) for fault in faults])
+    for line in lines:
+        t = float(line["t"])
+        match line["what"]:
+            case "training":
+                story.training_s, story.training_unix_s = t, line["unix_s"]
+            case "over":
+                story.over_s, story.over_unix_s = t, line["unix_s"]
+            case "published":
+                story.published.append((t, line["fragment"], line["version"]))
+            case "begun":
+                of = story.faults[line["number"]]
+                of.began_s, of.began_unix_s, of.note = t, line["unix_s"], line["note"]
+            case "ended":
+                of = story.faults[line["number"]]
+                of.ended_s, of.fired = t, line["fired"]
+                of.note = line["note"] or of.note
+            case "back":
+                story.faults[line["number"]].back_s = line["seconds"]
+    return story

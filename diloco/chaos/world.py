@@ -1,0 +1,116 @@
+"""The processes and files of a run under chaos, as whoever does the faults finds them.
+
+Who lives is read from locks and /proc, never remembered: a process that died was replaced by
+others than us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diloco.chaos.plan import COORDINATOR, SYNCER
+from diloco.launch.local import LocalRun
+from diloco.launch.state_dir import StateDir, holder, read_endpoint
+from diloco.rounds.record import versions_in
+
+_FRAGMENTS = "fragment-[0-9]*"
+
+
+@dataclass(slots=True)
+class World:
+    """One run, and the directory through which its processes are reached from within.
+
+    `away` are islands that were taken down.
+    """
+
+    run: LocalRun
+    chaos_dir: Path
+    away: set[str] = field(default_factory=set)
+
+    @property
+    def state(self) -> StateDir:
+        """The run's state directory."""
+        return self.run.state
+
+    def pid(self, target: str) -> int | None:
+        """Process of a coordinator, a syncer, an island's supervisor or a rank that lives."""
+        if target == COORDINATOR:
+            return holder(self.state.coordinator_lock)
+        if target == SYNCER:
+            return holder(self.state.store_lock)
+        island, slash, rank = target.partition("/")
+        supervisor = self.run.islands[island]
+        if island in self.away or supervisor.poll() is not None:
+            return None
+        return ranks_of(supervisor.pid).get(int(rank)) if slash else supervisor.pid
+
+    def pids(self, target: str) -> list[int]:
+        """All processes of a target: of an island its supervisor and every rank."""
+        pid = self.pid(target)
+        if pid is None:
+            return []
+        return [pid, *ranks_of(pid).values()] if target in self.run.islands else [pid]
+
+    def serving_pid(self, target: str) -> int | None:
+        """Process of a coordinator or syncer that serves."""
+        pid = self.pid(target)
+        path = self.state.coordinator if target == COORDINATOR else self.state.syncer
+        endpoint = None if pid is None else read_endpoint(path)
+        is_its_own = endpoint is not None and endpoint.pid == pid and endpoint.address
+        return pid if is_its_own else None
+
+    def versions(self) -> dict[int, list[int]]:
+        """Versions on disk of each fragment, ascending."""
+        return {
+            int(directory.name.removeprefix("fragment-")): versions_in(directory)
+            for directory in sorted(self.state.store.glob(_FRAGMENTS))
+        }
+
+
+def ranks_of(supervisor: int) -> dict[int, int]:
+    """Find the ranks below an island's supervisor: rank -> process."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            parent = re.search(r"PPid:\s+(\d+)", (entry / "status").read_text())
+            if parent is None or int(parent[1]) != supervisor:
+                continue
+            for variable in (entry / "environ").read_bytes().split(b"\0"):
+                if variable.startswith(b"RANK="):
+                    found[int(variable.removeprefix(b"RANK="))] = int(entry.name)
+    return found
+
+
+def is_frozen(pid: int) -> bool:
+    """Whether a process is stopped; false of one that has ended."""
+    with contextlib.suppress(OSError):
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def send(pid: int, number: int) -> bool:
+    """Send a signal; false if the process has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def held_still(pid: int | None) -> Iterator[None]:
+    """Keep a process from doing anything while the context lasts."""
+    if pid is not None:
+        send(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if pid is not None:
+            send(pid, signal.SIGCONT)

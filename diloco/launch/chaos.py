@@ -1,0 +1,179 @@
+"""What `diloco chaos` does to this process from within: its links and its wall clock.
+
+    DILOCO_CHAOS=DIR    set by `diloco chaos` for the processes of its run, by nobody else
+    DIR/links.json      island -> what happens to its links, read once a second by its ranks
+    DIR/clock.json      coordinator|syncer -> seconds by which its wall clock is wrong, the same
+    DIR/fired.WHO.PID.json    what has taken effect here so far, by fault
+
+Refused where a peer is beyond this machine's loopback: a run that others take part in is nothing to
+play with. Without the variable nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from diloco.durable import write_json
+from diloco.errors import ConfigError
+from transport.addresses import is_loopback, split_address
+from transport.contracts import Transport
+from transport.faulty import Fault, Faults, FaultScript, FaultyTransport, Gate
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "DILOCO_CHAOS"
+_READ_S = 1.0
+#: What may happen to calls that are no fragment's: a join that arrives twice is two starts.
+_HARMLESS = frozenset({Fault.DELAY, Fault.SLOW_READER})
+
+
+def links_path(directory: Path) -> Path:
+    """File that says what happens to links."""
+    return directory / "links.json"
+
+
+def clock_path(directory: Path) -> Path:
+    """File that says how wrong clocks are."""
+    return directory / "clock.json"
+
+
+def fired(directory: Path, who: str) -> Counter[str]:
+    """Sum up what has taken effect in all processes of this name so far, by fault."""
+    total: Counter[str] = Counter()
+    for path in directory.glob(_fired_name(who, "*")):
+        total.update(_read(path))
+    return total
+
+
+class ChaoticLinks:
+    """Faults on the links of one rank; `connect.py` wraps every way of the rank in `around`."""
+
+    def __init__(self, directory: Path, island: str) -> None:
+        """Assign only."""
+        self._directory = directory
+        self._island = island
+        # All ways to syncers are one link, on which calls of one way may overtake those of another.
+        self._fragments = Faults(FaultScript(seed=0), f"{island}/fragments")
+        self._control = Faults(FaultScript(seed=0), f"{island}/control")
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(
+        cls, environment: Mapping[str, str], island: str, coordinator: str
+    ) -> ChaoticLinks | None:
+        """Find out whether this process takes part in `diloco chaos`; None: it does not.
+
+        Raises:
+            ConfigError: If it does, and its coordinator is beyond loopback.
+        """
+        directory = environment.get(VARIABLE)
+        if not directory:
+            return None
+        _insist_on_loopback(coordinator)
+        return cls(Path(directory), island)
+
+    def around(self, transport: Transport, *, carries_fragments: bool) -> Transport:
+        """Wrap a way to a peer.
+
+        Raises:
+            ConfigError: If the peer is beyond loopback.
+        """
+        _insist_on_loopback(transport.peer)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._follow, name="chaos", daemon=True)
+            self._thread.start()
+        return FaultyTransport(transport, self._fragments if carries_fragments else self._control)
+
+    def _follow(self) -> None:
+        told: Counter[str] = Counter()
+        while True:
+            script = _read(links_path(self._directory)).get(self._island, {})
+            self._fragments.script = script_of(script, carries_fragments=True)
+            self._control.script = script_of(script, carries_fragments=False)
+            if (counts := self._counts()) != told:
+                told = counts
+                write_json(self._directory / _fired_name(self._island, os.getpid()), dict(told))
+            time.sleep(_READ_S)
+
+    def _counts(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for faults in (self._fragments, self._control):
+            total.update({fault.value: count for fault, count in tuple(faults.fired.items())})
+            total["held"] += faults.num_held
+        return total
+
+
+def script_of(values: Mapping[str, Any], *, carries_fragments: bool) -> FaultScript:
+    """Read an island's entry of `links.json`; an empty one: nothing happens."""
+    rates = {Fault(name): float(rate) for name, rate in values.get("rates", {}).items()}
+    return FaultScript(
+        seed=int(values.get("seed", 0)),
+        rates=rates if carries_fragments else {f: r for f, r in rates.items() if f in _HARMLESS},
+        methods=frozenset(values.get("methods", ())),
+        delay_s=float(values.get("delay_s", 0.05)),
+        slow_bps=float(values.get("slow_bps", 1e6)),
+        gate=Gate(values.get("gate", Gate.OPEN)),
+    )
+
+
+def wall_clock(environment: Mapping[str, str], who: str) -> Callable[[], float]:
+    """Give the wall clock of a coordinator or syncer, in seconds since 1970."""
+    directory = environment.get(VARIABLE)
+    return _WrongClock(Path(directory), who) if directory else time.time
+
+
+class _WrongClock:
+    """Wrong by what the file says; it is read once a second."""
+
+    def __init__(self, directory: Path, who: str) -> None:
+        self._directory = directory
+        self._who = who
+        self._offset_s = 0.0
+        threading.Thread(target=self._follow, name="chaos", daemon=True).start()
+
+    def __call__(self) -> float:
+        return time.time() + self._offset_s
+
+    def _follow(self) -> None:
+        num_jumps = 0
+        while True:
+            offset_s = float(_read(clock_path(self._directory)).get(self._who, 0.0))
+            if offset_s != self._offset_s:
+                self._offset_s = offset_s
+                num_jumps += 1
+                own = self._directory / _fired_name(self._who, os.getpid())
+                write_json(own, {"clock": num_jumps})
+                logger.warning("wall clock jumps on purpose, offset_s=%g", offset_s)
+            time.sleep(_READ_S)
+
+
+def _fired_name(who: str, pid: int | str) -> str:
+    return f"fired.{who}.{pid}.json"
+
+
+def _insist_on_loopback(peer: str) -> None:
+    try:
+        host = split_address(peer)[0]
+    except ValueError:  # a libp2p address
+        host = peer
+    if not is_loopback(host):
+        raise ConfigError(
+            f"{VARIABLE} is set, and {peer} is beyond this machine's loopback: faults on purpose "
+            f"are for runs of `diloco chaos` alone; unset it"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a file that is replaced whole; nothing where there is none yet."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError):
+        return {}

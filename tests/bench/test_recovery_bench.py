@@ -1,0 +1,41 @@
+"""The recovery bench end to end on a tiny model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco.bench.recovery import SETTING, has_preset, run_recovery, store_policies
+
+TINY = {"preset": "tiny"}
+SMALL = replace(
+    SETTING, model=TINY, step_s=0.05, freeze_s=2.0, scheduled_freeze_s=2.0,
+    inner_steps_per_round=10, num_kills=2, control_steps=900, control_model=TINY,
+    sizes={"tiny": TINY}, num_rounds=2,
+)  # fmt: skip
+
+
+def test_what_this_version_has_is_found() -> None:
+    assert has_preset("streaming")
+    assert not has_preset("reckless")
+    assert "snapshot" in store_policies()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_row_is_measured() -> None:
+    begun: list[tuple[str, int, int]] = []
+
+    report = run_recovery(SMALL, on_progress=lambda *told: begun.append(told))
+
+    rows = {(row["row"], row["what"]): row["value"] for row in report.rows}
+    assert [told[0] for told in begun] == list(dict.fromkeys(row["row"] for row in report.rows))
+    assert rows["kill, streaming", "rounds of the others that expired"] == 0
+    assert rows["kill, streaming", "the others' next merge after the kill"] > 0
+    # Everybody waits for the frozen island, so its share of the time is lost to all.
+    assert rows["freeze, streaming", "the others' time a step rises by"] > 0.5
+    assert rows["control plane", "kills that took effect"] == 2
+    assert rows["control plane", "invariants that broke"] == 0
+    # theta, published and momentum, contributions and payload, in a record of a tiny model.
+    assert 12 < rows["durable, snapshot, tiny", "written a parameter and round"] < 30

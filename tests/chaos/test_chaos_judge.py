@@ -1,0 +1,327 @@
+"""The judge: it is content with a run as it should be, and finds every violation planted in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from diloco.chaos.judge import (
+    Evidence,
+    Newest,
+    Recomputed,
+    island_back_s,
+    island_figures,
+    judge,
+    next_publication_s,
+)
+from diloco.chaos.plan import Kind, Timed
+from diloco.chaos.report import is_alone
+from diloco.chaos.truth import FaultStory, Story, read_story
+
+TOKENS = 10
+ISLANDS = ("east", "west")
+KILL = Timed(0, Kind.KILL, "west", 3.0, 0.0, 0.0, 1.0, 0.1, 0.0, 0)
+NUM_VERSIONS = 4
+H = 2
+
+
+def digest(version: int) -> str:
+    return f"{version:064x}"
+
+
+@dataclass
+class Run:
+    """Two islands, one fragment, a version every two inner steps; west returns after its second.
+
+    What west had trained since was lost, and so was what it had just sent: the attempt expired.
+    """
+
+    events: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    headers: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def good(cls) -> Run:
+        run = cls({island: [] for island in ISLANDS})
+        run.header(0, {})
+        for round_ in range(NUM_VERSIONS):
+            for island in ISLANDS:
+                is_back = island == "west" and round_ >= 2
+                start = 2 if is_back else 1
+                if is_back and round_ == 2:
+                    run.crash()
+                for step in range(round_ * H + 1, round_ * H + H + 1):
+                    run.tell(island, start, "inner_step", step, num_tokens=TOKENS, duration_s=1.0)
+                run.send(island, start, round_)
+                run.merge(island, start, round_)
+            run.header(round_ + 1, {"east": 1, "west": 1 if round_ < 2 else 2})
+        for island in ISLANDS:
+            start = 2 if island == "west" else 1
+            last = NUM_VERSIONS * H
+            run.tell(island, start, "evaluated", last, parameters="published", nats_per_byte=2.0)
+            run.tell(island, start, "island_ended", last, digests=[digest(NUM_VERSIONS)])
+        return run
+
+    def crash(self) -> None:
+        """West trains one step for nothing and dies."""
+        self.tell("west", 1, "inner_step", 5, num_tokens=TOKENS, duration_s=1.0)
+        self.send("west", 1, 2, inner_step=5, tokens=TOKENS)
+
+    def tell(self, island: str, start: int, kind: str, inner_step: int, **values: object) -> None:
+        event = {
+            "kind": kind,
+            "island": island,
+            "island_rank": 0,
+            "incarnation": start,
+            "inner_step": inner_step,
+            "unix_s": 1000.0 + inner_step + (2.0 if start == 2 else 0.0),
+            **values,
+        }
+        self.events[island].append(event)
+
+    def send(
+        self, island: str, start: int, version: int, inner_step: int = 0, tokens: int = H * TOKENS
+    ) -> None:
+        self.tell(
+            island, start, "fragment_sent", inner_step or (version + 1) * H,
+            fragment_id=0, version=version, attempt=0, weight_tokens=tokens, declined="",
+        )  # fmt: skip
+
+    def merge(self, island: str, start: int, version: int) -> None:
+        self.tell(
+            island, start, "fragment_merged", (version + 1) * H,
+            fragment_id=0, version=version + 1, outcome="included", staleness_steps=0,
+            digest=digest(version + 1),
+        )  # fmt: skip
+
+    def header(self, version: int, starts: dict[str, int]) -> None:
+        contributors = [
+            {"island": island, "incarnation": start, "weight_tokens": H * TOKENS}
+            for island, start in starts.items()
+        ]
+        self.headers.append(
+            {
+                "fragment_id": 0,
+                "version": version,
+                "attempt": 0,
+                "digest": digest(version),
+                "contributors": contributors,
+            }
+        )
+
+    def of(self, island: str, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events[island] if event["kind"] == kind]
+
+    def evidence(self, **values: Any) -> Evidence:
+        story = Story([FaultStory(KILL, began_s=3.0, began_unix_s=1004.5, ended_s=3.0, fired=True)])
+        return Evidence(
+            story=story,
+            events=self.events,
+            headers=[*self.headers, *copy.deepcopy(self.headers[-2:])],  # tape and store overlap
+            newest={0: Newest(NUM_VERSIONS, digest(NUM_VERSIONS))},
+            recomputed=[Recomputed(0, NUM_VERSIONS)],
+            exit_codes=dict.fromkeys(ISLANDS, 0),
+            **values,
+        )
+
+
+def broken(evidence: Evidence) -> list[str]:
+    return [finding.invariant for finding in judge(evidence) if not finding.holds]
+
+
+def test_a_run_as_it_should_be_holds_everything() -> None:
+    findings = judge(Run.good().evidence())
+
+    assert [finding.text for finding in findings if not finding.holds] == []
+    assert len(findings) == 7
+
+
+def _set(events: list[dict[str, Any]], index: int, **values: object) -> None:
+    events[index].update(values)
+
+
+DIGESTS = "a version has one digest everywhere"
+VERSIONS = "every version is published exactly once"
+OUTCOMES = "every contribution has exactly one outcome"
+ACCOUNTS = "every token is accounted for"
+EXITS = "no island ends unasked"
+
+
+@pytest.mark.parametrize(
+    ("plant", "invariants"),
+    [
+        pytest.param(
+            lambda run: _set(run.of("west", "fragment_merged"), 1, digest=digest(99)),
+            [DIGESTS],
+            id="an-island-merged-other-values",
+        ),
+        pytest.param(
+            lambda run: _set(run.of("east", "island_ended"), 0, digests=[digest(3)]),
+            [DIGESTS],
+            id="an-island-ended-with-other-values",
+        ),
+        pytest.param(
+            lambda run: run.headers.append({**run.headers[2], "digest": digest(99)}),
+            [DIGESTS],
+            id="a-version-was-made-twice",
+        ),
+        pytest.param(
+            lambda run: run.tell("east", 1, "digest_mismatch", 2, fragment_id=0, version=1),
+            [DIGESTS],
+            id="a-lane-was-damaged-and-nobody-did-it",
+        ),
+        pytest.param(
+            lambda run: run.headers.pop(1),
+            [DIGESTS, VERSIONS, OUTCOMES, ACCOUNTS],
+            id="a-version-is-missing",
+        ),
+        pytest.param(
+            lambda run: run.header(NUM_VERSIONS + 1, {}),
+            [VERSIONS],
+            id="a-published-version-is-lost",
+        ),
+        pytest.param(
+            lambda run: run.events["east"].remove(run.of("east", "fragment_merged")[1]),
+            [VERSIONS, OUTCOMES, ACCOUNTS],
+            id="an-island-jumped-over-a-version",
+        ),
+        pytest.param(
+            lambda run: run.headers[3]["contributors"].append(run.headers[3]["contributors"][0]),
+            [OUTCOMES],
+            id="a-contribution-counts-twice",
+        ),
+        pytest.param(
+            lambda run: _set(run.of("east", "fragment_merged"), 2, outcome="not_included"),
+            [OUTCOMES, ACCOUNTS],
+            id="an-included-contribution-was-answered-not-included",
+        ),
+        pytest.param(
+            lambda run: run.headers[2]["contributors"].pop(),
+            [OUTCOMES, ACCOUNTS],
+            id="an-included-contribution-is-not-in-the-tape",
+        ),
+        pytest.param(
+            lambda run: _set(run.of("east", "fragment_sent"), 1, declined="not finite"),
+            [OUTCOMES],
+            id="a-decline-was-counted",
+        ),
+        pytest.param(
+            lambda run: _set(run.of("east", "fragment_merged"), 1, outcome="mislaid"),
+            [OUTCOMES, ACCOUNTS],
+            id="an-outcome-that-is-none",
+        ),
+        pytest.param(
+            lambda run: _set(run.of("west", "fragment_sent"), 0, weight_tokens=99),
+            [ACCOUNTS],
+            id="more-tokens-were-sent-than-trained",
+        ),
+        pytest.param(
+            lambda run: run.headers[2]["contributors"][0].update(weight_tokens=99),
+            [ACCOUNTS],
+            id="more-tokens-were-counted-than-sent",
+        ),
+        pytest.param(
+            lambda run: run.tell("east", 2, "inner_step", 8, num_tokens=0, duration_s=0.0),
+            [EXITS],
+            id="an-island-started-again-unasked",
+        ),
+    ],
+)
+def test_a_planted_violation_is_found(
+    plant: Callable[[Run], object], invariants: list[str]
+) -> None:
+    run = Run.good()
+
+    plant(run)
+
+    assert broken(run.evidence()) == invariants
+
+
+def test_what_the_run_itself_says_is_judged() -> None:
+    evidence = Run.good().evidence()
+
+    assert broken(replace(evidence, exit_codes={"east": 50, "west": None})) == [EXITS]
+    assert broken(replace(evidence, problem="it goes on")) == ["the run comes to its end"]
+    wrong = [Recomputed(0, 3, "comes to other digests")]
+    assert broken(replace(evidence, recomputed=wrong)) == [
+        "retained versions are recomputed to the bit"
+    ]
+
+
+def test_an_island_on_arrival_may_jump_and_drop_what_came_too_late() -> None:
+    run = Run.good()
+    # East was late for version 3: it merges 4 alone, and what it sent for 3 was not counted.
+    run.events["east"].remove(run.of("east", "fragment_sent")[3])
+    run.events["east"].remove(run.of("east", "fragment_merged")[3])
+    _set(
+        run.of("east", "fragment_merged"), 2,
+        outcome="not_included", version=4, inner_step=8, staleness_steps=2, digest=digest(4),
+    )  # fmt: skip
+    for version in (3, 4):
+        run.headers[version]["contributors"] = run.headers[version]["contributors"][1:]
+
+    assert broken(run.evidence(is_on_arrival=True)) == []
+    assert VERSIONS in broken(run.evidence())
+    assert island_figures(run.evidence(is_on_arrival=True))[0].dropped_tokens == 2 * H * TOKENS
+
+
+def test_an_island_on_arrival_may_merge_while_nothing_is_outstanding() -> None:
+    run = Run.good()
+    run.events["east"].remove(run.of("east", "fragment_sent")[3])
+    _set(run.of("east", "fragment_merged"), 3, outcome="absent")
+    run.headers[4]["contributors"] = run.headers[4]["contributors"][1:]
+
+    assert broken(run.evidence(is_on_arrival=True)) == []
+    assert island_figures(run.evidence(is_on_arrival=True))[0].dropped_tokens == H * TOKENS
+
+
+def test_a_contribution_that_only_the_tape_knows_is_not_lost() -> None:
+    run = Run.good()
+    # The leader was killed after its contribution had left, before its event was written; and one
+    # whose outcome came too late.
+    run.events["west"] = [
+        event
+        for event in run.events["west"]
+        if not (event["incarnation"] == 1 and event["inner_step"] > 2)
+        or event["kind"] == "inner_step"
+    ]
+    assert broken(run.evidence()) == []
+
+
+def test_figures_are_of_what_was_done() -> None:
+    lines = [
+        {"what": "training", "t": 1.0, "unix_s": 1001.0},
+        {"what": "begun", "t": 4.0, "unix_s": 1004.5, "number": 0, "note": "process 1"},
+        {"what": "published", "t": 4.5, "unix_s": 1005.0, "fragment": 0, "version": 3},
+        {"what": "published", "t": 7.0, "unix_s": 1007.5, "fragment": 1, "version": 3},
+        {"what": "ended", "t": 4.1, "unix_s": 1004.6, "number": 0, "fired": True, "note": ""},
+        {"what": "back", "t": 6.0, "unix_s": 1006.5, "number": 0, "seconds": 2.0},
+        {"what": "over", "t": 9.0, "unix_s": 1009.5},
+    ]
+
+    story = read_story(lines, [KILL])
+
+    fault = story.faults[0]
+    assert (fault.began_s, fault.fired, fault.back_s, fault.note) == (4.0, True, 2.0, "process 1")
+    assert next_publication_s(fault, story) == 3.0
+    assert (story.training_s, story.over_s, story.num_fired) == (1.0, 9.0, 1)
+    # Its first step after the kill is that of inner step 5: 1007 in unix time.
+    assert island_back_s(fault, Run.good().events["west"]) == 2.5
+    assert next_publication_s(FaultStory(KILL), story) is None
+
+
+def test_a_kill_that_meets_another_fault_is_not_alone() -> None:
+    def kill(began_s: float, back_s: float | None) -> FaultStory:
+        return FaultStory(KILL, began_s=began_s, fired=True, back_s=back_s)
+
+    faults = [
+        kill(1.0, 2.0), kill(2.0, 1.5), kill(4.0, 1.0), kill(7.0, None), kill(8.0, 1.0),
+        FaultStory(KILL), kill(11.0, None),
+    ]  # fmt: skip
+
+    assert [is_alone(story, faults) for story in faults if story.began_s is not None] == [
+        False, False, True, False, True, True,
+    ]  # fmt: skip

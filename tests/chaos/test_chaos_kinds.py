@@ -1,0 +1,312 @@
+"""Every kind of fault takes effect, each against one process or one link; and is known to have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from diloco.chaos import performers
+from diloco.chaos.performers import Performance, perform
+from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Timed
+from diloco.chaos.world import World, is_frozen, ranks_of
+from diloco.config.load import load_config
+from diloco.errors import ConfigError
+from diloco.launch import chaos
+from diloco.launch.chaos import VARIABLE, ChaoticLinks, links_path, wall_clock
+from diloco.launch.local import LocalRun
+from diloco.launch.state_dir import Endpoint, acquire, write_pid
+from diloco.rounds.record import fragment_directory, record_path, versions_in
+from tests.run_files import write_run
+from transport.contracts import Reply, Transport
+
+READ_S = 0.05
+SLEEPS = "import time; time.sleep(60)"
+#: Writes a version every now and then, and goes on when it cannot: its number is then tried again.
+WRITES = """
+import os, sys, time
+version = 3
+while True:
+    try:
+        with open(f"{sys.argv[1]}/v{version:012d}.record", "wb") as file:
+            file.write(b"x")
+        version += 1
+    except OSError:
+        os.unlink(f"{sys.argv[1]}/v{version:012d}.record")
+    time.sleep(0.02)
+"""
+
+
+class Scene:
+    """A state directory whose coordinator and syncer are processes that only hold their locks."""
+
+    def __init__(self, root: Path) -> None:
+        run = LocalRun(load_config(write_run(root, {"east": ""})), look_s=0.01)
+        run.state.create()
+        self.world = World(run, root / "chaos")
+        self.world.chaos_dir.mkdir()
+        self.fragment = fragment_directory(run.state.store, 0)
+        self.fragment.mkdir()
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def hold(self, target: str, script: str = SLEEPS) -> subprocess.Popen[bytes]:
+        state = self.world.state
+        is_syncer = target == SYNCER
+        lock = acquire(state.store_lock if is_syncer else state.coordinator_lock)
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", script, str(self.fragment)], pass_fds=(lock,)
+        )
+        self.processes.append(process)
+        write_pid(lock, process.pid)
+        os.close(lock)
+        path = state.syncer if is_syncer else state.coordinator
+        Endpoint("127.0.0.1:1", process.pid).write(path)
+        return process
+
+    def island(self, script: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(["sh", "-c", script])
+        self.processes.append(process)
+        self.world.run.islands["east"] = process
+        return process
+
+    def perform(self, kind: Kind, target: str, **values: float) -> Performance:
+        fault = Timed(0, kind, target, 0.0, values.pop("lasts_s", 0.0), 0.01, 1e6, 1.0, 3600.0, 77)
+        return perform(self.world, fault)
+
+    def close(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setattr(chaos, "_READ_S", READ_S)
+    monkeypatch.setattr(performers, "_TOLD_S", 6 * READ_S)
+    scene = Scene(tmp_path)
+    yield scene
+    scene.close()
+
+
+def eventually(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [(Kind.KILL, signal.SIGKILL), (Kind.RESTART, signal.SIGTERM)]
+)
+def test_a_syncer_is_ended(scene: Scene, kind: Kind, number: int) -> None:
+    process = scene.hold(SYNCER)
+    performance = scene.perform(kind, SYNCER)
+
+    assert performance.begin()
+
+    assert performance.fired
+    assert process.wait(30.0) == -number
+    assert performance.end()
+    assert not performance.begin(), "there is none now"
+
+
+@pytest.mark.parametrize("target", [COORDINATOR, SYNCER])
+def test_a_process_is_frozen_and_goes_on(scene: Scene, target: str) -> None:
+    process = scene.hold(target)
+    performance = scene.perform(Kind.FREEZE, target, lasts_s=1.0)
+
+    assert performance.begin()
+    eventually(lambda: is_frozen(process.pid))
+    assert performance.end()
+
+    assert performance.fired
+    assert not is_frozen(process.pid)
+
+
+@pytest.mark.parametrize("kind", [Kind.KILL, Kind.RESTART])
+def test_an_island_is_ended_and_started_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    process = scene.island("exec sleep 60")
+    monkeypatch.setattr(LocalRun, "_start_island", lambda run, island: scene.island("sleep 60"))
+    performance = scene.perform(kind, "east")
+
+    assert performance.begin()
+    assert scene.world.pid("east") is None
+    eventually(performance.end)
+
+    assert performance.fired
+    assert process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+    assert scene.world.pid("east") == scene.processes[-1].pid != process.pid
+
+
+def test_a_rank_is_killed_and_its_island_frozen(scene: Scene) -> None:
+    supervisor = scene.island("RANK=0 sleep 60 & RANK=1 sleep 60 & wait")
+    eventually(lambda: len(ranks_of(supervisor.pid)) == 2)
+    ranks = ranks_of(supervisor.pid)
+
+    freeze = scene.perform(Kind.FREEZE, "east", lasts_s=1.0)
+    assert freeze.begin()
+    eventually(lambda: all(map(is_frozen, [supervisor.pid, *ranks.values()])))
+    assert freeze.end()
+    kill = scene.perform(Kind.KILL, "east/1")
+    assert kill.begin()
+
+    assert (freeze.fired, kill.fired) == (True, True)
+    eventually(lambda: sorted(ranks_of(supervisor.pid)) == [0])
+    os.kill(ranks[0], signal.SIGKILL)
+
+
+def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
+    process = scene.hold(SYNCER)
+    record_path(scene.fragment, 6).write_bytes(bytes(1000))
+    performance = scene.perform(Kind.TRUNCATE, SYNCER)
+
+    assert performance.begin()
+
+    assert performance.fired
+    assert process.wait(30.0) == -signal.SIGKILL
+    assert versions_in(scene.fragment) == [6, 7]
+    assert record_path(scene.fragment, 7).stat().st_size == 77
+    assert record_path(scene.fragment, 6).read_bytes() == bytes(1000), "the truth is untouched"
+
+
+def test_a_bit_of_an_old_record_rots_and_the_newest_is_spared(scene: Scene) -> None:
+    scene.hold(SYNCER)
+    for version in (5, 6):
+        record_path(scene.fragment, version).write_bytes(bytes(1000))
+    performance = scene.perform(Kind.FLIP, SYNCER)
+
+    assert performance.begin()
+
+    assert performance.fired
+    rotten = record_path(scene.fragment, 5).read_bytes()
+    assert sum(byte.bit_count() for byte in rotten) == 1
+    assert record_path(scene.fragment, 6).read_bytes() == bytes(1000)
+
+
+def test_the_only_record_is_not_damaged(scene: Scene) -> None:
+    scene.hold(SYNCER)
+    record_path(scene.fragment, 5).write_bytes(bytes(1000))
+    performance = scene.perform(Kind.FLIP, SYNCER)
+
+    assert performance.begin()
+
+    assert not performance.fired
+    assert record_path(scene.fragment, 5).read_bytes() == bytes(1000)
+
+
+def test_a_full_disk_takes_no_record_and_then_does_again(scene: Scene) -> None:
+    scene.hold(SYNCER, WRITES)
+    eventually(lambda: versions_in(scene.fragment))
+    performance = scene.perform(Kind.DISK_FULL, SYNCER, lasts_s=0.2)
+
+    assert performance.begin()
+    time.sleep(0.2)
+    assert performance.end()
+
+    assert performance.fired
+    newest = versions_in(scene.fragment)[-1]
+    eventually(lambda: versions_in(scene.fragment)[-1] > newest + 2)
+
+
+def test_a_disk_that_takes_everything_is_not_full(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(performers.resource, "prlimit", lambda *_: (0, 0))
+    scene.hold(SYNCER, WRITES)
+    eventually(lambda: versions_in(scene.fragment))
+    performance = scene.perform(Kind.DISK_FULL, SYNCER, lasts_s=0.2)
+
+    assert performance.begin()
+    before = versions_in(scene.fragment)[-1]
+    eventually(lambda: versions_in(scene.fragment)[-1] > before + 2)
+    assert performance.end()
+
+    assert not performance.fired
+
+
+@pytest.mark.parametrize("target", [COORDINATOR, SYNCER])
+def test_a_wall_clock_jumps_and_comes_back(scene: Scene, target: str) -> None:
+    scene.hold(target)
+    clock = wall_clock({VARIABLE: str(scene.world.chaos_dir)}, target)
+    performance = scene.perform(Kind.CLOCK, target)
+
+    assert performance.begin()
+    eventually(lambda: clock() - time.time() > 3599.0)
+    eventually(performance.end)
+
+    assert performance.fired
+    eventually(lambda: abs(clock() - time.time()) < 1.0)
+
+
+def test_nobody_elses_clock_is_touched() -> None:
+    assert wall_clock({}, COORDINATOR) is time.time
+
+
+class Echo:
+    """A peer that answers with what it heard."""
+
+    peer = "127.0.0.1:1"
+
+    async def call(self, method: str, header: bytes, payload: bytes = b"", **_: object) -> Reply:
+        await asyncio.sleep(0)
+        return Reply(header, payload)
+
+    async def close(self) -> None:
+        pass
+
+
+LINK_KINDS = [kind for kind in Kind if kind.is_of_a_link]
+
+
+@pytest.mark.parametrize("kind", LINK_KINDS)
+def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
+    scene.island("exec sleep 60")
+    links = ChaoticLinks.of({VARIABLE: str(scene.world.chaos_dir)}, "east", "127.0.0.1:1")
+    assert links is not None
+    transport = links.around(cast(Transport, Echo()), carries_fragments=True)
+    performance = scene.perform(kind, "east", lasts_s=0.5)
+    if kind is Kind.REORDER:  # there must be calls that overtake those that are held
+        object.__setattr__(performance.fault, "share", 0.5)
+
+    async def call_until_it_ends() -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert performance.begin()
+        while loop.time() - began < 10 * READ_S or not performance.end():
+            calls = (
+                transport.call("fragment.submit", b"", b"payload", deadline_s=20.0)
+                for _ in range(4)
+            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await asyncio.gather(*calls)
+
+    asyncio.run(call_until_it_ends())
+
+    assert performance.fired, performance.note
+    assert links_path(scene.world.chaos_dir).read_text() == "{}"
+
+
+def test_faults_on_purpose_stay_on_this_machine(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="beyond this machine's loopback"):
+        ChaoticLinks.of({VARIABLE: str(tmp_path)}, "east", "10.0.0.1:4711")
+
+
+def test_a_join_never_arrives_twice() -> None:
+    script = {"rates": {"duplicate": 1.0, "delay": 0.0}}
+
+    assert "duplicate" not in chaos.script_of(script, carries_fragments=False).rates
+    assert "duplicate" in chaos.script_of(script, carries_fragments=True).rates

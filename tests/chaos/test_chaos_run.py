@@ -1,0 +1,78 @@
+"""`diloco chaos` against whole runs: what it prints, and with which code it ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.run_files import write_run
+
+QUICK = Path(__file__).resolve().parents[2] / "configs" / "chaos" / "quick.toml"
+SHORT = """
+run = "run.toml"
+set = ["islands.west.restart_wait=100ms"]
+duration = "30s"
+limit = "150s"
+fault = [
+  { kind = "kill", target = "coordinator", at = "0s" },
+  { kind = "freeze", target = "west", at = "1s", lasts = "1s" },
+  { kind = "kill", target = "syncer", at = "3s" },
+  { kind = "kill", target = "west/0", at = "3s" },
+]
+"""
+
+
+def chaos(plan: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "diloco", "chaos", str(plan), *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(300)
+def test_a_short_run_survives_a_kill_of_everybody_and_a_freeze(tmp_path: Path) -> None:
+    write_run(tmp_path, {"east": "", "west": ""}, inner_steps=100)
+    plan = tmp_path / "plan.toml"
+    plan.write_text(SHORT)
+
+    done = chaos(plan, "--require", "--json", "-")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert [fault["fired"] for fault in report["faults"]] == [True] * 4
+    assert len(report["findings"]) == 7
+    assert all(finding["holds"] for finding in report["findings"])
+    backs = {fault["fault"]["target"]: fault["back_s"] for fault in report["faults"]}
+    assert backs["coordinator"] > 0 < backs["syncer"]
+    assert [island["num_starts"] for island in report["islands"]] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_is_given_up_breaks_and_is_kept(tmp_path: Path) -> None:
+    write_run(tmp_path, {"east": "", "west": ""}, inner_steps=100000)
+    plan = tmp_path / "plan.toml"
+    plan.write_text(SHORT.replace('"150s"', '"20s"'))
+
+    done = chaos(plan)
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("BROKEN: "), last
+    assert "the run still went on after 20 s" in done.stdout
+    kept = next(line for line in done.stdout.splitlines() if line.startswith("kept: "))
+    directory = Path(kept.removeprefix("kept: "))
+    assert (directory / "run" / "truth.jsonl").exists()
+    shutil.rmtree(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_kind_of_fault_takes_effect_on_a_real_run(tmp_path: Path) -> None:
+    done = chaos(QUICK, "--require")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "faults: 22 planned, 22 took effect" in done.stdout
