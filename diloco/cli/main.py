@@ -23,6 +23,7 @@ from diloco.cli import (
     export,
     island,
     local,
+    repair,
 )
 from diloco.errors import DilocoError
 from diloco.launch.logs import log_to
@@ -59,6 +60,7 @@ for subject in (
     island,
     local,
     export,
+    repair,
     emulate,
     certs,
     doctor,

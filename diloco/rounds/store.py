@@ -319,7 +319,9 @@ class FragmentStore:
     def _forget_before(self, oldest: int) -> None:
         """Forget versions before this one, but for the record that it is recomputed from."""
         snapshots = versions_in(self._directory)
-        first = max((v for v in snapshots if v <= oldest), default=0)
+        first = max((v for v in snapshots if v <= oldest), default=oldest)
+        if first + 1 not in frames_in(self._directory):
+            first = oldest
         for version in snapshots:
             if version < first and not (self._keeps_all and version == 0):
                 self._forget_record(version)

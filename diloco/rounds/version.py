@@ -18,6 +18,7 @@ from diloco.compression.base import from_bytes, to_bytes
 from diloco.outer.combination import Combination, mean_of
 from diloco.outer.fragments import Fragment
 from diloco.rounds.publication import (
+    LanePublication,
     LaneState,
     PublicationRules,
     lane_digest,
@@ -148,6 +149,17 @@ def recompute(
         The digests of the recomputed published lanes; equal to `record.lane_digests` if and
         only if every step from the contributions on is reproduced to the bit.
     """
+    return tuple(lane.digest for lane in published_from(previous, record, rules, fragment))
+
+
+def published_from(
+    previous: VersionRecord, record: VersionRecord, rules: PublicationRules, fragment: Fragment
+) -> tuple[LanePublication, ...]:
+    """Compute every lane of `record` from its predecessor and its contributions; changes neither.
+
+    Raises:
+        ValueError: If `previous` is not its predecessor.
+    """
     if record.key is None or previous.version != record.key.version:
         raise ValueError(
             f"version {record.version} cannot be recomputed from version {previous.version}"
@@ -165,7 +177,7 @@ def recompute(
             lane_id=lane_id,
             key=record.key,
             is_flush=record.is_flush,
-        ).digest
+        )
         for lane_id, state in enumerate(previous.lanes)
     )
 

@@ -1,0 +1,110 @@
+"""`diloco repair`: a run's store verified, mended where it can be, and what remains, offline.
+
+Source: protocol.md section 9 (an island ahead of its syncer).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.coordinator.journal import Journal
+from diloco.durable import read_json
+from diloco.errors import ConfigError
+from diloco.launch.state_dir import Held, StateDir, hold, read_timeline
+from diloco.outer.fragments import Plan
+from diloco.rounds.repair import Condition, Finding, repair_fragment
+from diloco.rounds.store import FragmentStore
+
+#: Fragment of a finding that is of all of them.
+ALL_FRAGMENTS = -1
+
+
+def repair_run(
+    state: StateDir, *, on_finding: Callable[[Finding], None] = lambda finding: None
+) -> tuple[Finding, ...]:
+    """Verify and mend the store of a run that nobody serves; returns one finding a part.
+
+    Args:
+        state: The run's state directory.
+        on_finding: Hears each as it is made.
+
+    Raises:
+        ConfigError: If there is no store, or a syncer serves it.
+        DiskFull: If there is no room for what is made again.
+    """
+    if not state.plan.is_file():
+        raise ConfigError(
+            f"{state.root} holds no store of a syncer (there is no {state.plan}): give the run "
+            "file, or the coordinator.state_dir of a run that was started"
+        )
+    try:
+        with hold(state.store_lock):
+            found = []
+            for finding in _findings(state, load_config(state.resolved)):
+                found.append(finding)
+                on_finding(finding)
+            return tuple(found)
+    except Held as error:
+        raise ConfigError(
+            f"the store of {state.root} is in use: {error}. Stop the run first "
+            "(Ctrl-C at its coordinator, which stops its syncer), then repair it again"
+        ) from error
+
+
+def _findings(state: StateDir, config: Config) -> Iterator[Finding]:
+    for path in (state.syncer_epoch, state.incarnations, state.store_timeline, state.bound):
+        with _told(path) as problem:
+            read_json(path)
+        if problem:
+            yield Finding(ALL_FRAGMENTS, path.name, Condition.DAMAGED, problem[0])
+    plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
+    outer = config.outer
+    for fragment in plan.fragments:
+        store = FragmentStore(
+            state.store,
+            fragment,
+            outer.retained_versions,
+            is_indexed=lambda version: False,  # headers stay until a coordinator has them
+            snapshot_rounds=outer.rounds_per_snapshot,
+            keeps_all=outer.keep_contributions == "all",
+        )
+        yield from repair_fragment(store)
+        recovered = store.recover()
+        newest = -1 if recovered is None else recovered.record.version
+        indexed = _newest_indexed(state, fragment.fragment_id)
+        if indexed > newest:
+            yield Finding(
+                fragment.fragment_id,
+                f"version {indexed}",
+                Condition.DAMAGED,
+                f"it was published, and nothing here leads to it. The newest that is left is "
+                f"{newest}. Resume a checkpoint: diloco coordinator RUN.toml --resume",
+            )
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[list[str]]:
+    problem: list[str] = []
+    try:
+        yield problem
+    except (ValueError, OSError) as error:
+        problem.append(str(error))
+
+
+def _newest_indexed(state: StateDir, fragment_id: int) -> int:
+    """Newest version that the coordinator knows of, -1 where it knows none."""
+    if not state.journal.is_file():
+        return -1
+    journal = Journal(state.journal)
+    journal.open()
+    try:
+        timeline = read_timeline(state.timeline).number
+        headers = journal.newest_rounds(timeline, fragment_id, 1)
+        return int(json.loads(headers[0])["version"]) if headers else -1
+    finally:
+        journal.close()

@@ -1,0 +1,79 @@
+"""`diloco repair`: a table or JSON values, an exit code, and nothing while the store is served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from diloco.cli import repair
+from diloco.config.load import load_config
+from diloco.coordinator.journal import Journal
+from diloco.errors import ConfigError
+from diloco.inner.model import LlamaShape
+from diloco.launch.state_dir import StateDir, hold
+from diloco.rounds.record import locate, record_path
+from tests.launch.stored_run import random_parameters, store_run, tiny_run
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    run_file = tiny_run(tmp_path)
+    parameters = random_parameters(LlamaShape.from_config(load_config(run_file).model), 1)
+    return store_run(run_file, parameters, (3, 2))
+
+
+def invoke(*arguments: str | Path) -> Result:
+    app = typer.Typer()
+    app.callback()(lambda: None)  # with one command only, its name would not be wanted
+    repair.register(app)
+    return CliRunner().invoke(app, ["repair", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_a_whole_store_is_said_to_be(state: StateDir, tmp_path: Path) -> None:
+    result = invoke(tmp_path / "run.toml")
+
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["0", "version", "3", "whole"] in lines
+    assert "2 parts, 0 repaired, 0 damaged" in result.stdout
+
+
+def test_what_remains_damaged_is_said_with_what_to_do_and_the_exit_code(state: StateDir) -> None:
+    path = record_path(state.store / "fragment-0001", 2)
+    data = bytearray(path.read_bytes())
+    data[locate(path).sections["theta/0"].start] ^= 1
+    path.write_bytes(data)
+    state.incarnations.write_text("{")
+    journal = Journal(state.journal)
+    journal.open()
+    journal.index_round(0, 1, 2, json.dumps({"version": 2}))
+    journal.close()
+
+    result = invoke(state.root, "--json")
+
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)["findings"]
+    assert [(f["fragment_id"], f["what"], f["condition"]) for f in found] == [
+        (-1, "incarnations.json", "damaged"),
+        (0, "version 3", "whole"),
+        (1, "version 2", "damaged"),
+        (1, "version 2", "damaged"),
+    ]
+    assert "does not say by which rules" in found[2]["detail"]
+    assert found[3]["detail"].endswith("Resume a checkpoint: diloco coordinator RUN.toml --resume")
+
+
+def test_a_store_that_is_served_or_is_none_is_left_alone(state: StateDir, tmp_path: Path) -> None:
+    with hold(state.store_lock):
+        served = invoke(state.root)
+    (tmp_path / "empty").mkdir()
+    empty = invoke(tmp_path / "empty")
+
+    assert isinstance(served.exception, ConfigError)
+    assert "Stop the run first" in str(served.exception)
+    assert isinstance(empty.exception, ConfigError)
+    assert "holds no store of a syncer" in str(empty.exception)
