@@ -258,6 +258,7 @@ class LocalRun:
     def _restart_wait_s(self, code: int) -> float:
         if code == -signal.SIGKILL and self._has_bound:
             logger.warning("coordinator was killed, starting it again at once")
+            self._budget.used = 0  # it had served: whatever failed before it does so no more
             return 0.0
         wait_s = self._budget.failed(self._seen_alive - self._began)
         if wait_s is None:

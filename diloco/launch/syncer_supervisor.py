@@ -74,6 +74,7 @@ class SyncerSupervisor:
                     return
             if is_killed:
                 logger.warning("syncer was killed, starting it again at once: %s", how)
+                wait_s = _FIRST_WAIT_S  # it had served: whatever failed before it does so no more
                 continue
             if loop.time() - started >= _LONG_LIFE_S:
                 wait_s = _FIRST_WAIT_S

@@ -67,4 +67,4 @@ def test_a_killed_syncer_is_started_again_at_once(
         child.kill()
         child.wait()
 
-    assert supervisor.num_starts == (5 if is_at_once else 1)
+    assert supervisor.num_starts >= 5 if is_at_once else supervisor.num_starts == 1
