@@ -137,6 +137,17 @@ def with_policy(config: Config, policy_json: str) -> Config:
     return _validated(raw, "cannot take over the coordinator's policy", Config)
 
 
+def with_setting(config: Config, text: str) -> Config:
+    """Give `config` with one value changed by ``a.b=value``, read as `load_config` reads it.
+
+    Raises:
+        ConfigError: If there is no such key, or the value does not fit.
+    """
+    raw = config.model_dump()
+    _override(raw, text)
+    return _validated(raw, f"cannot set {text}", Config)
+
+
 def resolved_toml(config: Config) -> str:
     """Write every value of a configuration, presets applied; loads back to an equal one."""
     return "\n".join(_table(config.model_dump())) + "\n"

@@ -16,6 +16,7 @@ from diloco.coordinator.daemon import ISLAND_STATES, Coordinator
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.terms import Terms
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.sync.registration import IslandState
 from protos import control_pb2 as control
@@ -29,6 +30,7 @@ SECRET = bytes(32)
 PLAN = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=2).to_json()
 IDENTITY = json.dumps({"run.seed": 7})
 UNREACHABLE_S = 60.0
+TERMS = Terms(json.dumps({"run.inner_steps": 100}), UNREACHABLE_S)
 
 
 class Desk:
@@ -50,9 +52,8 @@ class Desk:
             membership=self.membership,
             journal=self.journal,
             secret=SECRET,
-            policy_json=json.dumps({"run.inner_steps": 100}),
+            terms=TERMS,
             unix_clock=lambda: 0.0,
-            unreachable_s=UNREACHABLE_S,
         )
         self.server = self.network.server("coordinator", self.coordinator.handlers)
         await self.server.start()
