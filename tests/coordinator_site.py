@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -90,8 +90,10 @@ class Site:
             said.append(line)
         raise AssertionError("".join(said))
 
-    def join(self, address: str, island: str, start_id: str, plan: Plan = PLAN, *overrides: str):
-        request = control.JoinRequest(
+    def join_request(
+        self, island: str, start_id: str, plan: Plan = PLAN, overrides: Sequence[str] = ()
+    ) -> control.JoinRequest:
+        return control.JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             run="two-islands",
             island=island,
@@ -99,6 +101,17 @@ class Site:
             plan_json=plan.to_json(),
             start_id=start_id,
         )
+
+    def join(
+        self,
+        address: str,
+        island: str,
+        start_id: str,
+        plan: Plan = PLAN,
+        *,
+        overrides: Sequence[str] = (),
+    ):
+        request = self.join_request(island, start_id, plan, overrides)
         return control.JoinReply.FromString(call(address, "control.join", request).header)
 
     def syncer_address(self, coordinator: str, island: str, start_id: str) -> str:

@@ -155,7 +155,7 @@ def test_first_join_fixes_the_plan_and_every_start_gets_one_incarnation(site: Si
     second = site.join(address, "east", "b")
     fenced = site.join(address, "east", "a")
     other_plan = site.join(address, "west", "a", OTHER_PLAN)
-    other_identity = site.join(address, "west", "a", PLAN, "outer.overlap_steps=2")
+    other_identity = site.join(address, "west", "a", overrides=("outer.overlap_steps=2",))
     unknown = site.join(address, "north", "a")
     west = site.join(address, "west", "a")
 
