@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from diloco.config.classes import identity_difference
-from diloco.config.load import with_policy
+from diloco.config.load import with_settings
 from diloco.config.schema import Config
 from diloco.coordinator.daemon import Coordinator, Operations
 from diloco.coordinator.grants import sign
@@ -132,8 +132,7 @@ class Desk:
         return control.RoundReportReply.FromString(await self.call("round_report", request))
 
     def _in_force(self, config: Config) -> Config:
-        policy = json.loads(terms_of(config).policy_json)
-        return with_policy(config, json.dumps({**policy, **self.membership.policy}))
+        return with_settings(config, json.dumps(self.membership.policy))
 
     def _take(self, config: Config) -> None:
         self.in_force = config

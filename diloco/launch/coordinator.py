@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco.config.classes import fingerprint, identity_difference, policy_json
-from diloco.config.load import load_config, resolved_toml, with_policy
+from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
 from diloco.coordinator.daemon import Coordinator, Operations
 from diloco.coordinator.decider import Decider, DeciderRules
@@ -148,7 +148,7 @@ def _with_settings(config: Config, membership: Membership, tell: Callable[[str],
             f"{key} = {json.dumps(value)}, as an operator has set it; the file says "
             f"{json.dumps(policy[key])} (diloco set HOST:PORT {key}=VALUE changes it)"
         )
-    return with_policy(config, json.dumps({**policy, **changed})) if changed else config
+    return with_settings(config, json.dumps(changed))
 
 
 def _claim(config: Config, state: StateDir, membership: Membership) -> None:
