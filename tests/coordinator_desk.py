@@ -99,8 +99,11 @@ class Desk:
         request = control.ReportRequest(grant=grant, **fields)
         return control.ReportReply.FromString(await self.call("report", request))
 
-    async def leave(self, grant: control.Grant, *, is_stopped: bool = False) -> None:
-        await self.call("leave", control.LeaveRequest(grant=grant, is_stopped=is_stopped))
+    async def leave(
+        self, grant: control.Grant, *, exit_code: int = 0, is_stopped: bool = False
+    ) -> None:
+        request = control.LeaveRequest(grant=grant, exit_code=exit_code, is_stopped=is_stopped)
+        await self.call("leave", request)
 
     async def round_report(
         self, timeline: int = 0, record: dict[str, int] | None = None, **fields: Any

@@ -75,11 +75,6 @@ class Board:
         """Count a refusal; `island` is empty where nobody has proved whose call it was."""
         self._refusals[island, cause] += 1
 
-    def last_state(self, island: str) -> str:
-        """What an island last said that it was doing; empty before its first report."""
-        seen = self._islands.get(island)
-        return seen.report.state if seen else ""
-
     @property
     def inner_steps(self) -> int:
         """Where inner steps end the run."""

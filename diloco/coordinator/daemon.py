@@ -27,7 +27,7 @@ from diloco.coordinator.membership import Membership
 from diloco.coordinator.operations import decide
 from diloco.coordinator.syncer_desk import RoundRow, SyncerDesk, fragment_ids
 from diloco.coordinator.terms import Terms, terms_of
-from diloco.errors import ConfigError, Fenced, QuorumLost
+from diloco.errors import ConfigError, CoordinatorUnavailable, Fenced, QuorumLost
 from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
 from protos.control_pb2 import (
@@ -71,9 +71,6 @@ _MOST_COMMAND = 4096
 _MOST_LINES = 16
 #: What an island may say that it is doing: operators read it, and metrics are named by it.
 ISLAND_STATES = frozenset({"", "waiting", "training", "flushing", "finished", "stopped", "failed"})
-#: Exit code that is noted for an island which ended well because everybody was told to: it is not
-#: at the end of the run.
-_HALTED = 143
 
 _HALTING = (
     "the operator has stopped the run. Nothing published is lost: start the coordinator again, "
@@ -376,7 +373,9 @@ class Coordinator:
         if membership.settings:
             reply.policy_json = json.dumps(membership.policy)
         if self.is_halting and not reply.stop:
-            reply.stop, reply.reason = True, _HALTING
+            # Not 0: that is the end of the run, and ranks do not agree on an error of 0.
+            reply.stop, reply.exit_code = True, CoordinatorUnavailable.exit_code
+            reply.reason = _HALTING
         return _reply(reply)
 
     def _last_inner_step(self, island: str) -> int:
@@ -419,10 +418,8 @@ class Coordinator:
                 "left, island=%s exit_code=%d: %s",
                 grant.island, request.exit_code, bounded_text(request.reason),
             )  # fmt: skip
-            is_halted = self.is_halting and self.board.last_state(grant.island) != "finished"
-            exit_code = request.exit_code or (_HALTED if is_halted else 0)
             self._keep(
-                membership.left(grant.island, exit_code, is_stopped=request.is_stopped)
+                membership.left(grant.island, request.exit_code, is_stopped=request.is_stopped)
                 + membership.positions(self._inner_steps)
             )
             self._end_if_over()

@@ -18,7 +18,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.admission import Entries
 from diloco.coordinator.leases import Lease
 from diloco.coordinator.membership import Membership
-from diloco.errors import ConfigError, Fenced
+from diloco.errors import ConfigError, CoordinatorUnavailable, Fenced
 from diloco.peer_texts import bounded_text
 
 #: The syncer asks so often.
@@ -201,9 +201,10 @@ def _set(arguments: Mapping[str, str], membership: Membership, config: Config) -
 def _stop(arguments: Mapping[str, str], membership: Membership, config: Config) -> Decision:
     if not arguments.get("checkpoint"):
         return Decision(
-            "stopping: every island is told to end at its next report, then coordinator and "
-            "syncer end. Nothing published is lost; what was not yet merged is. The run goes on "
-            "where it was: diloco coordinator RUN.toml, then every island",
+            f"stopping: every island is told to end at its next report, with exit code "
+            f"{CoordinatorUnavailable.exit_code}; then coordinator and syncer end. Nothing "
+            f"published is lost; what was not yet merged is. The run goes on where it was: diloco "
+            f"coordinator RUN.toml, then every island",
             is_halting=True,
         )
     if membership.rules.is_elastic:

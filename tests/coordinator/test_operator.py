@@ -376,9 +376,9 @@ def test_a_stop_at_once_ends_everybody_and_nothing_is_over(
         assert (desk.coordinator.ended.is_set(), desk.state()) == (True, "stopping")
         for grant in (east, west):
             told = await desk.report(grant)
-            assert (told.stop, told.exit_code) == (True, 0)
+            assert (told.stop, told.exit_code) == (True, 30)
             assert "the operator has stopped the run" in told.reason
-            await desk.leave(grant)
+            await desk.leave(grant, exit_code=told.exit_code)
         assert not desk.membership.is_finished and not desk.membership.is_stopped
         assert desk.membership.is_deserted
         await desk.restart()

@@ -133,7 +133,7 @@ def test_an_operator_pauses_sets_kicks_copies_and_stops_a_run(
     assert isinstance(result.exception, ConfigError)
     assert "different inner steps" in str(result.exception)
     assert "goes on where it was" in told("stop", address)
-    assert east.wait(30) == 0
+    assert east.wait(30) == 30
     assert coordinator.wait(30) == 0
     assert coordinator.stdout is not None
     assert "nothing is lost: start it again with the same command" in coordinator.stdout.read()
