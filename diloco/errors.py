@@ -6,7 +6,8 @@
       PlanMismatch                  10   join refused: another plan
       FingerprintMismatch           10   join refused: another identity configuration or start
       CodecError, AggregationError  20   own numerics broken three times in a row
-      CoordinatorUnavailable        30   control or data plane unreachable for too long
+      CoordinatorUnavailable        30   control or data plane unreachable for too long, or stopped
+                                         by the operator while the run is not over
       IslandFailed                  40   a rank of the island died
       Fenced                        41   another start of the island, or a resume, took its place
       QuorumLost                    50   three EXPIRED attempts in a row of one fragment, or a stop

@@ -13,7 +13,8 @@ from typing import Any
 from diloco.config.classes import identity_json, policy_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.coordinator.membership import JoinVerdict, Membership
+from diloco.coordinator.admission import JoinVerdict
+from diloco.coordinator.membership import Membership
 from diloco.launch.build import build_syncer_rules
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import restore

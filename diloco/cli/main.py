@@ -23,6 +23,7 @@ from diloco.cli import (
     export,
     island,
     local,
+    operate,
     repair,
 )
 from diloco.errors import DilocoError
@@ -57,6 +58,7 @@ def _options(
 
 for subject in (
     control,
+    operate,
     island,
     local,
     export,

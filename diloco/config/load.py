@@ -137,6 +137,17 @@ def with_policy(config: Config, policy_json: str) -> Config:
     return _validated(raw, "cannot take over the coordinator's policy", Config)
 
 
+def with_setting(config: Config, text: str) -> Config:
+    """Give `config` with one value changed by ``a.b=value``, read as `load_config` reads it.
+
+    Raises:
+        ConfigError: If there is no such key, or the value does not fit.
+    """
+    raw = config.model_dump()
+    _override(raw, text)
+    return _validated(raw, f"cannot set {text}", Config)
+
+
 def with_settings(config: Config, settings_json: str) -> Config:
     """Give `config` with what an operator has set since the start.
 

@@ -24,7 +24,7 @@ def open_data(config: Config) -> Data:
     if config.data.source == "stdlib":
         data = TextData(TextCorpus.from_stdlib(), sequence_length=length, seed=seed)
     else:
-        data = StreamData(config.data, seed=seed, num_islands=len(config.islands))
+        data = StreamData(config.data, seed=seed, num_islands=config.max_islands)
     if config.model.vocab_size < data.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size} is less than the text's "

@@ -22,6 +22,7 @@ from protos.control_pb2 import (
     ClockRequest,
     JoinRequest,
     LeaveRequest,
+    OperateRequest,
     ReportRequest,
     RoundReport,
     StandingRequest,
@@ -75,6 +76,7 @@ RULES: Mapping[str, Rule] = {
     "control.report": Rule(Role.ISLAND, ReportRequest, _granted),
     "control.leave": Rule(Role.ISLAND, LeaveRequest, _granted),
     "control.status": Rule(Role.OPERATOR, StatusRequest, is_private=True),
+    "control.operate": Rule(Role.OPERATOR, OperateRequest, is_private=True),
     "control.standing": Rule(Role.ISLAND, StandingRequest, _named),
     "control.clock": Rule(None, ClockRequest),
     "control.syncer_hello": Rule(Role.SYNCER, SyncerHelloRequest),
@@ -126,7 +128,7 @@ def _guarded(method: str, rule: Rule, handler: Handler) -> Handler:
             _insist(call.caller, method, rule, message)
         elif rule.is_private and not call.is_local:
             raise Unauthorised(
-                f"{method} is told beyond the coordinator's machine only to callers that are "
+                f"{method} is answered beyond the coordinator's machine only to callers that are "
                 f"known, and this run asks nobody who he is: type it there (diloco status "
                 f"127.0.0.1:PORT), or make certificates (diloco certs init RUN.toml, "
                 f"transport.certs, --certs), or tokens (diloco certs token operator, "

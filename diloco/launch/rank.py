@@ -245,7 +245,7 @@ class _Rank:
         config = self._config
         return data.batches(
             island_slot=self._outer.island_slot,
-            num_islands=len(config.islands),
+            num_islands=config.max_islands,
             batch_size=config.island.tokens_per_inner_step // data.sequence_length,
             dp_coordinate=mesh.dp_coordinate,
             dp_size=mesh.dp_size,
