@@ -7,25 +7,29 @@ gives, so that histories can be computed by hand. The clock is virtual.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from diloco.errors import ConfigError
 from diloco.outer.combination import MergeRule
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
+from diloco.rounds.orders import Orders
 from diloco.rounds.pins import restore
 from diloco.rounds.publication import PublicationRules
-from diloco.rounds.service import Worker
+from diloco.rounds.rules import SyncerRules
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.syncer import Syncer, SyncerRules
+from diloco.rounds.syncer import Syncer
 from diloco.rounds.timing import TimingRules
+from diloco.rounds.worker import Worker
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.io_thread import Waits
@@ -299,6 +303,32 @@ class VirtualIsland:
         return [event.as_dict() for event in self.events if event.kind == kind]
 
 
+class MemoryOrders:
+    """Orders that outlive a syncer of the same test; a policy is JSON of fields of its `Setting`.
+
+    `before_store` is called before anything is durable.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self.saved = Orders()
+        self.before_store: Callable[[], None] = lambda: None
+
+    def load(self) -> Orders:
+        return self.saved
+
+    def store(self, orders: Orders) -> None:
+        self.before_store()
+        self.saved = Orders.from_json(json.loads(json.dumps(orders.to_json())))
+
+    def rules(self, orders: Orders) -> SyncerRules:
+        try:
+            changed = replace(self._setting, **json.loads(orders.policy_json))
+        except TypeError as error:
+            raise ConfigError(str(error)) from error
+        return replace(changed.rules(), policy_revision=orders.policy_revision)
+
+
 class VirtualRun:
     """The network, the syncer and its durable state; `syncer` can be killed and started again."""
 
@@ -306,6 +336,8 @@ class VirtualRun:
         self.setting = setting
         self.network = LoopbackNetwork()
         self.incarnations = MemoryIncarnations()
+        self.orders = MemoryOrders(setting)
+        self.events: list[Event] = []
         self.records: list[Mapping[str, Any]] = []
         self.worker: Worker = InlineWorker()
         self.epoch = 0
@@ -325,6 +357,8 @@ class VirtualRun:
             worker=self.worker,
             on_record=self.records.append,
             on_change=lambda: None,
+            orders=self.orders,
+            on_event=self.events.append,
         )
         await self.syncer.start()
         self.server = self.network.server("syncer", self.syncer.handlers)

@@ -8,7 +8,7 @@ from diloco.launch.disk import num_unsure_checkpoints
 from diloco.outer.combination import MergeRule
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import PublicationRules
-from diloco.rounds.syncer import SyncerRules
+from diloco.rounds.rules import SyncerRules
 from diloco.rounds.timing import TimingRules
 from transport.link import LinkProfile, find_profile
 from transport.units import parse_duration

@@ -301,7 +301,8 @@ def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[
     """
     read = [event for path in sorted(directory.glob("events-*.jsonl")) for event in _whole(path)]
     return {
-        name: effective([event for event in read if event["island"] == name]) for name in islands
+        name: effective([event for event in read if event.get("island") == name])
+        for name in islands
     }
 
 

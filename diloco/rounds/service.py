@@ -10,26 +10,25 @@ Source: protocol.md sections 1, 4 and 5.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import blake3
-import torch
-
-from diloco.compression.base import Codec, from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
-from diloco.errors import AggregationError, CodecError, ConfigError, PayloadRefused
+from diloco.errors import AggregationError, ConfigError, PayloadRefused
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
-from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
 from diloco.rounds.merge import Merger, Spooled, drop
-from diloco.rounds.publication import MOST_TOGETHER, PublicationRules
-from diloco.rounds.record import RecordInvalid
+from diloco.rounds.payloads import (
+    fetch_lanes,
+    insist_on_codec,
+    insist_on_size,
+    verify_payload,
+)
+from diloco.rounds.rules import FragmentRules
 from diloco.rounds.spool import Spool, SpooledLane
 from diloco.rounds.state import FragmentRounds
 from diloco.rounds.store import FragmentStore, VersionRecord, founding_record
@@ -45,9 +44,11 @@ from diloco.rounds.terms import (
     RecordExpiry,
     Roster,
     RoundKey,
-    RoundRules,
 )
-from diloco.rounds.timing import MeasuredTiming, StepTimes, TimingRules
+from diloco.rounds.timing import MeasuredTiming, StepTimes
+from diloco.rounds.worker import Worker
+from diloco.telemetry.events import Event
+from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
@@ -55,13 +56,6 @@ from transport.contracts import Buffer, IncomingCall
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-
-class Worker(Protocol):
-    """Runs tensor and file work off the event loop, one piece at a time."""
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Return what `work()` returns, or raise what it raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +68,7 @@ class Hooks:
         on_record: Hears the header of every durable record, also of those found at the start.
         on_change: Hears of every change of state.
         on_lost: Hears that the run cannot go on.
+        on_event: Hears what happens to rounds.
         meter: Counts what is done, for metrics.
         spool: Keeps what arrived until its round closes.
         num_threads: Lanes merged at once.
@@ -84,38 +79,10 @@ class Hooks:
     on_record: Callable[[Mapping[str, Any]], None]
     on_change: Callable[[], None]
     on_lost: Callable[[Lost], None]
+    on_event: Callable[[Event], None]
     meter: SyncerMeter
     spool: Spool
     num_threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class FragmentRules:
-    """What a fragment's rounds obey; others count from the next opening on.
-
-    Args:
-        rounds: For the machine.
-        timing: Bounds of its times where they are measured.
-        publication: How contributions become a version.
-        total_tokens: Merged tokens after which the fragment ends; 0: it ends with its islands.
-        has_flush: Whether a flush is its end.
-        revision: Of the policy, for the record.
-    """
-
-    rounds: RoundRules
-    timing: TimingRules | None
-    publication: PublicationRules
-    total_tokens: int
-    has_flush: bool
-    revision: int
-
-    def told(self) -> dict[str, Any]:
-        """Say for a record what, beside the publication's rules, decided its round."""
-        quorum = self.rounds.min_contributions
-        return {
-            "min_contributions": "all" if quorum is None else quorum,
-            "policy_revision": self.revision,
-        }
 
 
 class FragmentService:
@@ -192,6 +159,9 @@ class FragmentService:
     def obey(self, rules: FragmentRules) -> None:
         """Take rules that count from the next opening on."""
         self._next_rules = rules
+        if self.rounds.is_between:
+            self._rules = rules
+            self._heed_tokens()
         self._perform(self.rounds.obey(rules.rounds, rules.timing, _now()))
 
     def stepped(self) -> None:
@@ -372,7 +342,7 @@ class FragmentService:
                     logger.debug("%s", instruction)
                 case Opened():
                     logger.debug("%s", instruction)
-                    self._begin()
+                    self._begin(instruction)
                 case Close():
                     self._hooks.spawn(self._publish(instruction))
                 case RecordExpiry(key, reason):
@@ -392,9 +362,14 @@ class FragmentService:
     def _tick(self) -> None:
         self._perform(self.rounds.tick(_now()))
 
-    def _begin(self) -> None:
+    def _begin(self, opened: Opened) -> None:
         """Begin an attempt: under the rules of now, and nobody's fetch is waited for any more."""
         self._rules = self._next_rules
+        key = opened.key
+        event = RoundOpened(
+            key.fragment_id, key.version, key.attempt, opened.members, opened.is_flush
+        )
+        self._hooks.on_event(event)
         if self._unfetched:
             self._unfetched = {}
             self.rounds.fetched(_now())
@@ -402,8 +377,8 @@ class FragmentService:
     def _heed_tokens(self) -> None:
         """Have the fragment end when it has merged the tokens of the run."""
         record, rules = self.record, self._rules
-        assert record is not None
-        if not rules.total_tokens or record.merged_tokens < rules.total_tokens:
+        total = rules.total_tokens
+        if record is None or not total or record.merged_tokens < total:
             return
         if record.is_flush or not rules.has_flush:
             self.rounds.end()
@@ -436,107 +411,54 @@ class FragmentService:
             return
         self._hold(record)
         self._heed_tokens()
-        included = [contributor.island for contributor in record.contributors]
-        self._unfetched = {i: set(range(len(self._fragment.lanes))) for i in included}
-        self._hooks.meter.published(record.fragment_id, included, close.refused, record.rejected)
+        self._tell_closed(close, record)
+        lanes = range(len(self._fragment.lanes))
+        self._unfetched = {c.island: set(lanes) for c in record.contributors}
         instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
+
+    def _tell_closed(self, close: Close, record: VersionRecord) -> None:
+        rounds, key = self.rounds, close.key
+        closed = RoundClosed(
+            key.fragment_id,
+            key.version,
+            key.attempt,
+            members=rounds.members,
+            contributors=tuple(c.island for c in record.contributors),
+            quorum=self._rules.rounds.min_contributions or len(rounds.members),
+            waited_s=rounds.closed_at - rounds.opened_at,
+            grace_s=rounds.grace_spent_s,
+            commit_s=_now() - rounds.closed_at,
+            is_solo=len(record.contributors) == 1 < len(rounds.members),
+            is_flush=close.is_flush,
+            refused=dict(close.refused),
+            rejected=dict(record.rejected),
+            merged_tokens=record.merged_tokens,
+            digest=record.digest.hex(),
+        )
+        self._hooks.meter.published(closed)
+        self._hooks.on_event(closed)
 
     async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
         def expire() -> None:
             drop(spool)
             self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row)
 
+        members = self.rounds.members
         await self._hooks.worker.run(expire)
-        self._hooks.meter.expired(expiry.key.fragment_id)
+        key = expiry.key
+        self._hooks.meter.expired(key.fragment_id)
+        expired = RoundExpired(
+            key.fragment_id, key.version, key.attempt, members, expiry.missing, expiry.reason
+        )
+        self._hooks.on_event(expired)
         self._perform(self.rounds.expiry_recorded(expiry.key, _now()))
 
     def _hold(self, record: VersionRecord) -> None:
         """Serve a durable version from memory; contributions are left to the disk."""
         self.record = replace(record, contributions={})
         self._hooks.on_record(record.header())
-
-
-async def fetch_lanes(
-    header: wire.FetchHeader, record: VersionRecord | None, store: FragmentStore, worker: Worker
-) -> tuple[wire.FetchReply, Buffer]:
-    """Return lanes of a published version, and the reply that goes before them.
-
-    Args:
-        header: Says which.
-        record: The newest version; None: there is none.
-        store: Has those before it.
-        worker: Reads them.
-    """
-    lane_ids = tuple(header.lane_ids)
-    if record is None or header.version > record.version or not lane_ids:
-        return _no_lane(wire.FETCH_STATUS_UNKNOWN, "not published here"), b""
-    if list(lane_ids) != sorted(set(lane_ids)) or lane_ids[-1] >= len(record.lanes):
-        return _no_lane(wire.FETCH_STATUS_UNKNOWN, f"there are no such lanes: {lane_ids[:8]}"), b""
-    numel = sum(record.lanes[lane_id].published.numel() for lane_id in lane_ids)
-    if len(lane_ids) > 1 and numel > MOST_TOGETHER:
-        message = f"{numel} values are too many for one call of several lanes: {MOST_TOGETHER}"
-        return _no_lane(wire.FETCH_STATUS_UNKNOWN, message), b""
-    is_dense = header.kind == wire.FETCH_KIND_DENSE
-    codec, payloads = record.payload_codec, []  # type: tuple[str, list[Buffer]]
-    if header.version != record.version:
-        section = "published" if is_dense else "payload"
-        try:
-            for lane_id in lane_ids:
-                codec, payload = await worker.run(
-                    functools.partial(store.load_lane, header.version, lane_id, section)
-                )
-                payloads.append(payload)
-        except RecordInvalid as error:
-            return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
-    elif is_dense:
-        payloads = [to_bytes(record.lanes[n].published.view(torch.uint8)) for n in lane_ids]
-    elif record.payloads:
-        payloads = [record.payloads[lane_id] for lane_id in lane_ids]
-    else:
-        return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
-    together = payloads[0] if len(payloads) == 1 else b"".join(payloads)
-    codec = "float32" if is_dense else codec
-    digest = blake3.blake3(together).digest()
-    return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), together
-
-
-def insist_on_codec(codec_name: str, expected: str) -> None:
-    """Insist that a lane is encoded as the run's are.
-
-    Raises:
-        PayloadRefused: If it is not.
-    """
-    if codec_name != expected:
-        shown = bounded_text(codec_name, 40)
-        raise PayloadRefused(
-            Cause.CODEC, f"codec {shown!r}, the run's uplink codec is {expected!r}"
-        )
-
-
-def insist_on_size(num_bytes: int, expected: int) -> None:
-    """Insist on the size that the plan asks, before anything of a payload is read.
-
-    Raises:
-        PayloadRefused: If it is another.
-    """
-    if num_bytes != expected:
-        raise PayloadRefused(Cause.SIZE, f"{num_bytes} bytes, the plan asks {expected}")
-
-
-def verify_payload(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
-    """Insist that a payload is what its header says and would decode to finite values.
-
-    Raises:
-        PayloadRefused: If it is not.
-    """
-    if blake3.blake3(payload).digest() != digest:
-        raise PayloadRefused(Cause.DIGEST, "the payload does not match the digest in its header")
-    try:
-        codec.check(from_bytes(payload), numel)
-    except CodecError as error:
-        raise PayloadRefused(Cause.CONTENT, str(error)) from error
 
 
 def _insist_on_moments(record: VersionRecord, optimizer: OuterOptimizer) -> None:
@@ -549,10 +471,6 @@ def _insist_on_moments(record: VersionRecord, optimizer: OuterOptimizer) -> None
         f"{record.fragment_id} has the moments of {before}: go on with that, or export what is "
         "published and start another run from it (diloco export, run.warm_start)"
     )
-
-
-def _no_lane(status: wire.FetchStatus, message: str) -> wire.FetchReply:
-    return wire.FetchReply(status=status, message=message)
 
 
 def _now() -> float:

@@ -19,6 +19,7 @@ from diloco.rounds.terms import (
     OutcomeKind,
     PastRound,
     Phase,
+    Roster,
     RoundKey,
     RoundRules,
 )
@@ -42,6 +43,10 @@ class Standing:
         self.past: dict[int, PastRound] = {}
         self.last_included: dict[str, Inclusion] = {}
         self.takes_flush = False
+        self.live = rules.members
+        self.is_finishing = False
+        self.is_over = False
+        self._roster = Roster(rules.members)
         self._least: dict[str, int] = {}
 
     @property
@@ -53,6 +58,11 @@ class Standing:
     def is_open(self) -> bool:
         """Whether contributions to `key` are accepted."""
         return self.phase in (Phase.OPEN, Phase.GRACE)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether there is no attempt: none is open or on its way to an end."""
+        return self.phase in (Phase.UNFOUNDED, Phase.WAITING)
 
     def is_fenced(self, island: str, incarnation: int) -> bool:
         """Whether a newer start of `island` is known, or the coordinator asks for one."""
@@ -156,6 +166,34 @@ class Standing:
             return Outcome(key, OutcomeKind.REFUSED, past.refused[island])
         why = past.rejected.get(island, f"version {key.version + 1} is published")
         return Outcome(key, OutcomeKind.NOT_INCLUDED, why)
+
+    def _eligible(self) -> tuple[str, ...]:
+        return tuple(island for island in self.live if island in self.incarnations)
+
+    def _can_open(self) -> bool:
+        if self.is_over or self._roster.is_paused:
+            return False
+        eligible = self._eligible()
+        if self.rules.min_members is None:
+            return bool(eligible) and eligible == self.rules.members
+        least = self._roster.min_islands or self.rules.min_members
+        return len(eligible) >= max(least, self.rules.min_contributions or 1, 1)
+
+    def _awaited(self) -> list[str]:
+        """Members whose contributions are there or may come: not those who left or lapsed."""
+        live, held = set(self.live), self.contributions
+        return [
+            m
+            for m in self.members
+            if m not in self.left and (m in live or (m in held and self._is_complete(held[m])))
+        ]
+
+    def _absent(self) -> tuple[str, ...]:
+        done = {c.island for c in self.contributions.values() if self._is_complete(c)}
+        return tuple(m for m in self.members if m not in done and m not in self.left)
+
+    def _is_complete(self, contribution: Contribution) -> bool:
+        return len(contribution.lanes) == self.rules.num_lanes
 
 
 def _is_same_contribution(held: Contribution, lane: LaneArrival) -> bool:

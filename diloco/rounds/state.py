@@ -59,16 +59,12 @@ class FragmentRounds(Standing):
         if not rules.members or list(rules.members) != sorted(set(rules.members)):
             raise ValueError(f"members must be sorted and distinct, got {rules.members}")
         super().__init__(fragment_id, timeline, rules)
-        self.live = rules.members
-        self.is_finishing = False
-        self.is_over = False
-        self.opened_at = self.quorum_at = self.closed_at = -math.inf
+        self.opened_at = self.closed_at = self._quorum_at = -math.inf
         self.story: deque[str] = deque(maxlen=40)
         self._timing = timing or FixedTiming(rules.deadline_s, rules.grace_s, rules.opening_floor_s)
         self._deadline = math.inf
         self._deadline_s = rules.deadline_s
         self._configured = rules.members
-        self._roster = Roster(rules.members)
         self._next: tuple[RoundRules, TimingRules | None] | None = None
         self._grace_end = math.inf
         self._had_quorum = False
@@ -90,6 +86,11 @@ class FragmentRounds(Standing):
                 return self._grace_end
             case _:
                 return math.inf
+
+    @property
+    def grace_spent_s(self) -> float:
+        """Seconds for which the attempt that was closed last waited beyond its quorum."""
+        return self.closed_at - self._quorum_at if self._quorum_at >= self.opened_at else 0.0
 
     def founded(
         self,
@@ -210,18 +211,17 @@ class FragmentRounds(Standing):
     def heard_of(self, roster: Roster, now: float) -> list[Instruction]:
         """Take who may take part in the next openings, and whose earlier starts count no more.
 
-        Where members are fixed, one that the roster leaves out is no member any more, of the open
-        attempt either; one that was never here is waited for.
+        Where members are fixed, all of the roster are waited for, be they here or not; one that
+        it leaves out is no member any more, of the open attempt either.
         """
         self._roster = roster
         instructions: list[Instruction] = []
         if self.rules.min_members is not None:
             self.live = tuple(sorted(set(roster.live)))
         else:
-            gone = set(self._configured) & set(self.incarnations) - set(roster.live)
-            self.live = tuple(name for name in self._configured if name not in gone)
+            self.live = tuple(name for name in self._configured if name in roster.live)
             self.rules = replace(self.rules, members=self.live)
-            for island in sorted(gone & set(self.members)):
+            for island in sorted(set(self.members) - set(self.live)):
                 held, reason = self.incarnations[island], "the run goes on without this island"
                 instructions += self.refused(self.key, island, held, reason, now)
         for island, least in sorted(roster.fenced.items()):
@@ -245,7 +245,7 @@ class FragmentRounds(Standing):
     ) -> list[Instruction]:
         """Take rules that count from the next opening on; what is open keeps those it has."""
         self._next = rules, measured
-        if self.phase in (Phase.UNFOUNDED, Phase.WAITING):
+        if self.is_between:
             self._take_rules()
         return self._open_if_due(now)
 
@@ -363,18 +363,6 @@ class FragmentRounds(Standing):
         limit = self.rules.max_expired_in_a_row
         return count >= (or_at if limit is None else limit)
 
-    def _eligible(self) -> tuple[str, ...]:
-        return tuple(island for island in self.live if island in self.incarnations)
-
-    def _can_open(self) -> bool:
-        if self.is_over or self._roster.is_paused:
-            return False
-        eligible = self._eligible()
-        if self.rules.min_members is None:
-            return bool(eligible) and eligible == self.rules.members
-        least = self._roster.min_islands or self.rules.min_members
-        return len(eligible) >= max(least, self.rules.min_contributions or 1, 1)
-
     def _open_if_due(self, now: float) -> list[Instruction]:
         if (
             self.phase is not Phase.WAITING
@@ -395,22 +383,6 @@ class FragmentRounds(Standing):
             self._deadline_s = self._timing.deadline_s(self.members)
             self._deadline = now + self._deadline_s
 
-    def _is_complete(self, contribution: Contribution) -> bool:
-        return len(contribution.lanes) == self.rules.num_lanes
-
-    def _awaited(self) -> list[str]:
-        """Members whose contributions are there or may come: not those who left or lapsed."""
-        live, held = set(self.live), self.contributions
-        return [
-            m
-            for m in self.members
-            if m not in self.left and (m in live or (m in held and self._is_complete(held[m])))
-        ]
-
-    def _absent(self) -> tuple[str, ...]:
-        done = {c.island for c in self.contributions.values() if self._is_complete(c)}
-        return tuple(m for m in self.members if m not in done and m not in self.left)
-
     def _advance(self, now: float) -> list[Instruction]:
         """Close, begin or end the grace window, or expire, after a contribution came or went."""
         quorum = self.rules.min_contributions
@@ -420,7 +392,7 @@ class FragmentRounds(Standing):
         kinds = {c.is_flush for c in complete}
         awaited = len(self._awaited())
         if not self._had_quorum and len(complete) >= (quorum or awaited):
-            self._had_quorum, self.quorum_at = True, now
+            self._had_quorum, self._quorum_at = True, now
             self._timing.at_quorum(now)
         if len(complete) == awaited >= (quorum or 1) and len(kinds) == 1:
             return self._close(now)

@@ -12,29 +12,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from google.protobuf.message import Message
 
-from diloco.outer.fragments import Fragment, Plan
+from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
 from diloco.refusals import Cause
+from diloco.rounds.attendance import Attendance, IncarnationStore, Listeners, OrderStore
 from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, keys_of, outcome_message
+from diloco.rounds.orders import Orders
 from diloco.rounds.pins import forget_pins
-from diloco.rounds.publication import PublicationRules
-from diloco.rounds.service import FragmentRules, FragmentService, Hooks, Worker
+from diloco.rounds.rules import SyncerRules
+from diloco.rounds.service import FragmentService, Hooks
 from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore, PinRefused
-from diloco.rounds.terms import Admission, Lost, RoundKey, RoundRules
-from diloco.rounds.timing import StepTimes, TimingRules
+from diloco.rounds.terms import Admission, Lost, Roster, RoundKey
+from diloco.rounds.timing import StepTimes
+from diloco.rounds.worker import Worker
+from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount
-from transport.contracts import PROTOCOL_VERSION, Buffer, Handler, Handlers, IncomingCall, Reply
+from transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply
 from transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
@@ -43,90 +45,17 @@ _MAX_POLL_S = 60.0
 #: An island that cannot say yet how long its steps take is answered soon, so that it can: where
 #: times are measured nothing opens before.
 _UNTIMED_POLL_S = 1.0
-#: Attempts in a row without a result after which a scheduled run stops waiting for its members.
-_MOST_EXPIRED = 3
 _NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
 _NO_FRAGMENT = "this syncer has no such fragment"
-
-
-class IncarnationStore(Protocol):
-    """Durable highest incarnation of each island."""
-
-    def load(self) -> dict[str, int]:
-        """Return what was stored."""
-
-    def store(self, incarnations: dict[str, int]) -> None:
-        """Write durably."""
-
-
-@dataclass(frozen=True, slots=True)
-class SyncerRules:
-    """What a syncer obeys for all its fragments.
-
-    Args:
-        timeline: Of the run.
-        islands: All of them, sorted.
-        publication: How contributions become a version.
-        round_deadline_s: Seconds from the first complete contribution to expiry.
-        num_unsure_pins: Newest pins that are kept though their checkpoints are not complete.
-        spool_bytes: Coded contributions in memory; beyond that they wait on disk.
-        num_threads: Lanes merged at once.
-        on_member_lost: What a scheduled run does without an island that stays away.
-        min_members: Islands without which nothing opens, where they come and go and nobody waits
-            for any other; None: a scheduled run, whose members are fixed.
-        quorum: Contributions that close a round; None: those of all members.
-        timing: Bounds of measured times; None: a scheduled run has none.
-        lease_s: Seconds without a call after which an island is not opened for.
-        total_tokens: Merged tokens that end a fragment; 0: it ends with its islands.
-        has_flush: Whether a flush is its end.
-        policy_revision: Of the policy that these come from.
-    """
-
-    timeline: int
-    islands: tuple[str, ...]
-    publication: PublicationRules
-    round_deadline_s: float
-    num_unsure_pins: int
-    spool_bytes: int = 1 << 30
-    num_threads: int = 1
-    on_member_lost: Literal["stop", "wait", "shrink"] = "stop"
-    min_members: int | None = None
-    quorum: int | None = None
-    timing: TimingRules | None = None
-    lease_s: float = math.inf
-    total_tokens: int = 0
-    has_flush: bool = True
-    policy_revision: int = 0
-
-    def of_fragment(self, fragment: Fragment, num_fragments: int) -> FragmentRules:
-        """Give those of one fragment; where times are measured, fragments take turns."""
-        is_ended = self.min_members is None and self.on_member_lost == "stop"
-        rounds = RoundRules(
-            members=self.islands,
-            num_lanes=len(fragment.lanes),
-            deadline_s=self.round_deadline_s,
-            min_contributions=self.quorum,
-            max_expired_in_a_row=_MOST_EXPIRED if is_ended else None,
-            min_members=self.min_members,
-        )
-        phase = (fragment.fragment_id + 1) / num_fragments
-        return FragmentRules(
-            rounds,
-            self.timing and replace(self.timing, phase=phase),
-            self.publication,
-            self.total_tokens,
-            self.has_flush,
-            self.policy_revision,
-        )
 
 
 class Syncer:
     """Serves the rounds of all fragments of `plan`.
 
     `on_record` hears every durable record's header (also at the start), `on_change` of every
-    change of state; neither may block. `ended` is set when the run cannot go on: `fatal` says why,
-    or `failure` is what broke in this process (a restart recovers the durable truth). `meter`
-    counts what was done, for metrics.
+    change of state, `on_event` of what happens to rounds; none may block. `ended` is set when the
+    run cannot go on: `fatal` says why, or `failure` is what broke in this process (a restart
+    recovers the durable truth). `meter` counts what was done, for metrics.
     """
 
     def __init__(
@@ -141,28 +70,33 @@ class Syncer:
         worker: Worker,
         on_record: Callable[[Mapping[str, Any]], None],
         on_change: Callable[[], None],
+        orders: OrderStore | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """Assign only; `start` reads the stores."""
-        self._rules = rules
+        """Assign only; `start` reads the stores. No `orders`: there is no coordinator."""
+        self._plan = plan
         self._epoch = syncer_epoch
-        self._incarnation_store = incarnations
-        self._is_granted = is_granted
         self._worker = worker
         self._on_change = on_change
         self._stores = {
             fragment.fragment_id: store
             for fragment, store in zip(plan.fragments, stores, strict=True)
         }
-        self._incarnations: dict[str, int] = {}
         self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
-        self._heard: tuple[tuple[int, ...], dict[str, int]] = (), {}
+        self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
         self._has_warned = False
-        self._granting = asyncio.Lock()
-        self._founder = rules.islands[0]
-        self._live = rules.islands
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.meter = SyncerMeter(time.perf_counter)
+        self._attendance = Attendance(
+            rules,
+            incarnations,
+            orders,
+            is_granted=is_granted,
+            worker=worker,
+            meter=self.meter,
+            listeners=Listeners(self._granted, self._take_roster, self._take_rules, self._spawn),
+        )
         self._spool = Spool(stores[0].store_dir / "spool", rules.spool_bytes)
         hooks = Hooks(
             worker,
@@ -170,6 +104,7 @@ class Syncer:
             on_record,
             self._notify,
             self._lose,
+            on_event,
             self.meter,
             self._spool,
             rules.num_threads,
@@ -195,6 +130,10 @@ class Syncer:
         self.fatal: wire.Fatal | None = None
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
+
+    @property
+    def _rules(self) -> SyncerRules:
+        return self._attendance.rules
 
     @property
     def handlers(self) -> Handlers:
@@ -224,20 +163,42 @@ class Syncer:
 
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
-        return str(self._services[fragment_id].rounds.phase)
+        rounds = self._services[fragment_id].rounds
+        return "ended" if rounds.is_over else str(rounds.phase)
 
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
         await self._worker.run(self._spool.start)
-        self._incarnations = await self._worker.run(self._incarnation_store.load)
+        await self._attendance.start()
         for service in self._services.values():
-            await service.start(self._incarnations)
+            await service.start(self._attendance.incarnations)
+
+    def heard_of(self, orders: Orders) -> None:
+        """Take the coordinator's orders: they count once they are durable; does not block."""
+        self._attendance.heard_of(orders)
+
+    def _granted(self, island: str, incarnation: int) -> None:
+        self._steps.forget(island)
+        for service in self._services.values():
+            service.granted(island, incarnation)
+        self._notify()
+
+    def _take_roster(self, roster: Roster) -> None:
+        for service in self._services.values():
+            service.heard_of(roster)
+        self._notify()
+
+    def _take_rules(self, rules: SyncerRules) -> None:
+        num_fragments = len(self._plan.fragments)
+        for fragment in self._plan.fragments:
+            service = self._services[fragment.fragment_id]
+            service.obey(rules.of_fragment(fragment, num_fragments))
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
         """Take note of the run checkpoints that are complete: pins that are not needed go."""
         heard = tuple(steps), dict(self._last_pin)
-        if heard != self._heard:  # most reports bring nothing new
-            self._heard = heard
+        if heard != self._complete:  # most reports bring nothing new
+            self._complete = heard
             self._spawn(self._forget_pins(tuple(steps)))
 
     async def _forget_pins(self, complete: tuple[int, ...]) -> None:
@@ -261,6 +222,7 @@ class Syncer:
 
     async def stop(self) -> None:
         """Cancel what is under way; what is not durable is as if it had never happened."""
+        self._attendance.stop()
         for service in self._services.values():
             service.stop()
         for task in self._tasks:
@@ -273,7 +235,7 @@ class Syncer:
         header = wire.SubmitHeader.FromString(call.header)
         service = self._services.get(header.key.fragment_id)
         reply = wire.SubmitReply(syncer_epoch=self._epoch)
-        if not await self._accept_grant(header.grant, header.protocol_version):
+        if not await self._attendance.accept(header.grant, header.protocol_version):
             reply.status = SUBMIT_STATUS[Admission.FENCED]
             reply.message = _NOT_CURRENT
         elif service is None:
@@ -293,7 +255,7 @@ class Syncer:
         request = wire.DeclineRequest.FromString(call.header)
         service = self._services.get(request.key.fragment_id)
         grant = request.grant
-        if not await self._accept_grant(grant, request.protocol_version):
+        if not await self._attendance.accept(grant, request.protocol_version):
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
@@ -305,20 +267,22 @@ class Syncer:
     async def _upload(self, call: IncomingCall) -> Reply:
         header = wire.UploadHeader.FromString(call.header)
         service = self._services.get(header.fragment_id)
-        if not await self._accept_grant(header.grant, header.protocol_version):
+        if not await self._attendance.accept(header.grant, header.protocol_version):
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
-            return self._ack(f"version 0 is founded by {self._founder!r}")
+            return self._ack(
+                f"version 0 is founded by {self._attendance.founder() or self._rules.islands[0]!r}"
+            )
         problem = await service.take_initial(header, call)
-        return self._ack(problem, is_fenced=not self._is_current(header.grant))
+        return self._ack(problem, is_fenced=not self._attendance.is_current(header.grant))
 
     async def _poll(self, call: IncomingCall) -> Reply:
         request = wire.PollRequest.FromString(call.header)
-        if not await self._accept_grant(request.grant, request.protocol_version):
+        if not await self._attendance.accept(request.grant, request.protocol_version):
             return _reply(self._fenced(_NOT_CURRENT))
         keys = keys_of(request.outstanding, len(self._services))
         if len(request.known) > len(self._services):
@@ -346,7 +310,7 @@ class Syncer:
 
     def _poll_reply(self, request: wire.PollRequest, keys: Sequence[RoundKey]) -> wire.PollReply:
         island, incarnation = request.grant.island, request.grant.incarnation
-        if not self._is_current(request.grant):
+        if not self._attendance.is_current(request.grant):
             return self._fenced(f"a newer start of island {island!r} has joined")
         reply = wire.PollReply(
             syncer_epoch=self._epoch,
@@ -376,7 +340,7 @@ class Syncer:
         header = wire.FetchHeader.FromString(call.header)
         service = self._services.get(header.fragment_id)
         payload: Buffer = b""
-        if not await self._accept_grant(header.grant, header.protocol_version):
+        if not await self._attendance.accept(header.grant, header.protocol_version):
             reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=_NOT_CURRENT)
         elif service is None:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
@@ -387,7 +351,7 @@ class Syncer:
 
     async def _pin(self, call: IncomingCall) -> Reply:
         request = wire.PinRequest.FromString(call.header)
-        if not await self._accept_grant(request.grant, request.protocol_version):
+        if not await self._attendance.accept(request.grant, request.protocol_version):
             return self._ack(_NOT_CURRENT, is_fenced=True)
         versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
         if versions.keys() != self._stores.keys():
@@ -406,67 +370,18 @@ class Syncer:
         except PinRefused as error:
             logger.warning("pin refused, island=%s: %s", request.grant.island, error)
             self.meter.refusal(request.grant.island, Cause.PIN)
-            return self._ack(str(error), is_fenced=not self._is_current(request.grant))
+            return self._ack(str(error), is_fenced=not self._attendance.is_current(request.grant))
         self._last_pin[request.grant.island] = request.checkpoint_step
         return self._ack("")
-
-    # -- grants ----------------------------------------------------------------------------------
-
-    async def _accept_grant(self, grant: Grant, protocol_version: int) -> bool:
-        """Check a grant; make its incarnation durable before anything of it is accepted."""
-        if protocol_version != PROTOCOL_VERSION:
-            self.meter.refusal("", Cause.PROTOCOL_VERSION)
-            return False
-        # Where members come and go, whoever holds a grant may ask; the roster says who counts.
-        is_stranger = self._rules.min_members is None and grant.island not in self._rules.islands
-        if not self._is_granted(grant) or is_stranger:
-            self.meter.refusal("", Cause.GRANT)
-            return False
-        if grant.timeline != self._rules.timeline:
-            self.meter.refusal(grant.island, Cause.TIMELINE)
-            return False
-        async with self._granting:
-            if grant.incarnation > self._incarnations.get(grant.island, 0):
-                updated = {**self._incarnations, grant.island: grant.incarnation}
-                await self._worker.run(lambda: self._incarnation_store.store(updated))
-                self._incarnations = updated
-                self._steps.forget(grant.island)
-                for service in self._services.values():
-                    service.granted(grant.island, grant.incarnation)
-                self._notify()
-        if not self._is_current(grant):
-            self.meter.refusal(grant.island, Cause.INCARNATION)
-            return False
-        return True
 
     def _refuse(self, grant: Grant, cause: Cause, words: str) -> str:
         """Count a refusal of what an island says with a good grant; returns the words."""
         self.meter.refusal(grant.island, cause)
         return words
 
-    def _is_current(self, grant: Grant) -> bool:
-        """Whether this start, of an accepted grant, is still the newest of its island."""
-        return grant.incarnation == self._incarnations.get(grant.island)
-
     def _wants_initial(self, service: FragmentService, island: str) -> bool:
-        return (
-            service.record is None
-            and self._rules.timeline == 0
-            and island == self._choose_founder()
-        )
-
-    def _choose_founder(self) -> str:
-        """Name the island that founds version 0: the first of those that a round would have.
-
-        It stays so while it lives. Empty while too few are here.
-        """
-        here = [name for name in self._live if name in self._incarnations]
-        least = self._rules.min_members
-        if len(here) < (len(self._rules.islands) if least is None else max(least, 1)):
-            return ""
-        if self._founder not in here:
-            self._founder = here[0]
-        return self._founder
+        is_new = service.record is None and self._rules.timeline == 0
+        return is_new and island == self._attendance.founder()
 
     # -- plumbing --------------------------------------------------------------------------------
 

@@ -113,7 +113,8 @@ class Roster:
     """Who may take part in the next openings, as the coordinator knows it.
 
     Args:
-        live: Islands that hold a lease, sorted.
+        live: Islands that hold a lease, sorted; where members are fixed, all that were not taken
+            out, be they there or not.
         fenced: Island -> least incarnation that counts, of those that were kicked.
         is_paused: Nothing opens.
         min_islands: Live islands without which nothing opens; 0: as the rules say.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -153,6 +154,14 @@ def test_every_sink_of_a_run_tells_the_same(tmp_path: Path) -> None:
         for island, lines in events.items()
     }
     assert [len(by_step) for by_step in losses.values()] == [40, 40]
+    lines = (telemetry / "events-syncer.jsonl").read_text().splitlines()
+    closed = [event for event in map(json.loads, lines) if event["kind"] == "round_closed"]
+    assert len(closed) == sum(
+        value
+        for (name, *_), value in syncer.samples.items()
+        if name == "diloco_syncer_rounds_published_total"
+    )
+    assert all(event["contributors"] == sorted(ISLANDS) for event in closed)
     told = {file.run["name"]: file for file in map(read_wandb, offline_files(telemetry))}
     for island in ISLANDS:
         assert told[island].is_ended
