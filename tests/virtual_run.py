@@ -342,6 +342,7 @@ class VirtualRun:
         self.worker: Worker = InlineWorker()
         self.epoch = 0
         self.timeline = 0
+        self.retained_versions = 4
 
     async def start_syncer(self) -> Syncer:
         self.epoch += 1
@@ -350,7 +351,10 @@ class VirtualRun:
         self.syncer = Syncer(
             plan,
             setting.rules(self.timeline),
-            [FragmentStore(setting.directory, fragment, 4) for fragment in plan.fragments],
+            [
+                FragmentStore(setting.directory, fragment, self.retained_versions)
+                for fragment in plan.fragments
+            ],
             syncer_epoch=self.epoch,
             incarnations=self.incarnations,
             is_granted=lambda held: held.run == RUN,
