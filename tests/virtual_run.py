@@ -345,6 +345,7 @@ class VirtualRun:
         self.worker: Worker = InlineWorker()
         self.epoch = 0
         self.timeline = 0
+        self.retained_versions = 4
 
     async def start_syncer(self) -> Syncer:
         self.epoch += 1
@@ -355,7 +356,10 @@ class VirtualRun:
             setting.rules(self.timeline),
             [
                 FragmentStore(
-                    setting.directory, fragment, 4, snapshot_rounds=setting.snapshot_rounds
+                    setting.directory,
+                    fragment,
+                    self.retained_versions,
+                    snapshot_rounds=setting.snapshot_rounds,
                 )
                 for fragment in plan.fragments
             ],

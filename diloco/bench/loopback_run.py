@@ -1,8 +1,8 @@
 """Islands of one process: real syncer, exchanges and outer loops over a loopback network.
 
-Nothing is shaped and the clock is virtual, so a run takes exactly the time that its inner steps
-take to compute. Islands take turns in one thread; what they exchange are the bytes that a wire
-would carry, through the same code.
+Nothing is shaped and the clock is virtual: an inner step of an island takes the virtual seconds
+that it is given, whatever it takes to compute. Islands take turns in one thread; what they exchange
+are the bytes that a wire would carry, through the same code.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +24,7 @@ from diloco.rounds.syncer import Syncer
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.layout import build_plan, build_schedule
-from diloco.sync.outer_loop import OuterLoop
+from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards
 from protos.control_pb2 import ROLE_ISLAND, Grant
 from transport.loopback import LoopbackNetwork, run_virtual
@@ -45,16 +46,47 @@ class Training(Protocol):
 
     parameters: Mapping[str, Tensor]
 
-    def inner_step(self, inner_step: int) -> int:
-        """Make the inner step that follows `inner_step` completed ones; return its tokens."""
+    def inner_step(self, inner_step: int, schedule_step: float) -> int:
+        """Make the inner step that follows `inner_step` completed ones; return its tokens.
+
+        `schedule_step` is where the run stands, for the learning rate.
+        """
 
     def evaluate(self) -> float:
         """Measure the parameters as they are."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoopbackResult:
+    """A finished run.
+
+    Args:
+        figure: What `Training.evaluate` says of the published parameters, which all hold alike.
+        virtual_s: Virtual seconds until the last island was done.
+        steps: Inner steps of each island.
+        busy: Share of its virtual time that each spent in inner steps.
+        dropped_tokens: Of each, by share of the parameters.
+        num_rounds: Published versions of all fragments, flushes left out.
+        num_solo: Those of them that one island alone made.
+    """
+
+    figure: float
+    virtual_s: float
+    steps: Mapping[str, int]
+    busy: Mapping[str, float]
+    dropped_tokens: Mapping[str, float]
+    num_rounds: int
+    num_solo: int
+
+
 def run_islands(
-    config: Config, trainings: Mapping[str, Training], *, directory: Path, start_step: int
-) -> float:
+    config: Config,
+    trainings: Mapping[str, Training],
+    *,
+    directory: Path,
+    start_step: int,
+    step_s: Callable[[str, int], float] = lambda island, inner_step: _STEP_S,
+) -> LoopbackResult:
     """Train all islands of a run to its end, flush, and evaluate what is published.
 
     Args:
@@ -62,25 +94,31 @@ def run_islands(
         trainings: One for each of `config.islands`, by name.
         directory: Empty; where the syncer keeps its records.
         start_step: Inner steps completed before: the schedule goes on from there.
-
-    Returns:
-        What `Training.evaluate` says of the published parameters, which all islands hold alike.
+        step_s: Virtual seconds of an island's inner step, after so many completed ones.
     """
-    return run_virtual(_run(config, trainings, directory, start_step))
+    return run_virtual(_run(config, trainings, directory, start_step, step_s))
 
 
 async def _run(
-    config: Config, trainings: Mapping[str, Training], directory: Path, start_step: int
-) -> float:
+    config: Config,
+    trainings: Mapping[str, Training],
+    directory: Path,
+    start_step: int,
+    step_s: Callable[[str, int], float],
+) -> LoopbackResult:
     network = LoopbackNetwork()
     names = tuple(sorted(config.islands))
     plan = build_plan(config.outer, trainings[names[0]].parameters)
-    syncer = _build_syncer(config, plan, directory)
+    records: list[Mapping[str, Any]] = []
+    syncer = _build_syncer(config, plan, directory, records.append)
     await syncer.start()
     server = network.server(_SYNCER, syncer.handlers)
     await server.start()
     islands = [_Island(config, name, plan, trainings[name], network, start_step) for name in names]
-    await asyncio.gather(*(island.run() for island in islands))
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    await asyncio.gather(*(island.run(step_s) for island in islands))
+    virtual_s = clock() - began
     digests = {island.outer.digests for island in islands}
     assert len(digests) == 1, f"islands ended with different parameters: {digests}"
     with islands[0].outer.global_parameters():
@@ -89,10 +127,25 @@ async def _run(
         await island.exchange.stop()
     await server.stop(0)
     await syncer.stop()
-    return figure
+    versions = {
+        (r["fragment_id"], r["version"]): len(r["contributors"])
+        for r in records
+        if r["version"] and not r["is_flush"]
+    }
+    return LoopbackResult(
+        figure,
+        virtual_s,
+        {island.name: island.outer.inner_step - start_step for island in islands},
+        {island.name: island.busy_s / virtual_s for island in islands},
+        {island.name: island.outer.dropped_tokens for island in islands},
+        len(versions),
+        sum(count == 1 for count in versions.values()),
+    )
 
 
-def _build_syncer(config: Config, plan: Plan, directory: Path) -> Syncer:
+def _build_syncer(
+    config: Config, plan: Plan, directory: Path, on_record: Callable[[Mapping[str, Any]], None]
+) -> Syncer:
     return Syncer(
         plan,
         build_syncer_rules(config, timeline=0),
@@ -101,7 +154,7 @@ def _build_syncer(config: Config, plan: Plan, directory: Path) -> Syncer:
         incarnations=_NoIncarnations(),
         is_granted=lambda _: True,
         worker=_InlineWorker(),
-        on_record=lambda _: None,
+        on_record=on_record,
         on_change=lambda: None,
     )
 
@@ -118,8 +171,9 @@ class _Island:
         network: LoopbackNetwork,
         start_step: int,
     ) -> None:
+        self.name = name
+        self.busy_s = 0.0
         self._training = training
-        self._inner_steps = config.run.inner_steps
         self._start_step = start_step
         self._runner = _LoopRunner()
         shards = LaneShards(plan, training.parameters, group=None)
@@ -135,6 +189,8 @@ class _Island:
                 rpc_deadline_s=_DEADLINE_S,
                 unreachable_s=_DEADLINE_S,
                 seed=config.run.seed,
+                on_arrival=config.outer.is_on_arrival,
+                is_carried=config.outer.late == "carry",
             ),
             rng=random.Random(name),
             on_event=lambda _: None,
@@ -151,16 +207,22 @@ class _Island:
             clock=asyncio.get_running_loop().time,
             on_event=lambda _: None,
             start_step=start_step,
+            arrival=Arrival(config.total_tokens, is_carried=config.outer.late == "carry")
+            if config.outer.is_on_arrival
+            else None,
         )
 
-    async def run(self) -> None:
+    async def run(self, step_s: Callable[[str, int], float]) -> None:
         await self._runner.drive(
             self.outer.starting(overwrite_initial=False, last_inner_step=self._start_step)
         )
-        for inner_step in range(self._start_step, self._inner_steps):
-            await asyncio.sleep(_STEP_S)
-            num_tokens = self._training.inner_step(inner_step)
-            await self._runner.drive(self.outer.stepping(num_tokens))
+        outer = self.outer
+        while not outer.is_over:
+            takes_s = step_s(self.name, outer.inner_step)
+            await asyncio.sleep(takes_s)
+            self.busy_s += takes_s
+            num_tokens = self._training.inner_step(outer.inner_step, outer.schedule_step)
+            await self._runner.drive(outer.stepping(num_tokens))
         await self._runner.drive(self.outer.finishing())
 
 

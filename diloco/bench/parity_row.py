@@ -26,7 +26,8 @@ from diloco.data.open import open_data
 from diloco.inner.state import load_moments_, load_parameters_, training_tensors
 from diloco.sync.shards import canonical_parameters
 
-_SLOT = "island-{}"
+#: Names of islands, by slot.
+SLOT = "island-{}"
 #: For what is built alike in all rows; a row's own [outer] is for its run.
 _NO_OUTER: Mapping[str, Any] = {"preset": "classic", "inner_steps_per_round": 1}
 
@@ -96,9 +97,9 @@ def prepare_process(done: multiprocessing.sharedctypes.Synchronized[int]) -> Non
 
 def write_start(task: Task, seed: int, path: Path) -> None:
     """Train data parallel up to the warm start and write weights and moments to `path`."""
-    training = _Training(task, seed, _open_data(task, seed), num_islands=1, island_slot=0)
+    training = RowTraining(task, seed, open_row_data(task, seed), num_islands=1, island_slot=0)
     for inner_step in range(task.warm_start_step):
-        training.inner_step(inner_step)
+        training.inner_step(inner_step, inner_step)
     training.save(path)
 
 
@@ -113,9 +114,9 @@ def train_row(task: Task, row: Row, seed: int, start: Path) -> RowResult:
     """
     began = time.process_time()
     start_step = task.warm_start_step if row.is_warm else 0
-    data = _open_data(task, seed)
+    data = open_row_data(task, seed)
     trainings = [
-        _Training(task, seed, data, num_islands=row.num_islands, island_slot=slot)
+        RowTraining(task, seed, data, num_islands=row.num_islands, island_slot=slot)
         for slot in range(row.num_islands)
     ]
     for training in trainings:
@@ -124,16 +125,16 @@ def train_row(task: Task, row: Row, seed: int, start: Path) -> RowResult:
     if row.outer is None:
         (alone,) = trainings
         for inner_step in range(start_step, task.inner_steps):
-            alone.inner_step(inner_step)
+            alone.inner_step(inner_step, inner_step)
         loss = alone.evaluate()
     else:
         with tempfile.TemporaryDirectory(prefix="diloco-parity-") as directory:
             loss = run_islands(
-                _config(task, seed, row.num_islands, row.outer),
-                {_SLOT.format(slot): training for slot, training in enumerate(trainings)},
+                row_config(task, seed, row.num_islands, row.outer),
+                {SLOT.format(slot): training for slot, training in enumerate(trainings)},
                 directory=Path(directory),
                 start_step=start_step,
-            )
+            ).figure
     return RowResult(
         row=row.name,
         seed=seed,
@@ -157,23 +158,24 @@ def pseudo_gradient(task: Task, seed: int, *, first: int, inner_steps: int) -> T
         Delta = anchor - parameters, flat float32, every tensor filled up to whole blocks with zeros
         as in a fragment.
     """
-    training = _Training(task, seed, _open_data(task, seed), num_islands=1, island_slot=0)
+    training = RowTraining(task, seed, open_row_data(task, seed), num_islands=1, island_slot=0)
     for inner_step in range(first):
-        training.inner_step(inner_step)
+        training.inner_step(inner_step, inner_step)
     anchor = training.blocks()
     for inner_step in range(first, first + inner_steps):
-        training.inner_step(inner_step)
+        training.inner_step(inner_step, inner_step)
     return anchor - training.blocks()
 
 
-class _Training:
+class RowTraining:
     """One island's model, optimizer and its part of the global batch."""
 
     def __init__(
         self, task: Task, seed: int, data: Data, *, num_islands: int, island_slot: int
     ) -> None:
-        config = _config(task, seed, num_islands, _NO_OUTER)
-        config = config.model_copy(update={"island_id": _SLOT.format(island_slot)})
+        """Build them, with the values that the seed gives."""
+        config = row_config(task, seed, num_islands, _NO_OUTER)
+        config = config.model_copy(update={"island_id": SLOT.format(island_slot)})
         # One slot's batch, cut among the islands: the same sequences whatever their number.
         batches = data.batches(
             island_slot=0,
@@ -186,11 +188,12 @@ class _Training:
         self._is_counted = island_slot == 0
         self.parameters: Mapping[str, Tensor] = canonical_parameters(self._trainer.model)
 
-    def inner_step(self, inner_step: int) -> int:
+    def inner_step(self, inner_step: int, schedule_step: float) -> int:
+        """See `loopback_run.Training`."""
         if self._is_counted and _done is not None:
             with _done.get_lock():
                 _done.value += 1
-        return self._trainer.inner_step(inner_step).num_tokens
+        return self._trainer.inner_step(inner_step, schedule_step).num_tokens
 
     def blocks(self) -> Tensor:
         """All parameters in whole blocks, copied."""
@@ -199,9 +202,11 @@ class _Training:
         return torch.cat(padded)
 
     def evaluate(self) -> float:
+        """See `loopback_run.Training`."""
         return self._trainer.evaluate()
 
     def save(self, path: Path) -> None:
+        """Write weights and moments."""
         sections = training_tensors(self._trainer.model, self._trainer.optimizer)
         save_file(
             {
@@ -213,6 +218,7 @@ class _Training:
         )
 
     def load(self, path: Path, inner_step: int) -> None:
+        """Read what `save` wrote after so many inner steps."""
         tensors = load_file(path)
 
         def read(section: str, name: str) -> Tensor:
@@ -223,11 +229,13 @@ class _Training:
         load_moments_(model, optimizer, read, step=inner_step)
 
 
-def _open_data(task: Task, seed: int) -> Data:
-    return open_data(_config(task, seed, 1, _NO_OUTER))
+def open_row_data(task: Task, seed: int) -> Data:
+    """Open the text of a seed, the same for all rows."""
+    return open_data(row_config(task, seed, 1, _NO_OUTER))
 
 
-def _config(task: Task, seed: int, num_islands: int, outer: Mapping[str, Any]) -> Config:
+def row_config(task: Task, seed: int, num_islands: int, outer: Mapping[str, Any]) -> Config:
+    """Give the configuration of a row with this section [outer]."""
     tokens = task.sequences // num_islands * task.sequence_length
     island = {"ranks": 1, "tokens_per_inner_step": tokens}
     return Config.model_validate(
@@ -242,6 +250,6 @@ def _config(task: Task, seed: int, num_islands: int, outer: Mapping[str, Any]) -
             "outer": {**outer, "retained_versions": 1},
             "coordinator": {"state_dir": "unused"},
             "evaluation": {"num_sequences": task.evaluation_sequences},
-            "islands": {_SLOT.format(slot): island for slot in range(num_islands)},
+            "islands": {SLOT.format(slot): island for slot in range(num_islands)},
         }
     )

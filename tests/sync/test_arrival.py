@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
+from transport.errors import ConnectError
 from transport.faulty import Fault, Faults, FaultScript, FaultyTransport
 from transport.loopback import run_virtual
 
@@ -216,3 +217,84 @@ def test_deaths_of_islands_and_syncer_and_a_lossy_network(setting: Setting, seed
         starts.append((island, incarnation, island.session.inner_step - began))
     insist_on_accounts(run, starts, lost)
     assert all(island.session.blocked_s == 0.0 for island, *_ in starts)
+
+
+class CutTransport:
+    """A way to the syncer that can be cut."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.is_cut = False
+        self.peer = inner.peer
+
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        if self.is_cut:
+            raise ConnectError("cut", peer=self.peer, method=method)
+        reply = await self._inner.call(method, *arguments, **options)
+        if self.is_cut:
+            raise ConnectError("cut", peer=self.peer, method=method)
+        return reply
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+@pytest.mark.parametrize(
+    ("codec", "retained", "how"),
+    [("int4", 16, {"deltas"}), ("float32", 16, {"whole"}), ("int4", 2, {"whole"})],
+    ids=["deltas", "too-large", "gone"],
+)
+def test_an_island_many_versions_behind_leaps_to_the_newest(
+    setting: Setting, codec: str, retained: int, how: set[str]
+) -> None:
+    """It trains on without its network, and is back in one merge a fragment."""
+    setting = replace(setting, downlink_codec=codec, initial={"w": [16.0] * 4096}, num_fragments=1)
+
+    async def scenario() -> list[VirtualIsland]:
+        run = VirtualRun(setting)
+        run.retained_versions = retained
+        await run.start_syncer()
+        control, data = (CutTransport(run.network.connect("syncer")) for _ in range(2))
+        cut = VirtualIsland("b", setting, control, data)
+        islands = [run.island("a"), cut]
+        await asyncio.gather(*(island.start() for island in islands))
+        lives = [asyncio.create_task(island.go_on()) for island in islands]
+        await asyncio.sleep(10.0)
+        control.is_cut = data.is_cut = True
+        await asyncio.sleep(50.0)
+        control.is_cut = data.is_cut = False
+        await asyncio.gather(*lives)
+        return islands
+
+    a, b = run_virtual(scenario())
+
+    assert a.session.digests == b.session.digests
+    leaps = b.kinds("caught_up")
+    assert {leap["how"] for leap in leaps} == how
+    assert max(leap["version"] - leap["from_version"] for leap in leaps) >= 4
+    assert b.session.blocked_s == 0.0
+    assert not a.kinds("caught_up") and not b.kinds("digest_mismatch")
+
+
+def test_an_island_that_is_told_to_leave_finishes_what_is_outstanding(setting: Setting) -> None:
+    async def scenario() -> tuple[VirtualRun, dict[str, VirtualIsland]]:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        islands = {name: run.island(name) for name in NAMES}
+        await asyncio.gather(*(island.start() for island in islands.values()))
+        leaver = islands["c"].session
+        leaver.must_leave = lambda: leaver.inner_step >= 20
+        await asyncio.gather(*(island.go_on() for island in islands.values()))
+        return run, islands
+
+    run, islands = run_virtual(scenario())
+
+    leaver = islands.pop("c")
+    assert leaver.session.is_leaving and leaver.session.inner_step == 20
+    assert leaver.session.num_in_flight == 0 and leaver.session.digests == ()
+    assert len({island.session.digests for island in islands.values()}) == 1
+    insist_on_accounts(
+        run,
+        [(i, 1, i.session.inner_step) for i in (leaver, *islands.values())],
+        Counter(),
+    )
