@@ -244,8 +244,8 @@ class _Rank:
     def _build_batches(self, mesh: IslandMesh, data: Data) -> Batches:
         config = self._config
         return data.batches(
-            island_slot=self._outer.island_slot,
-            num_islands=len(config.islands),
+            slots=(self._outer.island_slot,),
+            num_slots=config.max_islands,
             batch_size=config.island.tokens_per_inner_step // data.sequence_length,
             dp_coordinate=mesh.dp_coordinate,
             dp_size=mesh.dp_size,
