@@ -11,8 +11,8 @@ no more from it and tells the final position, then the other goes on there, and 
     revision    counter of all changes of holders and heirs: who knows the newest needs no news
 
 An island of the file that has not joined yet keeps its slots, but for what others would have less
-of. With nobody live all stay as they are. What must never be forgotten comes back as entries, a key-value pair a slot, for the caller to
-write durably and then to apply.
+of. With nobody live all stay as they are. What must never be forgotten comes back as entries, a
+key-value pair a slot, for the caller to write durably and then to apply.
 
 Source: protocol.md section 9; `diloco.data.claims` says what a slot is.
 """

@@ -213,4 +213,3 @@ class TextShare:
         self._told = {**self._told, **self._said}
         if claims_json and json.loads(claims_json)["revision"] > self._word.revision:
             self._news = claims_json
-

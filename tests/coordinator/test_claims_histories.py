@@ -343,5 +343,5 @@ def test_a_frozen_island_is_told_what_it_lost_before_it_is_given_some_back():
     ids=lambda word: word[:60],
 )
 def test_what_no_island_says_is_refused(word):
-    with pytest.raises(ValueError):  # noqa: PT011  the caller names it
+    with pytest.raises(ValueError):
         Claims(NUM_SLOTS, CONFIGURED).read_word(word)
