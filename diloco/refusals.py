@@ -36,5 +36,7 @@ class Cause(StrEnum):
     TEXT = "text"
     START_STEP = "start_step"
     STOPPED = "stopped"  # the run is over for this island
+    FULL = "full"  # as many islands as the run can have are there
+    KICKED = "kicked"  # the island was taken out
     # Of a message: it has a field that cannot be, or more than this run can have.
     FRAME = "frame"

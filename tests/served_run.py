@@ -13,13 +13,13 @@ from typing import Any
 from diloco.config.classes import identity_json, policy_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.coordinator.membership import JoinVerdict, Membership
-from diloco.launch.build import build_publication_rules
-from diloco.launch.disk import num_unsure_checkpoints
+from diloco.coordinator.admission import JoinVerdict
+from diloco.coordinator.membership import Membership
+from diloco.launch.build import build_syncer_rules
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import restore
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.syncer import Syncer, SyncerRules
+from diloco.rounds.syncer import Syncer
 from diloco.sync.io_thread import IoThread
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
@@ -126,13 +126,7 @@ class ServedRun:
     async def _start_syncer(self, plan: Plan) -> None:
         self._syncer = Syncer(
             plan,
-            SyncerRules(
-                self.membership.timeline,
-                tuple(sorted(self.config.islands)),
-                build_publication_rules(self.config),
-                self.config.outer.round_deadline_s,
-                num_unsure_checkpoints(self.config),
-            ),
+            build_syncer_rules(self.config, timeline=self.membership.timeline),
             [FragmentStore(self._store, fragment, 4) for fragment in plan.fragments],
             syncer_epoch=1 + self.membership.timeline,
             incarnations=MemoryIncarnations(),

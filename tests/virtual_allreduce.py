@@ -15,7 +15,7 @@ from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
 from diloco.rounds.pins import restore
-from diloco.rounds.service import Worker
+from diloco.rounds.worker import Worker
 from diloco.sync.peer import Peer, PeerRules
 from diloco.sync.peer_calls import PeerCalls
 from protos.control_pb2 import FragmentStatus

@@ -7,24 +7,29 @@ gives, so that histories can be computed by hand. The clock is virtual.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from diloco.errors import ConfigError
 from diloco.outer.combination import MergeRule
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
+from diloco.rounds.orders import Orders
 from diloco.rounds.pins import restore
 from diloco.rounds.publication import PublicationRules
-from diloco.rounds.service import Worker
+from diloco.rounds.rules import SyncerRules
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.syncer import Syncer, SyncerRules
+from diloco.rounds.syncer import Syncer
+from diloco.rounds.timing import TimingRules
+from diloco.rounds.worker import Worker
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.io_thread import Waits
@@ -107,6 +112,13 @@ class Setting:
     num_unsure_pins: int = 4
     step_s: float = 1.0
     merge: MergeRule = field(default_factory=MergeRule)
+    on_member_lost: Literal["stop", "wait", "shrink"] = "stop"
+    #: Given: islands come and go, and send and merge on arrival; then `timing` is due, too.
+    min_members: int | None = None
+    quorum: int | None = None
+    timing: TimingRules | None = None
+    lease_s: float = 10.0
+    total_tokens: int = 0
 
     def plan(self) -> Plan:
         specs = [TensorSpec(name, (len(values),)) for name, values in self.initial.items()]
@@ -125,6 +137,34 @@ class Setting:
     def publication(self) -> PublicationRules:
         return PublicationRules(
             self.uplink_codec, self.downlink_codec, self.optimizer, seed=0, merge=self.merge
+        )
+
+    def measured(self, *, grace_s: float | None = None) -> TimingRules:
+        """Give bounds of times such as a configuration has by default."""
+        return TimingRules(
+            inner_steps_per_round=self.inner_steps_per_round,
+            overlap_steps=self.overlap_steps,
+            grace_share=0.5,
+            grace_cap_s=10.0,
+            deadline_floor_s=5.0,
+            deadline_cap_s=self.round_deadline_s,
+            grace_s=grace_s,
+        )
+
+    def rules(self, timeline: int = 0) -> SyncerRules:
+        return SyncerRules(
+            timeline,
+            tuple(sorted(self.islands)),
+            self.publication(),
+            self.round_deadline_s,
+            self.num_unsure_pins,
+            on_member_lost=self.on_member_lost,
+            min_members=self.min_members,
+            quorum=self.quorum,
+            timing=self.timing,
+            lease_s=self.lease_s,
+            total_tokens=self.total_tokens,
+            has_flush=self.flush,
         )
 
 
@@ -245,6 +285,32 @@ class VirtualIsland:
         return [event.as_dict() for event in self.events if event.kind == kind]
 
 
+class MemoryOrders:
+    """Orders that outlive a syncer of the same test; a policy is JSON of fields of its `Setting`.
+
+    `before_store` is called before anything is durable.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self.saved = Orders()
+        self.before_store: Callable[[], None] = lambda: None
+
+    def load(self) -> Orders:
+        return self.saved
+
+    def store(self, orders: Orders) -> None:
+        self.before_store()
+        self.saved = Orders.from_json(json.loads(json.dumps(orders.to_json())))
+
+    def rules(self, orders: Orders) -> SyncerRules:
+        try:
+            changed = replace(self._setting, **json.loads(orders.policy_json))
+        except TypeError as error:
+            raise ConfigError(str(error)) from error
+        return replace(changed.rules(), policy_revision=orders.policy_revision)
+
+
 class VirtualRun:
     """The network, the syncer and its durable state; `syncer` can be killed and started again."""
 
@@ -252,6 +318,8 @@ class VirtualRun:
         self.setting = setting
         self.network = LoopbackNetwork()
         self.incarnations = MemoryIncarnations()
+        self.orders = MemoryOrders(setting)
+        self.events: list[Event] = []
         self.records: list[Mapping[str, Any]] = []
         self.worker: Worker = InlineWorker()
         self.epoch = 0
@@ -263,13 +331,7 @@ class VirtualRun:
         plan = setting.plan()
         self.syncer = Syncer(
             plan,
-            SyncerRules(
-                self.timeline,
-                tuple(sorted(setting.islands)),
-                setting.publication(),
-                setting.round_deadline_s,
-                setting.num_unsure_pins,
-            ),
+            setting.rules(self.timeline),
             [FragmentStore(setting.directory, fragment, 4) for fragment in plan.fragments],
             syncer_epoch=self.epoch,
             incarnations=self.incarnations,
@@ -277,6 +339,8 @@ class VirtualRun:
             worker=self.worker,
             on_record=self.records.append,
             on_change=lambda: None,
+            orders=self.orders,
+            on_event=self.events.append,
         )
         await self.syncer.start()
         self.server = self.network.server("syncer", self.syncer.handlers)

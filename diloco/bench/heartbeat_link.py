@@ -23,6 +23,7 @@ from typing import Any
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.terms import Terms
 from diloco.launch.emulated import Emulated
 from diloco.outer.fragments import TensorSpec, make_plan
 from protos.control_pb2 import JoinReply, JoinRequest, ReportReply, ReportRequest
@@ -101,9 +102,8 @@ async def _serve(order: Message, emulated: Emulated) -> Message:
                 ),
                 journal=journal,
                 secret=secrets.token_bytes(32),
-                policy_json="{}",
+                terms=Terms(policy_json="{}", unreachable_s=_DEADLINE_S),
                 unix_clock=time.time,
-                unreachable_s=_DEADLINE_S,
             )
             service = _Service(coordinator, order["lane_bytes"])
             return await _beaten(order, emulated, island, service)

@@ -16,10 +16,10 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from diloco.config.schema import Config
-from diloco.launch.build import build_publication_rules
+from diloco.launch.build import build_syncer_rules
 from diloco.outer.fragments import Plan
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.syncer import Syncer, SyncerRules
+from diloco.rounds.syncer import Syncer
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.layout import build_plan, build_schedule
@@ -95,13 +95,7 @@ async def _run(
 def _build_syncer(config: Config, plan: Plan, directory: Path) -> Syncer:
     return Syncer(
         plan,
-        SyncerRules(
-            timeline=0,
-            islands=tuple(sorted(config.islands)),
-            publication=build_publication_rules(config),
-            round_deadline_s=config.outer.round_deadline_s,
-            num_unsure_pins=1,
-        ),
+        build_syncer_rules(config, timeline=0),
         [FragmentStore(directory, part, config.outer.retained_versions) for part in plan.fragments],
         syncer_epoch=1,
         incarnations=_NoIncarnations(),

@@ -28,8 +28,9 @@ from diloco.outer.fragments import Fragment, Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.record import RecordDraft
+from diloco.rounds.rules import SyncerRules
 from diloco.rounds.store import FragmentStore, VersionRecord
-from diloco.rounds.syncer import Syncer, SyncerRules
+from diloco.rounds.syncer import Syncer
 from protos.control_pb2 import ROLE_ISLAND, Grant
 from transport.contracts import Buffer
 from transport.grpc_client import GrpcTransport

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli.options import Overrides, RunFile
+from diloco.cli.options import Address, Certs, Insecure, Overrides, RunFile, Tokens
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from google.protobuf.message import Message
@@ -60,20 +60,14 @@ def coordinator(
 
 
 def status(
-    address: Annotated[
-        str, typer.Argument(metavar="HOST:PORT", help="Where the coordinator listens.")
-    ],
+    address: Address,
     watch: Annotated[bool, typer.Option("--watch", help="Look every second until Ctrl-C.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one line a look, instead of tables.")
     ] = False,
-    certs: Annotated[
-        str, typer.Option(metavar="DIR", help="Directory with ca.pem and operator.pem.")
-    ] = "",
-    tokens: Annotated[str, typer.Option(metavar="DIR", help="Directory with operator.token.")] = "",
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Ask beyond this machine without encryption.")
-    ] = False,
+    certs: Certs = "",
+    tokens: Tokens = "",
+    insecure: Insecure = False,
 ) -> None:
     """Show a run: its islands and their throughput, its fragments and their versions.
 
@@ -81,13 +75,7 @@ def status(
     certs init`), --tokens (`diloco certs token operator`), or both, as the run file says. A run
     with transport.insecure = true and no tokens tells it on the coordinator's own machine only.
     """
-    from diloco.launch.security import Security
-    from transport.identity import Identity, Role
-
-    _check_address(address)
-    operator = Identity("", Role.OPERATOR)
-    security = Security.open(operator, certs=certs, tokens=tokens, insecure=insecure)
-    transport = security.transport(address, Role.COORDINATOR)
+    transport = operator_transport(address, certs=certs, tokens=tokens, insecure=insecure)
     try:
         asyncio.run(_show(transport, watch=watch, as_json=as_json))
     except KeyboardInterrupt:
@@ -141,6 +129,21 @@ def as_plain(message: Message) -> dict[str, Any]:
         else:
             plain[field.name] = as_plain(value) if message.HasField(field.name) else None
     return plain
+
+
+def operator_transport(address: str, *, certs: str, tokens: str, insecure: bool) -> Transport:
+    """Open the operator's way to a coordinator.
+
+    Raises:
+        ConfigError: If the address, or what proves who the operator is, cannot be used.
+    """
+    from diloco.launch.security import Security
+    from transport.identity import Identity, Role
+
+    _check_address(address)
+    operator = Identity("", Role.OPERATOR)
+    security = Security.open(operator, certs=certs, tokens=tokens, insecure=insecure)
+    return security.transport(address, Role.COORDINATOR)
 
 
 def _check_address(address: str) -> None:

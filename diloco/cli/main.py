@@ -22,6 +22,7 @@ from diloco.cli import (
     export,
     island,
     local,
+    operate,
 )
 from diloco.errors import DilocoError
 from diloco.launch.logs import log_to
@@ -53,7 +54,18 @@ def _options(
         log_to(None, levels[log_level.upper()])
 
 
-for subject in (control, island, local, export, emulate, certs, doctor, bench, configuration):
+for subject in (
+    control,
+    operate,
+    island,
+    local,
+    export,
+    emulate,
+    certs,
+    doctor,
+    bench,
+    configuration,
+):
     subject.register(app)
 
 

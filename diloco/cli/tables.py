@@ -14,7 +14,9 @@ _DIGEST_CHARACTERS = 12
 _UNKNOWN = "-"
 #: State of an island that has joined and does not train yet (`IslandState`).
 _WAITING = "waiting"
-_TEXTS = frozenset({"island", "state", "phase", "digest", "contributors"})
+_TEXTS = frozenset({"island", "state", "lease", "phase", "digest", "contributors"})
+#: Leases that end when nothing is heard.
+_RUNNING = frozenset({"active", "draining"})
 
 
 def status_view(reply: StatusReply) -> RenderableType:
@@ -26,9 +28,10 @@ def status_view(reply: StatusReply) -> RenderableType:
 
 
 def run_line(reply: StatusReply) -> Text:
-    """Show the run's name, state, syncer, timeline and complete checkpoints.
+    """Show the run's name, state, syncer, generation, timeline, checkpoints and merged tokens.
 
-    A run that was never resumed has no word on its timeline; below stands why it failed, if it did.
+    A run that was never resumed has no word on its timeline, one that inner steps end none on its
+    tokens: of those that end it the least that a fragment has merged. Below stands why it failed.
     """
     line = Text.assemble(
         ("run ", "dim"),
@@ -40,6 +43,12 @@ def run_line(reply: StatusReply) -> Text:
         ("  epoch ", "dim"),
         str(reply.syncer_epoch),
     )
+    line.append("  generation ", "dim").append(str(reply.generation))
+    if reply.is_paused:
+        line.append("  no round opens", "yellow")
+    if reply.total_tokens:
+        merged = min((fragment.merged_tokens for fragment in reply.fragments), default=0)
+        line.append("  tokens merged ", "dim").append(f"{merged:,} of {reply.total_tokens:,}")
     if reply.timeline:
         line.append("  timeline ", "dim").append(str(reply.timeline))
     if reply.checkpoint_steps:
@@ -52,7 +61,7 @@ def run_line(reply: StatusReply) -> Text:
 def islands_table(reply: StatusReply) -> Table:
     """Show one row an island, in the order of island slots."""
     table = _table(
-        "island", "incarnation", "state", "inner step", "loss", "tokens/s", "in flight",
+        "island", "incarnation", "lease", "state", "inner step", "loss", "tokens/s", "in flight",
         "up", "down", "blocked", "utilisation", "heard",
     )  # fmt: skip
     for island in sorted(reply.islands, key=lambda island: island.island_slot):
@@ -116,11 +125,12 @@ def _island_cells(island: IslandStatus, inner_steps: int) -> tuple[str, ...]:
     name, incarnation = island.island, str(island.incarnation or _UNKNOWN)
     if not island.HasField("last_report"):
         state = "joined" if island.incarnation else "not joined"
-        return (name, incarnation, state, *[_UNKNOWN] * 9)
+        return (name, incarnation, _lease(island), state, *[_UNKNOWN] * 9)
     report = island.last_report
     return (
         name,
         incarnation,
+        _lease(island),
         report.state,
         f"{report.inner_step}/{inner_steps}",
         f"{report.loss_nats:.4f}" if report.inner_step else _UNKNOWN,
@@ -132,6 +142,13 @@ def _island_cells(island: IslandStatus, inner_steps: int) -> tuple[str, ...]:
         f"{report.utilisation:.1%}",
         f"{_seconds(island.report_age_s)} ago",
     )
+
+
+def _lease(island: IslandStatus) -> str:
+    """Say how an island stands in the run, and for how long if it stays silent."""
+    if island.lease not in _RUNNING:
+        return island.lease or _UNKNOWN
+    return f"{island.lease} {_seconds(island.lease_left_s)}"
 
 
 def _fragment_cells(fragment: FragmentStatus) -> tuple[str, ...]:

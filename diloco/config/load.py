@@ -137,6 +137,31 @@ def with_policy(config: Config, policy_json: str) -> Config:
     return _validated(raw, "cannot take over the coordinator's policy", Config)
 
 
+def with_setting(config: Config, text: str) -> Config:
+    """Give `config` with one value changed by ``a.b=value``, read as `load_config` reads it.
+
+    Raises:
+        ConfigError: If there is no such key, or the value does not fit.
+    """
+    raw = config.model_dump()
+    _override(raw, text)
+    return _validated(raw, f"cannot set {text}", Config)
+
+
+def with_settings(config: Config, settings_json: str) -> Config:
+    """Give `config` with what an operator has set since the start.
+
+    Args:
+        config: The coordinator's.
+        settings_json: JSON of dotted key of a policy field to value.
+
+    Raises:
+        ConfigError: If one is no policy field, or does not fit the others.
+    """
+    policy = json.loads(classes.policy_json(config))
+    return with_policy(config, json.dumps({**policy, **json.loads(settings_json)}))
+
+
 def resolved_toml(config: Config) -> str:
     """Write every value of a configuration, presets applied; loads back to an equal one."""
     return "\n".join(_table(config.model_dump())) + "\n"

@@ -354,6 +354,9 @@ class OuterConfig(Section):
         if self.merge == "on_arrival" and self.exchange == "allreduce":
             message = 'needs a syncer: choose exchange = "syncer", or merge = "scheduled"'
             problems.append(("merge", self.merge, message))
+        if self.on_member_lost == "shrink" and self.exchange == "allreduce":
+            message = 'needs a syncer: choose exchange = "syncer", or on_member_lost = "stop"'
+            problems.append(("on_member_lost", "shrink", message))
         if self.grace != "auto":
             problems += [
                 (name, getattr(self, name), 'is of grace = "auto": leave it out')

@@ -170,6 +170,14 @@ class Config(Section):
             raise several_problems([("merge", value.merge, message)])
         return value
 
+    @field_validator("run")
+    @classmethod
+    def _check_open(cls, value: RunConfig) -> RunConfig:
+        if value.open and not value.max_islands:
+            message = "needs max_islands: the text is divided by that many, whoever they are"
+            raise several_problems([("open", True, message)])
+        return value
+
     @field_validator("coordinator")
     @classmethod
     def _check_binds(cls, value: CoordinatorConfig, info: ValidationInfo) -> CoordinatorConfig:

@@ -3,7 +3,7 @@
 Carries no tensor and imports no torch, so that a restart is quick. It never decides a round: what
 it knows of rounds is an index of what the syncers reported.
 
-Source: protocol.md sections 4 and 8.
+Source: protocol.md sections 4, 7 and 8.
 """
 
 from __future__ import annotations
@@ -11,23 +11,31 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
 from diloco.config.fields import MOST_CHECKPOINTS
+from diloco.config.schema import Config
+from diloco.coordinator.admission import Entries, JoinVerdict
+from diloco.coordinator.board import Board
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.membership import Entries, JoinVerdict, Membership
-from diloco.errors import Fenced, QuorumLost
-from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
+from diloco.coordinator.leases import Lease, Leases
+from diloco.coordinator.membership import Membership
+from diloco.coordinator.operations import decide
+from diloco.coordinator.syncer_desk import RoundRow, SyncerDesk, fragment_ids
+from diloco.coordinator.terms import Terms, terms_of
+from diloco.errors import ConfigError, Fenced, QuorumLost
+from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
+    JOIN_STATUS_KICKED,
     JOIN_STATUS_PLAN_MISMATCH,
+    JOIN_STATUS_RUN_FULL,
     JOIN_STATUS_RUN_STOPPED,
     JOIN_STATUS_UNKNOWN_ISLAND,
     JOIN_STATUS_VERSION_MISMATCH,
@@ -37,23 +45,18 @@ from protos.control_pb2 import (
     ClockReply,
     FragmentStatus,
     Grant,
-    IslandStatus,
     JoinReply,
     JoinRequest,
     LeaveReply,
     LeaveRequest,
-    RefusalCount,
+    OperateReply,
+    OperateRequest,
     ReportReply,
     ReportRequest,
-    RoundReport,
-    RoundReportReply,
-    StandingReply,
     StandingRequest,
     StatusReply,
     StatusRequest,
     SyncerAssignment,
-    SyncerHelloReply,
-    SyncerHelloRequest,
 )
 from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
 from transport.errors import FrameError
@@ -62,15 +65,27 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
 _MAX_START_ID = 64
+#: Characters of an operator's command with its arguments.
+_MOST_COMMAND = 4096
 #: Differences that one refusal names.
 _MOST_LINES = 16
 #: What an island may say that it is doing: operators read it, and metrics are named by it.
 ISLAND_STATES = frozenset({"", "waiting", "training", "flushing", "finished", "stopped", "failed"})
+#: Exit code that is noted for an island which ended well because everybody was told to: it is not
+#: at the end of the run.
+_HALTED = 143
+
+_HALTING = (
+    "the operator has stopped the run. Nothing published is lost: start the coordinator again, "
+    "then this island"
+)
 
 _STATUS = {
     JoinVerdict.ACCEPTED: JOIN_STATUS_ACCEPTED,
     JoinVerdict.FINGERPRINT_MISMATCH: JOIN_STATUS_FINGERPRINT_MISMATCH,
+    JoinVerdict.KICKED: JOIN_STATUS_KICKED,
     JoinVerdict.PLAN_MISMATCH: JOIN_STATUS_PLAN_MISMATCH,
+    JoinVerdict.RUN_FULL: JOIN_STATUS_RUN_FULL,
     JoinVerdict.RUN_STOPPED: JOIN_STATUS_RUN_STOPPED,
     JoinVerdict.UNKNOWN_ISLAND: JOIN_STATUS_UNKNOWN_ISLAND,
     JoinVerdict.WRONG_RUN: JOIN_STATUS_WRONG_RUN,
@@ -78,16 +93,25 @@ _STATUS = {
 
 
 @dataclass(slots=True)
-class _Seen:
-    """Last word of an island or of a fragment, and when it came (loop time)."""
+class Operations:
+    """What an operator's commands need of the process around the coordinator.
 
-    at: float
-    report: ReportRequest = field(default_factory=ReportRequest)
-    fragment: FragmentStatus = field(default_factory=FragmentStatus)
+    Args:
+        config: In force.
+        on_config: Hears, after it became durable, what is in force from now on.
+        backup: Copies the run's state, as the arguments say; returns what it did, in words.
+    """
+
+    config: Config
+    on_config: Callable[[Config], None]
+    backup: Callable[[Mapping[str, str]], Awaitable[str]]
 
 
 class Coordinator:
-    """One run's control plane. `handlers` go to a server; `ended` is set when the run is over."""
+    """One run's control plane. `handlers` go to a server; `ended` is set when the run is over.
+
+    `board` shows how the run stands; `is_halting` says that everybody is to end, with nothing lost.
+    """
 
     def __init__(
         self,
@@ -95,29 +119,31 @@ class Coordinator:
         membership: Membership,
         journal: Journal,
         secret: bytes,
-        policy_json: str,
+        terms: Terms,
         unix_clock: Callable[[], float],
-        unreachable_s: float,
+        operations: Operations | None = None,
     ) -> None:
         """Assign only; the journal must be open and its entries applied to `membership`.
 
-        After `unreachable_s` seconds without a report of an island, a stop no longer waits for it.
+        Without `operations` no command of an operator is taken.
         """
         self._membership = membership
         self._journal = journal
         self._secret = secret
-        self._policy_json = policy_json
+        self._terms = terms
         self._unix_clock = unix_clock
-        self._unreachable_s = unreachable_s
-        self._heard: dict[str, float] = {}  # loop time of an island's last join or report
-        self._islands: dict[str, _Seen] = {}
-        self._last_inner_step: dict[str, int] = {}
-        self._fragments: dict[int, _Seen] = {}
-        self._syncer_address = ""
-        self._syncer_epoch = 0
-        self._refusals: Counter[tuple[str, Cause]] = Counter()
-        self._syncer_refusals: list[RefusalCount] = []
-        self.instead_of_syncer = ""  # for people, where there is none
+        self._operations = operations
+        self._leases = Leases(terms.lease_s)
+        self._inner_steps: dict[str, int] = {}  # that were reported, durable or not
+        self.board = Board(membership, journal, self._leases, terms)
+        self._syncer_desk = SyncerDesk(
+            membership,
+            self.board,
+            insist=self._insist_on_syncer,
+            index=self._index,
+            on_lost=self.lose,
+        )
+        membership.rules = terms.rules
         self.ended = asyncio.Event()
 
     @property
@@ -130,8 +156,8 @@ class Coordinator:
             "control.status": self._status,
             "control.standing": self._standing,
             "control.clock": self._clock,
-            "control.syncer_hello": self._syncer_hello,
-            "control.round_report": self._round_report,
+            "control.operate": self._operate,
+            **self._syncer_desk.handlers,
         }
 
     def fail(self, reason: str, exit_code: int) -> None:
@@ -148,13 +174,28 @@ class Coordinator:
         self._keep(self._failed(reason, exit_code))
         self.ended.set()
 
+    def halt(self) -> None:
+        """End everything, with nothing lost: every island is told at its next report."""
+        logger.info("halting")
+        self.board.is_halting = True
+        self.ended.set()
+
+    @property
+    def is_halting(self) -> bool:
+        """Whether everybody is to end, with nothing lost."""
+        return self.board.is_halting
+
     def refused(self, island: str, cause: Cause) -> None:
         """Count a refusal; `island` is empty where nobody has proved whose call it was."""
-        self._refusals[island, cause] += 1
+        self.board.refused(island, cause)
 
     def fragment_stands(self, status: FragmentStatus) -> None:
         """Take note of how a fragment stands, for people."""
-        self._fragments[status.fragment_id] = _Seen(_now(), fragment=status)
+        self.board.fragment_stands(status)
+
+    def status(self) -> StatusReply:
+        """Everything an operator sees."""
+        return self.board.status()
 
     def is_island(self, grant: Grant) -> bool:
         """Whether a grant is valid, and of the newest start of its island in this timeline."""
@@ -162,20 +203,55 @@ class Coordinator:
         return is_current and self._is_granted(grant, ROLE_ISLAND)
 
     def request_stop(self) -> bool:
-        """Ask all islands to stop after one inner step; false if there is nobody to ask."""
+        """Ask all islands to stop after one inner step; false if there is nobody to ask.
+
+        Where islands come and go there is no such step: nobody is asked.
+        """
         if entries := self._membership.request_stop():
             self._keep(entries)
             logger.info("stop requested")
         return self._membership.is_stopping
 
+    # -- time --------------------------------------------------------------------------------------
+
     async def watch(self) -> None:
-        """End a stop that an island has stayed away from for too long; watches for ever."""
-        began = _now()
+        """End leases, and a stop that an island has stayed away from; watches for ever."""
+        self._leases.restarted(self._membership.members, _now())
         while True:
-            await asyncio.sleep(_WATCH_S)
-            oldest = _now() - self._unreachable_s
-            islands = self._membership.islands
-            self._stop_without([i for i in islands if self._heard.get(i, began) < oldest])
+            self._leases.looked(_now())
+            await asyncio.sleep(min(_WATCH_S, self._terms.lease_s / 4))
+            self._leases.looked(_now())
+            self._end_leases()
+            too_long = self._terms.unreachable_s
+            silent = [
+                i for i in self._membership.members if self._leases.silent_s(i, _now()) > too_long
+            ]
+            self._stop_without(silent)
+
+    def _end_leases(self) -> None:
+        """Act on the islands that were silent for a term."""
+        membership = self._membership
+        silent = self._leases.expired(membership.holders, _now())
+        if not silent or membership.is_stopping:  # a stop has its own patience
+            return
+        away = f"not heard of for {self._terms.lease_s:g} s (coordinator.lease)"
+        policy = "wait" if membership.rules.is_elastic else membership.rules.on_member_lost
+        if policy != "wait" and silent == membership.holders:
+            return  # nobody waits for anybody
+        logger.warning("%s, islands=%s", away, ", ".join(silent))
+        match policy:
+            case "wait":
+                self._keep(membership.lapsed(silent))
+            case "shrink":
+                self._keep(membership.kicked(silent, f"{away}, and on_member_lost = shrink"))
+            case "stop":
+                lost = ", ".join(silent)
+                self.fail(
+                    f"{lost} {'was' if len(silent) == 1 else 'were'} {away}, and "
+                    f"outer.on_member_lost = stop (wait and shrink go on)",
+                    QuorumLost.exit_code,
+                )
+        self._end_if_over()
 
     def _stop_without(self, silent: list[str]) -> None:
         membership = self._membership
@@ -190,7 +266,7 @@ class Coordinator:
         awaited = "; ".join(f"island {island!r} owes {what}" for island, what in lacks.items())
         self.fail(
             f"the graceful stop cannot end: {awaited}, and has not reported for "
-            f"{self._unreachable_s:g} s (transport.unreachable). The stop is taken back",
+            f"{self._terms.unreachable_s:g} s (transport.unreachable). The stop is taken back",
             QuorumLost.exit_code,
         )
 
@@ -227,7 +303,7 @@ class Coordinator:
             self.refused(request.island if is_known else "", joined.cause)
             self._end_if_over()
             return _reply(JoinReply(status=_STATUS[joined.verdict], message=_lines(joined.message)))
-        self._heard[request.island] = _now()
+        self._leases.renewed(request.island, _now())
         if joined.entries:
             logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
         is_resumed = self._is_resumed()
@@ -242,14 +318,19 @@ class Coordinator:
             status=JOIN_STATUS_ACCEPTED,
             grant=sign(grant, self._secret),
             island_slot=self._membership.members[request.island].slot,
-            policy_json=self._policy_json,
+            policy_json=self._terms.policy_json,
             is_resumed=is_resumed,
             resume_step=self._membership.resume_step if is_resumed else 0,
-            last_inner_step=self._last_inner_step.get(request.island, 0),
+            last_inner_step=self._last_inner_step(request.island),
+            total_tokens=self._terms.total_tokens,
+            lease_s=self._terms.lease_s,
         )
-        if self._syncer_address:
+        if self.board.syncer_address:
             reply.syncers.append(
-                SyncerAssignment(address=self._syncer_address, fragment_ids=self._fragment_ids())
+                SyncerAssignment(
+                    address=self.board.syncer_address,
+                    fragment_ids=fragment_ids(self._membership),
+                )
             )
         return _reply(reply)
 
@@ -272,27 +353,48 @@ class Coordinator:
             return _reply(
                 ReportReply(stop=True, reason=self._fenced(grant), exit_code=Fenced.exit_code)
             )
-        self._heard[grant.island] = _now()
-        self._islands[grant.island] = _Seen(_now(), report=request)
+        self._leases.renewed(grant.island, _now())
+        self.board.island_says(grant.island, request)
         if request.inner_step:
-            self._last_inner_step[grant.island] = request.inner_step
+            self._inner_steps[grant.island] = request.inner_step
+        self._keep(membership.reported(grant.island))
         steps, inner_step = request.checkpoint_steps, request.inner_step
         self._keep(membership.keeps(grant.island, steps, inner_step=inner_step))
         if request.has_hold:
             self._keep(membership.promise(grant.island, request.hold_step))
-        return _reply(
-            ReportReply(
-                stop=bool(membership.fatal_reason),
-                reason=membership.fatal_reason,
-                exit_code=membership.fatal_exit_code,
-                hold=membership.is_stopping,
-                has_stop_step=membership.stop_step is not None,
-                stop_step=membership.stop_step or 0,
-                checkpoint_steps=membership.checkpoints,
-            )
+        reply = ReportReply(
+            stop=bool(membership.fatal_reason),
+            reason=membership.fatal_reason,
+            exit_code=membership.fatal_exit_code,
+            hold=membership.is_stopping,
+            has_stop_step=membership.stop_step is not None,
+            stop_step=membership.stop_step or 0,
+            checkpoint_steps=membership.checkpoints,
+            policy_revision=membership.policy_revision,
+            drain=membership.standing(grant.island) in (Lease.DRAINING, Lease.LEFT),
         )
+        if membership.settings:
+            reply.policy_json = json.dumps(membership.policy)
+        if self.is_halting and not reply.stop:
+            reply.stop, reply.reason = True, _HALTING
+        return _reply(reply)
+
+    def _last_inner_step(self, island: str) -> int:
+        """Where the start of an island before this one was; what is durable may be a round older.
+
+        It becomes durable with every record of a round, and when an island leaves.
+        """
+        return self._inner_steps.get(island, self._membership.last_inner_step(island))
+
+    def _index(self, row: RoundRow) -> None:
+        """Index a durable record, and with it how far the islands have come."""
+        entries = self._membership.positions(self._inner_steps)
+        self._journal.write(entries, [row])
+        self._membership.apply(entries)
 
     def _fenced(self, grant: Grant) -> str:
+        if self._membership.standing(grant.island) is Lease.KICKED:
+            return self._membership.kicked_text(grant.island)
         if grant.timeline != self._membership.timeline:
             return (
                 f"the run was resumed from inner step {self._membership.resume_step} (timeline "
@@ -317,8 +419,11 @@ class Coordinator:
                 "left, island=%s exit_code=%d: %s",
                 grant.island, request.exit_code, bounded_text(request.reason),
             )  # fmt: skip
+            is_halted = self.is_halting and self.board.last_state(grant.island) != "finished"
+            exit_code = request.exit_code or (_HALTED if is_halted else 0)
             self._keep(
-                membership.left(grant.island, request.exit_code, is_stopped=request.is_stopped)
+                membership.left(grant.island, exit_code, is_stopped=request.is_stopped)
+                + membership.positions(self._inner_steps)
             )
             self._end_if_over()
         else:
@@ -326,52 +431,6 @@ class Coordinator:
                 "", membership.cause_against(grant.island, grant.incarnation, grant.timeline)
             )
         return _reply(LeaveReply())
-
-    async def _syncer_hello(self, call: IncomingCall) -> Reply:
-        request = SyncerHelloRequest.FromString(call.header)
-        self._insist_on_syncer(request.grant)
-        if len(request.address) > MOST_TEXT:
-            raise FrameError(
-                f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed"
-            )
-        if request.address:
-            self._syncer_address = request.address
-            self._syncer_epoch = request.syncer_epoch
-        reply = SyncerHelloReply(
-            plan_json=self._membership.plan_json,
-            islands=self._membership.islands,
-            fragment_ids=self._fragment_ids(),
-        )
-        return _reply(reply)
-
-    async def _round_report(self, call: IncomingCall) -> Reply:
-        report = RoundReport.FromString(call.header)
-        self._insist_on_syncer(report.grant)
-        known = set(self._fragment_ids())
-        if strangers := [f.fragment_id for f in report.fragments if f.fragment_id not in known]:
-            raise FrameError(f"a report of fragment {strangers[0]}; the plan has {len(known)}")
-        self._syncer_epoch = report.syncer_epoch
-        self._syncer_refusals = _counted(report.refusals, self._membership.islands)
-        for fragment in report.fragments:
-            self.fragment_stands(self._bounded(fragment))
-        if report.record_json:
-            self._journal.index_round(*_indexed(report.record_json), report.record_json)
-        if report.fatal_reason:
-            self.lose(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
-        return _reply(RoundReportReply(checkpoint_steps=self._membership.checkpoints))
-
-    def _bounded(self, fragment: FragmentStatus) -> FragmentStatus:
-        """Cut what a report says of a fragment to what can be true of it."""
-        islands = self._membership.islands
-        return FragmentStatus(
-            fragment_id=fragment.fragment_id,
-            version=fragment.version,
-            attempt=fragment.attempt,
-            digest=bounded_text(fragment.digest),
-            contributors=sorted(set(fragment.contributors).intersection(islands)),
-            age_s=fragment.age_s,
-            phase=bounded_text(fragment.phase),
-        )
 
     async def _clock(self, call: IncomingCall) -> Reply:
         return _reply(ClockReply(unix_s=self._unix_clock()))
@@ -382,61 +441,52 @@ class Coordinator:
 
     async def _standing(self, call: IncomingCall) -> Reply:
         island = StandingRequest.FromString(call.header).island
-        membership = self._membership
-        reply = StandingReply(
-            run=membership.run,
-            timeline=membership.timeline,
-            state=self._state(),
-            start_step=membership.start_step,
-            has_published=self._journal.has_rounds(membership.timeline),
-            inner_steps=self._inner_steps(),
-            syncer_address=self._syncer_address,
-        )
+        reply = self.board.standing()
         # A stranger on a trusted network could name any island: that is `control.status`.
         is_proved = call.caller is not None or call.is_local
-        if is_proved and island in membership.members:
-            reply.island.CopyFrom(self._island_status(island))
+        if is_proved and island in self._membership.members:
+            reply.island.CopyFrom(self.board.island_status(island))
         return _reply(reply)
 
-    def status(self) -> StatusReply:
-        """Everything an operator sees: islands, fragments, the syncer, the run's state."""
-        membership, now = self._membership, _now()
-        reply = StatusReply(
-            run=membership.run,
-            timeline=membership.timeline,
-            syncer_address=self._syncer_address or self.instead_of_syncer,
-            syncer_epoch=self._syncer_epoch,
-            state=self._state(),
-            message=membership.fatal_reason,
-            inner_steps=self._inner_steps(),
-            checkpoint_steps=membership.checkpoints,
-            start_step=membership.start_step,
-            has_published=self._journal.has_rounds(membership.timeline),
-        )
-        reply.islands.extend(map(self._island_status, membership.members))
-        for _, seen in sorted(self._fragments.items()):
-            fragment = FragmentStatus()
-            fragment.CopyFrom(seen.fragment)
-            fragment.age_s += now - seen.at
-            reply.fragments.append(fragment)
-        for (island, cause), count in sorted(self._refusals.items()):
-            reply.refusals.add(service="coordinator", island=island, cause=cause, count=count)
-        reply.refusals.extend(self._syncer_refusals)
-        return reply
+    async def _operate(self, call: IncomingCall) -> Reply:
+        request = OperateRequest.FromString(call.header)
+        operations, arguments = self._operations, dict(request.arguments)
+        size = len(request.command) + sum(len(k) + len(v) for k, v in arguments.items())
+        if size > _MOST_COMMAND:
+            raise FrameError(f"a command of {size} characters; {_MOST_COMMAND} are allowed")
+        if operations is None:
+            return _reply(OperateReply(message="this coordinator takes no commands"))
+        if request.command == "backup":
+            try:
+                message = await operations.backup(arguments)
+            except ConfigError as error:
+                return _reply(OperateReply(message=str(error)))
+            return _reply(OperateReply(is_done=True, message=message))
+        decision = decide(request.command, arguments, self._membership, operations.config)
+        if decision.entries or decision.is_halting:
+            what = {
+                "command": request.command,
+                "arguments": arguments,
+                "message": decision.message,
+                "unix_s": self._unix_clock(),
+            }
+            self._keep(decision.entries + self._membership.operated(what))
+            logger.info("operator: %s %s", request.command, arguments)
+        if decision.config is not None:
+            self._take(decision.config)
+        if decision.is_halting:
+            self.halt()
+        self._end_if_over()
+        return _reply(OperateReply(is_done=decision.is_done, message=decision.message))
 
-    def _island_status(self, island: str) -> IslandStatus:
-        member, seen = self._membership.members[island], self._islands.get(island)
-        status = IslandStatus(
-            island=island, incarnation=member.incarnation, island_slot=member.slot
-        )
-        if seen is not None:
-            status.last_report.CopyFrom(seen.report)
-            status.last_report.ClearField("grant")
-            status.report_age_s = _now() - seen.at
-        return status
-
-    def _inner_steps(self) -> int:
-        return int(json.loads(self._policy_json)["run.inner_steps"])
+    def _take(self, config: Config) -> None:
+        """Obey another configuration from now on."""
+        assert self._operations is not None
+        self._operations.config = config
+        self._terms = self.board.terms = terms_of(config)
+        self._membership.rules = self._terms.rules
+        self._leases.term_s = self._terms.lease_s
+        self._operations.on_config(config)
 
     def _keep(self, entries: Entries) -> None:
         """Make what membership decided durable, then true."""
@@ -458,22 +508,6 @@ class Coordinator:
         """Whether this timeline has published nothing yet: who joins restores the checkpoint."""
         timeline = self._membership.timeline
         return timeline > 0 and not self._journal.has_rounds(timeline)
-
-    def _state(self) -> str:
-        if self._membership.fatal_reason:
-            return "failed"
-        if self._membership.is_finished:
-            return "finished"
-        if self._membership.is_stopped:
-            return "stopped"
-        if self._membership.is_stopping:
-            return "stopping"
-        return "running" if self._membership.have_all_joined else "waiting for islands"
-
-    def _fragment_ids(self) -> list[int]:
-        if not self._membership.plan_json:
-            return []
-        return list(range(len(json.loads(self._membership.plan_json)["fragments"])))
 
     def _is_granted(self, grant: Grant, role: int) -> bool:
         return is_valid(
@@ -506,32 +540,3 @@ def _lines(message: str) -> str:
     if len(lines) > _MOST_LINES:
         shown.append(f"and {len(lines) - _MOST_LINES} lines more")
     return "\n".join(shown)
-
-
-def _counted(reported: Iterable[RefusalCount], islands: Collection[str]) -> list[RefusalCount]:
-    """Return what a syncer has refused, by the islands and causes that there are."""
-    causes = set(map(str, Cause))
-    counts: Counter[tuple[str, str]] = Counter()
-    for each in reported:
-        if each.cause in causes and (not each.island or each.island in islands):
-            counts[each.island, each.cause] = each.count
-    return [
-        RefusalCount(service="syncer", island=island, cause=cause, count=count)
-        for (island, cause), count in sorted(counts.items())
-    ]
-
-
-def _indexed(record_json: str) -> tuple[int, int, int]:
-    """Return timeline, fragment and version of a record's header.
-
-    Raises:
-        FrameError: If it is no header.
-    """
-    try:
-        header = json.loads(record_json)
-        key = header["timeline"], header["fragment_id"], header["version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FrameError(f"a report's record is no header: {type(error).__name__}") from error
-    if not all(type(number) is int and 0 <= number < 2**63 for number in key):
-        raise FrameError(f"a report's record is of round {key}")
-    return key

@@ -1,14 +1,26 @@
-"""Who takes part in a run: a pure machine over joins, departures, stops and checkpoints.
+"""Who takes part in a run: a pure machine over joins, leases, departures, stops and checkpoints.
 
 It accepts or refuses joins, grants incarnations, fixes plan, text and first inner step with the
-first join, knows who has left, finds the inner step after which all can stop, and which run
-checkpoints are complete. Whatever it must never forget comes back as `entries`: key-value pairs
-that the caller writes durably, then applies, then answers; a write that fails has changed nothing.
+first join, knows who holds a lease and so who rounds open with, finds the inner step after which
+all can stop, and which run checkpoints are complete. Whatever it must never forget comes back as
+`entries`: key-value pairs that the caller writes durably, then applies, then answers; a write that
+fails has changed nothing.
+
+    plan, corpus, tokenizer, start    what the first join fixed
+    guests            islands that joined without being configured, in the order of their slots
+    island/NAME       a `Member`
+    position/NAME     {timeline, inner_step}: how far it has come
+    generation        counter of changes of who takes part
+    paused            whether no round opens
+    policy/N          {key, value}: what an operator set, in order
+    operation/N       {number, ...}: what an operator did, the newest ones, for people
+    stop, checkpoint, timeline, fatal
 
 A stop: `request_stop`; every island promises an inner step that it will not pass unasked; when all
 have, the largest promise is the `stop_step` to which everybody goes on and checkpoints. Nobody
 leaves before that checkpoint is complete: an island that starts again before promises anew, and
-when it can stop only later, so do all.
+when it can stop only later, so do all. Where islands come and go they stand at different inner
+steps, and there is no such stop.
 
 Source: protocol.md sections 4 (version 0), 8, 9 and 10.
 """
@@ -17,76 +29,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from diloco.errors import PlanMismatch
-from diloco.outer.fragments import Plan, plan_difference
+from diloco.coordinator.admission import Entries, Joined, JoinVerdict, Shared, objection
+from diloco.coordinator.leases import Lease, LeaseEvent
+from diloco.coordinator.members import Member, MembershipRules, read_member
+from diloco.coordinator.roll import Roll
 from diloco.refusals import Cause
 
-Entries = tuple[tuple[str, str], ...]
-
-#: Bytes of the largest plan manifest: it goes on to the syncer in one header, with names beside it.
-MOST_PLAN_BYTES = 7 << 17
-_MOST_DIGEST = 256
-
-#: Starts of one island that are remembered, the newest: an island that starts again and again does
-#: not fill the journal. One that joins again after so many later ones counts as another start.
-REMEMBERED_STARTS = 256
-
-
-class JoinVerdict(StrEnum):
-    """Answer to a join."""
-
-    ACCEPTED = "accepted"
-    FINGERPRINT_MISMATCH = "fingerprint_mismatch"
-    PLAN_MISMATCH = "plan_mismatch"
-    RUN_STOPPED = "run_stopped"
-    UNKNOWN_ISLAND = "unknown_island"
-    WRONG_RUN = "wrong_run"
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Outcome of a join: verdict, granted incarnation, and what to write and apply in any case.
-
-    A refusal has a message, which names the field and both values, and a cause.
-    """
-
-    verdict: JoinVerdict
-    message: str = ""
-    incarnation: int = 0
-    cause: Cause | None = None
-    entries: Entries = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """What is known of one configured island.
-
-    Args:
-        slot: Its island slot.
-        incarnations: Incarnation of each of the newest starts, by start id; numbered from 1 as they
-            joined.
-        timeline: In which the newest start joined.
-        exit_code: How the newest start ended; None while it is at work.
-        is_stopped: Whether it ended in a graceful stop.
-    """
-
-    slot: int
-    incarnations: Mapping[str, int] = field(default_factory=dict)
-    timeline: int = 0
-    exit_code: int | None = None
-    is_stopped: bool = False
-
-    @property
-    def incarnation(self) -> int:
-        """Incarnation of the newest start; 0 before the first."""
-        return max(self.incarnations.values(), default=0)
+#: What operators did that is remembered, the newest.
+REMEMBERED_OPERATIONS = 1000
 
 
 @dataclass(slots=True)
-class Membership:
+class Membership(Roll):
     """Islands of one run.
 
     Args:
@@ -96,6 +53,7 @@ class Membership:
         identity_difference: Names the dotted keys in which two identity documents differ.
         inner_steps: Last inner step of the run.
         num_checkpoints: Complete run checkpoints that are remembered, the newest; at least 1.
+        rules: Who may take part; may be replaced at any time.
 
     Attributes:
         timeline: Counter of resumes.
@@ -103,6 +61,7 @@ class Membership:
         checkpoints: Inner steps of the complete run checkpoints, ascending.
         promises: Island -> inner step that it will not pass unasked; None while nobody asked for a
             stop.
+        settings: What an operator has set, by revision from 1 on: a dotted key and its value.
     """
 
     run: str
@@ -111,28 +70,37 @@ class Membership:
     identity_difference: Callable[[str, str], list[str]]
     inner_steps: int
     num_checkpoints: int
+    rules: MembershipRules = field(default_factory=MembershipRules)
     plan_json: str = ""
     corpus_sha256: str = ""
     tokenizer_digest: str = ""
     start_step: int = 0
     timeline: int = 0
     resume_step: int = 0
+    generation: int = 0
+    is_paused: bool = False
     checkpoints: tuple[int, ...] = ()
     promises: Mapping[str, int] | None = None
+    settings: dict[int, tuple[str, Any]] = field(default_factory=dict)
     members: dict[str, Member] = field(init=False)
     fatal_reason: str = ""
     fatal_exit_code: int = 0
-    _kept: dict[str, set[int]] = field(init=False)
+    _was_paused: bool = False
+    _num_operations: int = 0
+    _kept: dict[str, set[int]] = field(default_factory=dict)
+    _positions: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Give every configured island its slot."""
         self.members = {island: Member(slot) for slot, island in enumerate(self.islands)}
-        self._kept = {island: set() for island in self.islands}
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable: after a write, and after a restart all of it."""
+        entries = list(entries)
+        for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
+            self.members.setdefault(guest, Member(len(self.members)))
         for key, value in entries:
-            kind, _, island = key.partition("/")
+            kind, _, name = key.partition("/")
             match kind:
                 case "plan":
                     self.plan_json = value
@@ -145,17 +113,28 @@ class Membership:
                 case "timeline":
                     saved = json.loads(value)
                     self.timeline, self.resume_step = saved["timeline"], saved["resume_step"]
+                case "generation":
+                    self.generation = int(value)
+                case "paused":
+                    self.is_paused, self._was_paused = json.loads(value), True
                 case "checkpoint":
                     self.checkpoints = tuple(json.loads(value))
                 case "stop":
                     self.promises = json.loads(value)
                 case "fatal":
                     self.fatal_reason, self.fatal_exit_code = json.loads(value)
-                case "island" if island in self.members:
-                    before = self.members[island]
-                    self.members[island] = Member(before.slot, **json.loads(value))
-                    if self.members[island].incarnation > before.incarnation:
-                        self._kept[island] = set()  # it may write some of them anew
+                case "policy":
+                    saved = json.loads(value)
+                    self.settings[int(name)] = saved["key"], saved["value"]
+                case "operation":
+                    self._num_operations = max(self._num_operations, json.loads(value)["number"])
+                case "position":
+                    self._positions[name] = json.loads(value)
+                case "island" if name in self.members:
+                    before = self.members[name]
+                    self.members[name] = read_member(before.slot, value)
+                    if self.members[name].incarnation > before.incarnation:
+                        self._kept.pop(name, None)  # it may write some of them anew
 
     # -- joins and departures ----------------------------------------------------------------------
 
@@ -177,73 +156,11 @@ class Membership:
         it; another start of the island gets the next one, which fences the earlier. After a stop
         whose checkpoint is complete there is nothing to start for: the island has left.
         """
-        if run != self.run:
-            message = f"run: {self.run!r} here, {run!r} there: you asked for another run"
-            return Joined(JoinVerdict.WRONG_RUN, message, cause=Cause.RUN)
-        member = self.members.get(island)
-        if member is None:
-            names = ", ".join(self.islands)
-            return Joined(
-                JoinVerdict.UNKNOWN_ISLAND,
-                f"island {island!r} is not in the coordinator's configuration, which has {names}",
-                cause=Cause.ISLAND,
-            )
-        if differing := self.identity_difference(self.identity_json, identity_json):
-            return Joined(
-                JoinVerdict.FINGERPRINT_MISMATCH,
-                f"the configuration of island {island!r} (there) differs from the run's (here):\n  "
-                + "\n  ".join(differing),
-                cause=Cause.IDENTITY,
-            )
-        try:
-            if len(plan_json) > MOST_PLAN_BYTES:
-                raise PlanMismatch(
-                    f"its manifest has {len(plan_json)} bytes; {MOST_PLAN_BYTES} are allowed"
-                )
-            Plan.from_json(plan_json)
-        except PlanMismatch as error:
-            message = f"island {island!r} sent no usable plan: {error}"
-            return Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)
-        if self.plan_json and plan_json != self.plan_json:
-            return Joined(
-                JoinVerdict.PLAN_MISMATCH,
-                f"the plan of island {island!r} (there) differs from the run's (here):\n  "
-                + "\n  ".join(plan_difference(self.plan_json, plan_json)),
-                cause=Cause.PLAN,
-            )
-        for name, digest in (("text", corpus_sha256), ("tokenizer", tokenizer_digest)):
-            if len(digest) > _MOST_DIGEST:
-                return Joined(
-                    JoinVerdict.FINGERPRINT_MISMATCH,
-                    f"the {name} of island {island!r} has a digest of {len(digest)} characters; "
-                    f"{_MOST_DIGEST} are allowed",
-                    cause=Cause(name),
-                )
-        # Before the text, whose digest covers it. None was said: a training loop of somebody's own.
-        if self.tokenizer_digest and tokenizer_digest != self.tokenizer_digest:
-            return Joined(
-                JoinVerdict.FINGERPRINT_MISMATCH,
-                f"data.tokenizer of island {island!r} has digest {tokenizer_digest!r} (there), the "
-                f"run's has {self.tokenizer_digest!r} (here): the same tokenizer.json and "
-                "data.separator are needed everywhere",
-                cause=Cause.TOKENIZER,
-            )
-        if self.plan_json and corpus_sha256 != self.corpus_sha256:
-            return Joined(
-                JoinVerdict.FINGERPRINT_MISMATCH,
-                f"the text of island {island!r} has digest {corpus_sha256} (there), the run's has "
-                f'{self.corpus_sha256} (here): data.source = "stdlib" needs the same release of '
-                "Python on every island, [data.sources] the same files under the same names (or "
-                "one commit, set as revision)",
-                cause=Cause.TEXT,
-            )
-        if self.plan_json and start_step != self.start_step:
-            return Joined(
-                JoinVerdict.FINGERPRINT_MISMATCH,
-                f"island {island!r} starts at inner step {start_step} (there), the run started at "
-                f"{self.start_step} (here): run.warm_start must name the same source everywhere",
-                cause=Cause.START_STEP,
-            )
+        there = Shared(identity_json, plan_json, corpus_sha256, tokenizer_digest, start_step)
+        if (refusal := self._objection(run, island, there)) is not None:
+            return refusal
+        guests = self.guests if island in self.members else (*self.guests, island)
+        member = self.members.get(island) or Member(len(self.members))
         incarnation = member.incarnations.get(start_id, member.incarnation + 1)
         is_newest = incarnation >= member.incarnation
         if start_id in member.incarnations and (self._has_joined(member) or not is_newest):
@@ -256,29 +173,65 @@ class Membership:
                 entries=self.left(island, 0, is_stopped=True),
                 cause=Cause.STOPPED,
             )
-        oldest = incarnation - REMEMBERED_STARTS
-        starts = {s: n for s, n in member.incarnations.items() if n > oldest}
-        joined = Member(member.slot, {**starts, start_id: incarnation}, self.timeline)
-        entries = (
+        common = (
             ("plan", plan_json),
             ("corpus", corpus_sha256),
             ("tokenizer", tokenizer_digest),
             ("start", str(start_step)),
-            _island_entry(island, joined),
         )
-        # The first join writes all of them, a later one its own.
         return Joined(
             JoinVerdict.ACCEPTED,
             incarnation=incarnation,
-            entries=entries[4 if self.plan_json else 0 :] + self._reopened(island),
+            entries=(
+                *(() if self.plan_json else common),
+                *(() if guests == self.guests else (("guests", json.dumps(guests)),)),
+                *self.changed(island, member.started(start_id, incarnation, self.timeline)),
+                *self._reopened(island),
+            ),
         )
 
+    def _objection(self, run: str, island: str, there: Shared) -> Joined | None:
+        """Refuse who may not join at all, and who does not share what all must."""
+        if run != self.run:
+            message = f"run: {self.run!r} here, {run!r} there: you asked for another run"
+            return Joined(JoinVerdict.WRONG_RUN, message, cause=Cause.RUN)
+        member = self.members.get(island)
+        if member is None and not self.rules.is_open:
+            return Joined(
+                JoinVerdict.UNKNOWN_ISLAND,
+                f"island {island!r} is not in the coordinator's configuration, which has "
+                f"{', '.join(self.members)}",
+                cause=Cause.ISLAND,
+            )
+        here = Shared(
+            self.identity_json,
+            self.plan_json,
+            self.corpus_sha256,
+            self.tokenizer_digest,
+            self.start_step,
+        )
+        if not self.rules.are_names_shared:
+            here, there = here.without_names(), there.without_names()
+        if (refusal := objection(here, there, island, self.identity_difference)) is not None:
+            return refusal
+        if member is None and len(self.members) >= self.rules.max_islands:
+            return Joined(
+                JoinVerdict.RUN_FULL,
+                f"run.max_islands: {self.rules.max_islands} here, island {island!r} there would be "
+                f"number {len(self.members) + 1}: the places belong to {', '.join(self.members)}; "
+                f"start one of these, in place of one that has left",
+                cause=Cause.FULL,
+            )
+        if member is not None and member.standing(self.timeline) is Lease.KICKED:
+            return Joined(JoinVerdict.KICKED, self.kicked_text(island), cause=Cause.KICKED)
+        return None
+
     def is_current(self, island: str, incarnation: int, timeline: int) -> bool:
-        """Whether this is the newest start of a known island, in the present timeline."""
+        """Whether this is the newest start of an island, in this timeline, and not taken out."""
         member = self.members.get(island)
         return (
             member is not None
-            and member.incarnation == incarnation
+            and member.incarnation == incarnation >= member.fenced_below
             and timeline == member.timeline == self.timeline
         )
 
@@ -289,24 +242,36 @@ class Membership:
             return Cause.GRANT
         if timeline != self.timeline:
             return Cause.TIMELINE
-        return Cause.INCARNATION if incarnation < member.incarnation else Cause.GRANT
+        if self.standing(island) is Lease.KICKED:
+            return Cause.KICKED
+        is_old = incarnation < max(member.incarnation, member.fenced_below)
+        return Cause.INCARNATION if is_old else Cause.GRANT
 
     def left(self, island: str, exit_code: int, *, is_stopped: bool) -> Entries:
         """Note how the current start of an island ended.
 
-        One that stopped did so after the checkpoint of the stop step was complete.
+        One that stopped did so after the checkpoint of the stop step was complete. One that failed
+        is lost at once where nobody waits for it; else it has to the end of its lease to return.
         """
         member = replace(self.members[island], exit_code=exit_code, is_stopped=is_stopped)
-        return (_island_entry(island, member),)
+        if exit_code == 0:
+            member = member.after(LeaseEvent.LEFT, self.timeline)
+        elif self.rules.is_elastic:
+            member = member.after(LeaseEvent.FAILED, self.timeline)
+        return self.changed(island, member)
 
     def failed(self, reason: str, exit_code: int) -> Entries:
         """Note that the run must stop; none if it must already: the first reason stays."""
         return () if self.fatal_reason else (("fatal", json.dumps([reason, exit_code])),)
 
+    # -- how the run stands ------------------------------------------------------------------------
+
     @property
     def have_all_joined(self) -> bool:
-        """Whether every configured island has joined in this timeline."""
-        return all(map(self._has_joined, self.members.values()))
+        """Whether the islands are there that rounds need."""
+        if self.rules.is_elastic:
+            return len(self.live) >= self.rules.min_islands
+        return all(map(self._has_joined, self.counted.values()))
 
     @property
     def has_been_joined(self) -> bool:
@@ -315,28 +280,78 @@ class Membership:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every island has left without an error, at the end of the run."""
-        return self._have_left_well and not any(m.is_stopped for m in self.members.values())
+        """Whether every island has left without an error, at the end of the run.
+
+        Where islands come and go: whether one has come to the end, and none is at work.
+        """
+        if self.rules.is_elastic:
+            members = filter(self._has_joined, self.members.values())
+            return not self.holders and any(m.has_finished for m in members)
+        return self._have_left_well and not any(m.is_stopped for m in self.counted.values())
 
     @property
     def is_stopped(self) -> bool:
         """Whether every island has left without an error, in a graceful stop."""
-        return self._have_left_well and any(m.is_stopped for m in self.members.values())
+        return self._have_left_well and any(m.is_stopped for m in self.counted.values())
 
     @property
     def is_deserted(self) -> bool:
         """Whether no island is left that joined."""
         return all(
             member.exit_code is not None
-            for member in self.members.values()
+            for member in self.counted.values()
             if self._has_joined(member)
         )
+
+    def _has_joined(self, member: Member) -> bool:
+        return member.incarnation > 0 and member.timeline == self.timeline
+
+    @property
+    def _have_left_well(self) -> bool:
+        counted = self.counted.values()
+        return bool(counted) and all(self._has_joined(m) and m.exit_code == 0 for m in counted)
+
+    def positions(self, inner_steps: Mapping[str, int]) -> Entries:
+        """Note how far islands have come; none where that is known."""
+        return tuple(
+            (f"position/{i}", json.dumps({"timeline": self.timeline, "inner_step": step}))
+            for i, step in sorted(inner_steps.items())
+            if step != self.last_inner_step(i)
+        )
+
+    def last_inner_step(self, island: str) -> int:
+        """Inner step that an island was last noted to have made in this timeline; 0: none."""
+        position = self._positions.get(island, {"timeline": -1})
+        return position["inner_step"] if position["timeline"] == self.timeline else 0
+
+    def policy_set(self, key: str, value: Any) -> Entries:
+        """Note what an operator has set; the value is of any JSON type."""
+        revision = self.policy_revision + 1
+        return ((f"policy/{revision}", json.dumps({"key": key, "value": value})),)
+
+    def operated(self, what: Mapping[str, Any]) -> Entries:
+        """Note what an operator did, in JSON values; of so many only the newest are kept."""
+        number = self._num_operations + 1
+        key = f"operation/{number % REMEMBERED_OPERATIONS}"
+        return ((key, json.dumps({"number": number, **what})),)
+
+    @property
+    def policy_revision(self) -> int:
+        """Counter of what an operator has set."""
+        return max(self.settings, default=0)
+
+    @property
+    def policy(self) -> dict[str, Any]:
+        """What an operator has set, by dotted key; the newest value of each."""
+        return {key: value for _, (key, value) in sorted(self.settings.items())}
 
     # -- stop --------------------------------------------------------------------------------------
 
     def request_stop(self) -> Entries:
         """Ask every island for a promise; none if that was asked, or there is nobody to ask."""
-        if self.is_stopping or not self.have_all_joined or self.is_deserted:
+        if self.rules.is_elastic or self.is_stopping:
+            return ()
+        if not self.have_all_joined or self.is_deserted:
             return ()
         return (("stop", "{}"),)
 
@@ -370,7 +385,7 @@ class Membership:
         """Say which of the silent islands a stop waits for, and in words for what of each."""
         if self.promises is None:
             return {}
-        at_work = [name for name in silent if self.members[name].exit_code != 0]
+        at_work = [n for n in silent if n in self.counted and self.members[n].exit_code != 0]
         if self.stop_step is not None:
             return dict.fromkeys(at_work, f"the checkpoint of inner step {self.stop_step}")
         missing = [name for name in at_work if name not in self.promises]
@@ -398,9 +413,10 @@ class Membership:
 
     def _named_by(self, promises: Mapping[str, int]) -> int | None:
         """Return the stop step; who has finished has promised the last inner step."""
-        finished = {name: self.inner_steps for name, m in self.members.items() if m.exit_code == 0}
+        counted = self.counted
+        finished = {name: self.inner_steps for name, m in counted.items() if m.exit_code == 0}
         promises = {**finished, **promises}
-        return max(promises.values()) if promises.keys() == self.members.keys() else None
+        return max(promises.values()) if promises and promises.keys() >= counted.keys() else None
 
     @property
     def is_stop_complete(self) -> bool:
@@ -419,7 +435,8 @@ class Membership:
         reached = max(inner_step, self.resume_step)
         self._kept[island] = {step for step in steps if step <= reached}
         # Complete once is complete for good: an island that has not reported yet keeps its own.
-        complete = set.intersection(*self._kept.values()) | set(self.checkpoints)
+        kept = [self._kept.get(name, set()) for name in self.counted]
+        complete = (set.intersection(*kept) if kept else set()) | set(self.checkpoints)
         newest = tuple(sorted(complete)[-self.num_checkpoints :])
         return () if newest == self.checkpoints else (("checkpoint", json.dumps(newest)),)
 
@@ -432,17 +449,5 @@ class Membership:
             ("checkpoint", json.dumps(kept)),
             ("stop", "null"),
             ("fatal", json.dumps(["", 0])),
+            *self.paused(False),
         )
-
-    def _has_joined(self, member: Member) -> bool:
-        return member.incarnation > 0 and member.timeline == self.timeline
-
-    @property
-    def _have_left_well(self) -> bool:
-        return all(self._has_joined(m) and m.exit_code == 0 for m in self.members.values())
-
-
-def _island_entry(island: str, member: Member) -> tuple[str, str]:
-    saved = asdict(member)
-    del saved["slot"]  # follows from the configuration
-    return f"island/{island}", json.dumps(saved)

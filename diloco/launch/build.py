@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.launch.disk import num_unsure_checkpoints
 from diloco.outer.combination import MergeRule
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import PublicationRules
+from diloco.rounds.rules import SyncerRules
+from diloco.rounds.timing import TimingRules
 from transport.link import LinkProfile, find_profile
+from transport.units import parse_duration
 
 
 def build_publication_rules(config: Config) -> PublicationRules:
@@ -30,6 +34,46 @@ def build_publication_rules(config: Config) -> PublicationRules:
         outer.experts,
     )
     return PublicationRules(outer.uplink, outer.downlink, optimizer, config.run.seed, merge)
+
+
+def build_syncer_rules(
+    config: Config, *, timeline: int, num_threads: int = 1, policy_revision: int = 0
+) -> SyncerRules:
+    """Give all that a syncer obeys; where nobody waits, tokens end the run and times are measured.
+
+    Args:
+        config: The coordinator's, with what an operator has set since.
+        timeline: Of the run.
+        num_threads: Lanes merged at once.
+        policy_revision: Of what was set.
+    """
+    outer, is_on_arrival = config.outer, config.outer.is_on_arrival
+    timing = TimingRules(
+        inner_steps_per_round=outer.inner_steps_per_round,
+        overlap_steps=outer.overlap_steps,
+        grace_share=outer.grace_share,
+        grace_cap_s=outer.grace_cap_s,
+        deadline_floor_s=outer.round_deadline_floor_s,
+        deadline_cap_s=outer.round_deadline_s,
+        grace_s=None if outer.grace == "auto" else parse_duration(outer.grace),
+    )
+    return SyncerRules(
+        timeline=timeline,
+        islands=tuple(sorted(config.islands)),
+        publication=build_publication_rules(config),
+        round_deadline_s=outer.round_deadline_s,
+        num_unsure_pins=num_unsure_checkpoints(config),
+        spool_bytes=config.coordinator.spool_bytes,
+        num_threads=num_threads,
+        on_member_lost=outer.on_member_lost,
+        min_members=config.run.min_islands if is_on_arrival else None,
+        quorum=outer.quorum,
+        timing=timing if is_on_arrival else None,
+        lease_s=config.lease_s,
+        total_tokens=config.total_tokens if is_on_arrival else 0,
+        has_flush=outer.flush,
+        policy_revision=policy_revision,
+    )
 
 
 def link_profile(config: Config) -> LinkProfile | None:

@@ -20,16 +20,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco.config.classes import fingerprint, identity_difference, policy_json
-from diloco.config.load import load_config, resolved_toml
+from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
-from diloco.coordinator.daemon import Coordinator
+from diloco.coordinator.daemon import Coordinator, Operations
 from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.terms import terms_of
 from diloco.durable import write_durably
 from diloco.errors import ConfigError
 from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
+from diloco.launch.backup import Backups
 from diloco.launch.ending import Request, first_of, heed_signals
 from diloco.launch.run_checkpoints import (
     RESUME,
@@ -74,7 +76,8 @@ async def run_coordinator(
     """Coordinate a run until it is over, or stopped by signals.
 
     The first signal asks every island to checkpoint after one inner step and to leave; a second
-    one, or the first while not every island has joined, stops coordinator and syncer at once.
+    one, or the first while not every island has joined, stops coordinator and syncer at once. Where
+    islands come and go there is no such step: the first one tells all of them to end.
 
     Args:
         config: The run; `coordinator.state_dir` is made if missing, and gone on with if it holds
@@ -117,6 +120,7 @@ async def run_coordinator(
                     tell(f"start every island: {commands_of_islands(config)}")
                 elif membership.is_stopped:
                     raise ConfigError(_stopped_text(config, state, membership))
+                config = _with_settings(config, membership, tell)
                 _claim(config, state, membership)
                 return await _coordinate(config, state, journal, membership, tell, linger_s)
     except Held as error:
@@ -131,10 +135,27 @@ async def run_coordinator(
         ) from error
 
 
+def _with_settings(config: Config, membership: Membership, tell: Callable[[str], None]) -> Config:
+    """Give the configuration with what an operator has set while the run was under way.
+
+    Raises:
+        ConfigError: If that does not fit the file any more.
+    """
+    policy = json.loads(policy_json(config))
+    changed = {key: value for key, value in membership.policy.items() if policy[key] != value}
+    for key, value in sorted(changed.items()):
+        tell(
+            f"{key} = {json.dumps(value)}, as an operator has set it; the file says "
+            f"{json.dumps(policy[key])} (diloco set HOST:PORT {key}=VALUE changes it)"
+        )
+    return with_settings(config, json.dumps(changed))
+
+
 def _claim(config: Config, state: StateDir, membership: Membership) -> None:
     """Record the configuration; whoever lives and stays keeps the policy it has."""
     if state.resolved.exists() and read_timeline(state.timeline) == _timeline(membership):
-        _insist_on_same_policy(config, load_config(state.resolved), state, membership)
+        before = _with_settings(load_config(state.resolved), membership, lambda line: None)
+        _insist_on_same_policy(config, before, state, membership)
     write_durably(state.resolved, [resolved_toml(config).encode()])
     write_durably(state.fingerprint, [fingerprint(config).encode()])
 
@@ -173,9 +194,15 @@ async def _coordinate(
         membership=membership,
         journal=journal,
         secret=load_or_create_secret(state.secret),
-        policy_json=policy_json(config),
+        terms=terms_of(config),
         unix_clock=time.time,
-        unreachable_s=config.transport.unreachable_s,
+        operations=Operations(
+            config,
+            on_config=lambda config: write_durably(
+                state.resolved, [resolved_toml(config).encode()]
+            ),
+            backup=Backups(state).make,
+        ),
     )
     security = Security.of(config, Role.COORDINATOR)
     if security.insecure:
@@ -210,10 +237,10 @@ async def _coordinate(
         await first_of(
             coordinator.ended.wait(),
             coordinator.watch(),
-            _asked_to_stop(coordinator, signals, tell),
+            _asked_to_stop(coordinator, membership, signals, tell),
             decider.watch() if decider else supervisor.run(),
         )
-        if membership.fatal_reason:
+        if membership.fatal_reason or coordinator.is_halting:
             await _linger(membership, linger_s)
         await _stop_syncer(state, supervisor, journal)  # served meanwhile: it has last reports
     finally:
@@ -235,7 +262,7 @@ def _build_decider(
     outer = config.outer
     if outer.exchange == "syncer":
         return None
-    coordinator.instead_of_syncer = "none: the islands merge among themselves"
+    coordinator.board.instead_of_syncer = "none: the islands merge among themselves"
     return Decider(
         membership=membership,
         journal=journal,
@@ -250,10 +277,17 @@ def _build_decider(
 
 
 async def _asked_to_stop(
-    coordinator: Coordinator, signals: Request, tell: Callable[[str], None]
+    coordinator: Coordinator,
+    membership: Membership,
+    signals: Request,
+    tell: Callable[[str], None],
 ) -> None:
     """Return when everything is to stop at once; before that, pass a graceful stop on."""
     await signals.asked.wait()
+    if membership.rules.is_elastic:
+        tell("stopping: every island is told to end; nothing published is lost")
+        coordinator.halt()
+        return
     if not coordinator.request_stop():
         return
     tell(

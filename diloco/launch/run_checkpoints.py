@@ -20,6 +20,7 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.terms import terms_of
 from diloco.errors import ConfigError
 from diloco.launch.checkpoints import step_directory, verify
 from diloco.launch.progress import progress_bar
@@ -63,6 +64,7 @@ def read_membership(config: Config, journal: Journal) -> Membership:
         identity_difference=identity_difference,
         inner_steps=config.run.inner_steps,
         num_checkpoints=config.checkpoint.keep,
+        rules=terms_of(config).rules,
     )
     try:
         membership.apply(journal.entries().items())

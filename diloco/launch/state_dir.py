@@ -8,9 +8,9 @@
     timeline.json      which timeline the coordinator serves, and the checkpoint it began from
     syncer.json        address and pid of the syncer, while one lives
     syncer.log         what all syncers of this run said
-    syncer/            the syncer's store: lock, address, epoch, incarnations, plan, fragments,
-                       pins, the timeline that it was last taken to, and the spool of what has
-                       arrived, which no later start reads
+    syncer/            the syncer's store: lock, address, epoch, incarnations, orders, plan,
+                       fragments, pins, the timeline that it was last taken to, and the
+                       spool of what has arrived, which no later start reads
     peers/ISLAND/      the same of an island's peer, where there is no syncer
 
 A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
@@ -135,6 +135,11 @@ class StateDir:
     def incarnations(self) -> Path:
         """Highest incarnation of each island that the syncer has accepted."""
         return self.store / "incarnations.json"
+
+    @property
+    def orders(self) -> Path:
+        """What the coordinator ordered last: who takes part, by which policy."""
+        return self.store / "orders.json"
 
     @property
     def store_timeline(self) -> Path:

@@ -1,18 +1,28 @@
-"""How a run stands: what its coordinator tells an operator, and an island. Imports no torch."""
+"""How a run stands, and what an operator tells its coordinator to do. Imports no torch."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
-from diloco.errors import CoordinatorUnavailable
-from protos.control_pb2 import StandingReply, StandingRequest, StatusReply, StatusRequest
+from diloco.errors import ConfigError, CoordinatorUnavailable
+from protos.control_pb2 import (
+    OperateReply,
+    OperateRequest,
+    StandingReply,
+    StandingRequest,
+    StatusReply,
+    StatusRequest,
+)
 from transport.contracts import PROTOCOL_VERSION, Reply, Transport
 from transport.errors import TransportError, Unauthorised
 from transport.retry import RetryPolicy, retry
 
 _CALL_S = 5.0
+#: Seconds that a coordinator has to copy a run.
+_BACKUP_S = 3600.0
 
 
 async def ask_status(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
@@ -40,11 +50,35 @@ async def ask_standing(
     return StandingReply.FromString(reply.header)
 
 
-async def _ask(transport: Transport, method: str, request: Message, patience_s: float) -> Reply:
+async def operate(transport: Transport, command: str, arguments: Mapping[str, str]) -> str:
+    """Give a coordinator a command, as an operator; returns in words what was done.
+
+    Raises:
+        ConfigError: If it does not do it; says why, and what to do.
+        CoordinatorUnavailable: As `ask_status`.
+    """
+    request = OperateRequest(
+        protocol_version=PROTOCOL_VERSION, command=command, arguments=arguments
+    )
+    deadline_s = _BACKUP_S if command == "backup" else _CALL_S
+    reply = await _ask(transport, "control.operate", request, 0.0, deadline_s)
+    answer = OperateReply.FromString(reply.header)
+    if not answer.is_done:
+        raise ConfigError(f"diloco {command}: {answer.message}")
+    return answer.message
+
+
+async def _ask(
+    transport: Transport,
+    method: str,
+    request: Message,
+    patience_s: float,
+    deadline_s: float = _CALL_S,
+) -> Reply:
     header = request.SerializeToString()
 
     async def attempt() -> Reply:
-        return await transport.call(method, header, deadline_s=_CALL_S)
+        return await transport.call(method, header, deadline_s=deadline_s)
 
     policy = RetryPolicy(max_wait_s=1.0, budget_s=patience_s)
     try:

@@ -258,7 +258,8 @@ def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[
     """
     read = [event for path in sorted(directory.glob("events-*.jsonl")) for event in _whole(path)]
     return {
-        name: effective([event for event in read if event["island"] == name]) for name in islands
+        name: effective([event for event in read if event.get("island") == name])
+        for name in islands
     }
 
 
@@ -368,7 +369,8 @@ def _fragment_summary(
             is_equal = False
             problem = f"version {record.version} has lost its predecessor: {error}"
             break
-        is_same = recompute(before, record, rules, store.fragment) == record.lane_digests
+        made_by = PublicationRules.from_json(record.rules) if record.rules else rules
+        is_same = recompute(before, record, made_by, store.fragment) == record.lane_digests
         is_equal = is_same and is_equal is not False
         recomputed.append(record.version)
         record = before

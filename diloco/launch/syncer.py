@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from diloco.config.load import load_config
+from diloco.config.load import load_config, with_settings
 from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, syncer_address
 from diloco.launch.allocator import keep_freed_memory
-from diloco.launch.disk import insist_on_room, num_unsure_checkpoints
+from diloco.launch.disk import insist_on_room
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.logs import log_to
 from diloco.launch.security import Security, metrics_protection
@@ -45,10 +45,12 @@ from diloco.launch.state_dir import (
 )
 from diloco.launch.tensor_thread import TensorThread
 from diloco.outer.fragments import Plan
+from diloco.rounds.orders import Orders
 from diloco.rounds.pins import restore, valid_pins
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.reporter import Reporter
 from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
+from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
 from protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
 from transport.contracts import Transport
 from transport.errors import ConnectError
@@ -56,6 +58,7 @@ from transport.identity import Role
 
 if TYPE_CHECKING:  # torch is imported once the store is ours
     from diloco.config.schema import Config
+    from diloco.rounds.rules import SyncerRules
     from diloco.rounds.syncer import Syncer
 
 logger = logging.getLogger(__name__)
@@ -143,7 +146,10 @@ async def _serve(
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
             num_parameters = sum(tensor.numel for tensor in plan.tensors)
             insist_on_room(config, num_parameters, islands=(), is_new=True)
-        syncer = _build_syncer(config, state, plan, secret, epoch, timeline, reporter, worker)
+        events = _open_events(config, state, epoch, timeline)
+        syncer = _build_syncer(
+            config, state, plan, secret, epoch, timeline, reporter, worker, events
+        )
         await worker.run(lambda: _warm_up(config, plan))
         await syncer.start()
         bound = read_json(state.bound)
@@ -177,6 +183,29 @@ async def _serve(
             await reporter.drain(_LAST_REPORT_S)
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
+            events.close()
+
+
+def _open_events(config: Config, state: StateDir, epoch: int, timeline: Timeline) -> Sink:
+    """Open the file of what happens to rounds; a run that is under way goes on without.
+
+    Raises:
+        ConfigError: If it cannot be written to, at the first start.
+    """
+    directory = Path(config.telemetry.dir) if config.telemetry.dir else state.root / "telemetry"
+    context = {"run": config.run.name, "syncer_epoch": epoch, "timeline": timeline.number}
+    sink = BackgroundSink(
+        "rounds", JsonlSink(directory / "events-syncer.jsonl", context, time.time)
+    )
+    try:
+        sink.open()
+    except OSError as error:
+        problem = f"telemetry.dir = {directory}: events of rounds cannot be written there: {error}"
+        if epoch == 1:
+            raise ConfigError(f"{problem}; give another directory") from error
+        logger.warning("the run goes on without them: %s", problem)
+        return FanOut(())
+    return sink
 
 
 async def _end(syncer: Syncer, reporter: Reporter, stopping: asyncio.Event) -> int:
@@ -223,7 +252,8 @@ def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:
                 else "There is no older one; start the run again in an empty coordinator.state_dir"
             )
         ) from error
-    state.incarnations.unlink(missing_ok=True)  # of starts that belong to the earlier timeline
+    for of_earlier_starts in (state.incarnations, state.orders):
+        of_earlier_starts.unlink(missing_ok=True)
     sync_directory(state.store)
     timeline.write(state.store_timeline)
     logger.info("store restored, timeline=%d step=%d", timeline.number, step)
@@ -238,12 +268,13 @@ def _build_syncer(
     timeline: Timeline,
     reporter: Reporter,
     worker: TensorThread,
+    events: Sink,
 ) -> Syncer:
     import torch
 
-    from diloco.launch.build import build_publication_rules
+    from diloco.launch.build import build_syncer_rules
     from diloco.rounds.store import FragmentStore
-    from diloco.rounds.syncer import Syncer, SyncerRules
+    from diloco.rounds.syncer import Syncer
 
     keep_freed_memory()
     torch.set_num_threads(1)  # of one operation; lanes are merged side by side
@@ -257,17 +288,11 @@ def _build_syncer(
         )
         for part in plan.fragments
     ]
+    num_threads = len(os.sched_getaffinity(0))
+    rules = build_syncer_rules(config, timeline=timeline.number, num_threads=num_threads)
     return Syncer(
         plan,
-        SyncerRules(
-            timeline=timeline.number,
-            islands=tuple(sorted(config.islands)),
-            publication=build_publication_rules(config),
-            round_deadline_s=outer.round_deadline_s,
-            num_unsure_pins=num_unsure_checkpoints(config),
-            spool_bytes=config.coordinator.spool_bytes,
-            num_threads=len(os.sched_getaffinity(0)),
-        ),
+        rules,
         stores,
         syncer_epoch=epoch,
         incarnations=_Incarnations(state.incarnations),
@@ -277,6 +302,8 @@ def _build_syncer(
         worker=worker,
         on_record=reporter.add_record,
         on_change=reporter.changed,
+        orders=_Orders(state.orders, config, rules),
+        on_event=events.write,
     )
 
 
@@ -297,6 +324,32 @@ class _Incarnations:
 
     def store(self, incarnations: dict[str, int]) -> None:
         write_json(self._path, incarnations)
+
+
+class _Orders:
+    """The coordinator's last orders, in one file, and what they make of a configuration."""
+
+    def __init__(self, path: Path, config: Config, rules: SyncerRules) -> None:
+        self._path = path
+        self._config = config
+        self._rules = rules
+
+    def load(self) -> Orders:
+        content = read_json(self._path)
+        return Orders.from_json(content) if content else Orders()
+
+    def store(self, orders: Orders) -> None:
+        write_json(self._path, orders.to_json())
+
+    def rules(self, orders: Orders) -> SyncerRules:
+        from diloco.launch.build import build_syncer_rules
+
+        return build_syncer_rules(
+            with_settings(self._config, orders.policy_json),
+            timeline=self._rules.timeline,
+            num_threads=self._rules.num_threads,
+            policy_revision=orders.policy_revision,
+        )
 
 
 def _next_epoch(path: Path) -> int:

@@ -17,8 +17,8 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class Merger:
         rules: How contributions become a version.
         meter: Counts the seconds.
         num_threads: Lanes merged at once.
+        told: What beside `rules` made a version, for its record (JSON values).
     """
 
     fragment: Fragment
@@ -81,6 +82,7 @@ class Merger:
     rules: PublicationRules
     meter: SyncerMeter
     num_threads: int
+    told: Mapping[str, Any] = field(default_factory=dict)
 
     def publish(self, base: VersionRecord, close: Close, spool: Spooled) -> VersionRecord:
         """Compute and commit the version after `base`.
@@ -265,6 +267,8 @@ class Merger:
             },
             rejected=merge.rejected,
             combination=merge.combination if merge.is_recorded else None,
+            merged_tokens=base.merged_tokens + sum(c.weight_tokens for c in merge.contributors),
+            rules={**self.rules.to_json(), **self.told},
         )
 
     def _draft(self, record: VersionRecord, spool: Spooled) -> RecordDraft:

@@ -9,8 +9,10 @@ Source: protocol.md sections 1, 3 (flush), 4 (reduction) and 12.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import blake3
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 from diloco.compression.base import Codec, from_bytes, is_finite, to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.compression.random_bits import rounding_key
-from diloco.errors import AggregationError, CodecError
+from diloco.errors import AggregationError, CodecError, ConfigError
 from diloco.outer.aggregate import weighted_mean, weighted_sum
 from diloco.outer.combination import Combination, MergeRule
 from diloco.outer.fragments import Fragment
@@ -71,6 +73,44 @@ class PublicationRules:
     def payload_codec(self, is_flush: bool) -> str:
         """Name the codec of the published payload; a flush is published once in float32."""
         return "float32" if is_flush else self.downlink_codec
+
+    def insist_on_successor(self, later: PublicationRules) -> None:
+        """Insist that versions made by these rules can be followed by some made by `later`.
+
+        Raises:
+            ConfigError: If islands would code otherwise, or the optimizer's state is another.
+        """
+        theirs = later.optimizer.has_second_moment
+        for what, before, after in (
+            ("outer.uplink_codec", self.uplink_codec, later.uplink_codec),
+            ("outer.downlink_codec", self.downlink_codec, later.downlink_codec),
+            ("a second moment of the optimizer", self.optimizer.has_second_moment, theirs),
+        ):
+            if before != after:
+                raise ConfigError(
+                    f"{what}: {before!r} before, {after!r} now: it is fixed while a run is under "
+                    "way; resume the run with it (diloco coordinator RUN.toml --resume)"
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """Write them for a record, so that it can be recomputed without a configuration."""
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return content
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> PublicationRules:
+        """Read what `to_json` wrote, among other things."""
+        optimizer, merge = dict(content["optimizer"]), dict(content["merge"])
+        optimizer["betas"] = tuple(optimizer["betas"])
+        for name in ("plain_mean", "experts"):
+            merge[name] = tuple(merge[name])
+        return cls(
+            content["uplink_codec"],
+            content["downlink_codec"],
+            OuterOptimizer(**optimizer),
+            content["seed"],
+            MergeRule(**merge),
+        )
 
 
 @dataclass(frozen=True, slots=True)

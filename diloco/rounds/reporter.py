@@ -4,7 +4,7 @@ The coordinator's index of rounds is fed from here and never consulted to decide
 this module may hold a round up: events only leave a mark, one task does the telling, and a
 coordinator that is away is tried again for ever. Every record header is told in order until it is
 acknowledged, one that is too large for a message without what makes it so; states are told as they
-are when their turn comes, however often they changed.
+are when their turn comes, however often they changed. The answers bring the coordinator's orders.
 
 Source: protocol.md sections 4 (commit point) and 8.
 """
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
+from diloco.rounds.orders import Orders
 from protos.control_pb2 import (
     FragmentStatus,
     Grant,
@@ -64,6 +65,9 @@ class Rounds(Protocol):
 
         Repeated with every report, and while the coordinator is away: what is kept is bounded.
         """
+
+    def heard_of(self, orders: Orders) -> None:
+        """Take the coordinator's orders, as they are with every report; must not block."""
 
 
 class Reporter:
@@ -187,11 +191,13 @@ class Reporter:
             await self._report(rounds, _told_of(header))
             self._records.popleft()
             self._indexed[header["fragment_id"]] = header["version"]
-        self._complete = await self._report(rounds, "")
+        reply = await self._report(rounds, "")
+        self._complete = reply.checkpoint_steps
         rounds.keep_checkpoints(self._complete)
+        rounds.heard_of(Orders.of(reply))
 
-    async def _report(self, rounds: Rounds, record_json: str) -> Sequence[int]:
-        """Report once; returns the inner steps of the run checkpoints that are complete."""
+    async def _report(self, rounds: Rounds, record_json: str) -> RoundReportReply:
+        """Report once; returns what the coordinator says."""
         reason, exit_code = self._fatal
         report = RoundReport(
             protocol_version=PROTOCOL_VERSION,
@@ -204,7 +210,7 @@ class Reporter:
             refusals=rounds.refusals,
         )
         reply = await self._call("control.round_report", report)
-        return RoundReportReply.FromString(reply.header).checkpoint_steps
+        return RoundReportReply.FromString(reply.header)
 
     def _status(self, rounds: Rounds, state: FragmentState) -> FragmentStatus:
         now = asyncio.get_running_loop().time()
@@ -216,6 +222,7 @@ class Reporter:
             contributors=state.contributors,
             age_s=now - self._published_at.get(state.fragment_id, now),
             phase=rounds.phase(state.fragment_id),
+            merged_tokens=state.merged_tokens,
         )
 
     async def _call(self, method: str, request: Message) -> Reply:

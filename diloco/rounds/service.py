@@ -10,26 +10,25 @@ Source: protocol.md sections 1, 4 and 5.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import blake3
-import torch
-
-from diloco.compression.base import Codec, from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
-from diloco.errors import AggregationError, CodecError, ConfigError, PayloadRefused
+from diloco.errors import AggregationError, ConfigError, PayloadRefused
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
-from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
 from diloco.rounds.merge import Merger, Spooled, drop
-from diloco.rounds.publication import MOST_TOGETHER, PublicationRules
-from diloco.rounds.record import RecordInvalid
+from diloco.rounds.payloads import (
+    fetch_lanes,
+    insist_on_codec,
+    insist_on_size,
+    verify_payload,
+)
+from diloco.rounds.rules import FragmentRules
 from diloco.rounds.spool import Spool, SpooledLane
 from diloco.rounds.state import FragmentRounds
 from diloco.rounds.store import FragmentStore, VersionRecord, founding_record
@@ -43,8 +42,13 @@ from diloco.rounds.terms import (
     Opened,
     Published,
     RecordExpiry,
+    Roster,
     RoundKey,
 )
+from diloco.rounds.timing import MeasuredTiming, StepTimes
+from diloco.rounds.worker import Worker
+from diloco.telemetry.events import Event
+from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
@@ -52,13 +56,6 @@ from transport.contracts import Buffer, IncomingCall
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-
-class Worker(Protocol):
-    """Runs tensor and file work off the event loop, one piece at a time."""
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Return what `work()` returns, or raise what it raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +68,7 @@ class Hooks:
         on_record: Hears the header of every durable record, also of those found at the start.
         on_change: Hears of every change of state.
         on_lost: Hears that the run cannot go on.
+        on_event: Hears what happens to rounds.
         meter: Counts what is done, for metrics.
         spool: Keeps what arrived until its round closes.
         num_threads: Lanes merged at once.
@@ -81,6 +79,7 @@ class Hooks:
     on_record: Callable[[Mapping[str, Any]], None]
     on_change: Callable[[], None]
     on_lost: Callable[[Lost], None]
+    on_event: Callable[[Event], None]
     meter: SyncerMeter
     spool: Spool
     num_threads: int
@@ -92,23 +91,26 @@ class FragmentService:
     def __init__(
         self,
         fragment: Fragment,
-        rounds: FragmentRounds,
+        timeline: int,
+        rules: FragmentRules,
+        steps: StepTimes,
         store: FragmentStore,
-        publication: PublicationRules,
         units: tuple[Unit, ...],
         hooks: Hooks,
     ) -> None:
-        """Assign only; `start` reads the store."""
-        self.rounds = rounds
+        """Assign only; `start` reads the store. `steps` are the step times of the islands."""
+        timing = MeasuredTiming(rules.timing, steps, _now()) if rules.timing else None
+        self.rounds = FragmentRounds(fragment.fragment_id, timeline, rules.rounds, timing)
         self.record: VersionRecord | None = None
         self._fragment = fragment
         self._store = store
-        self._publication = publication
+        self._units = units
+        self._rules = self._next_rules = rules
         self._hooks = hooks
-        self._merger = Merger(fragment, units, store, publication, hooks.meter, hooks.num_threads)
+        self._unfetched: dict[str, set[int]] = {}  # contributor -> lanes it has not fetched yet
         self._spool: dict[str, dict[int, SpooledLane]] = {}
         self._initial: dict[int, Buffer] = {}
-        self._initial_incarnation = 0
+        self._initial_by = "", 0
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -122,8 +124,9 @@ class FragmentService:
         for island, incarnation in incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
-            _insist_on_moments(recovered.record, self._publication.optimizer)
+            _insist_on_moments(recovered.record, self._rules.publication.optimizer)
             self.record = replace(recovered.record, contributions={})
+            self._heed_tokens()
             for header in recovered.headers:
                 self._hooks.on_record(header)
             instructions = self.rounds.founded(
@@ -146,6 +149,24 @@ class FragmentService:
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
         self._perform(self.rounds.granted(island, incarnation, _now()))
+
+    def heard_of(self, roster: Roster) -> None:
+        """Take who may take part in the next openings."""
+        for island in set(self._unfetched) - set(roster.live):
+            self._has_fetched(island)
+        self._perform(self.rounds.heard_of(roster, _now()))
+
+    def obey(self, rules: FragmentRules) -> None:
+        """Take rules that count from the next opening on."""
+        self._next_rules = rules
+        if self.rounds.is_between:
+            self._rules = rules
+            self._heed_tokens()
+        self._perform(self.rounds.obey(rules.rounds, rules.timing, _now()))
+
+    def stepped(self) -> None:
+        """Take note that step times are not what they were: an opening may be due."""
+        self._tick()
 
     # -- contributions ---------------------------------------------------------------------------
 
@@ -190,7 +211,7 @@ class FragmentService:
         Raises:
             PayloadRefused: If it cannot be counted; says why.
         """
-        insist_on_codec(codec_name, self._publication.uplink_codec)
+        insist_on_codec(codec_name, self._rules.publication.uplink_codec)
         spool = self._hooks.spool
         async with spool.arrival(call.payload_bytes):
             return await self._verified(
@@ -242,10 +263,10 @@ class FragmentService:
             incarnation = header.grant.incarnation
             if self.record is not None:
                 return ""
-            if self.rounds.is_fenced(header.grant.island, incarnation):
-                return f"a newer start of island {header.grant.island!r} has joined"
-            if incarnation != self._initial_incarnation:
-                self._initial_incarnation, self._initial = incarnation, {}
+            if self.rounds.is_fenced(island, incarnation):
+                return f"a newer start of island {island!r} has joined"
+            if (island, incarnation) != self._initial_by:
+                self._initial_by, self._initial = (island, incarnation), {}
             self._initial[header.lane_id] = payload
             if len(self._initial) == len(self._fragment.lanes):
                 await self._found()
@@ -257,7 +278,7 @@ class FragmentService:
             self._fragment,
             self._initial,
             self.rounds.timeline,
-            has_second_moment=self._publication.optimizer.has_second_moment,
+            has_second_moment=self._rules.publication.optimizer.has_second_moment,
         )
         await self._hooks.worker.run(lambda: self._store.commit(record))
         self._initial = {}
@@ -275,6 +296,9 @@ class FragmentService:
             is_open=self.rounds.is_open,
             wants_initial=wants_initial,
         )
+        if self.rounds.is_open:
+            state.members.extend(self.rounds.members)
+            state.takes_flush = self.rounds.takes_flush
         if self.record is not None:
             state.is_founded = True
             state.digest = self.record.digest
@@ -283,13 +307,30 @@ class FragmentService:
             state.payload_codec = self.record.payload_codec
             state.sent_at_inner_step = self.record.sent_at_inner_step
             state.is_flush = self.record.is_flush
+            state.merged_tokens = self.record.merged_tokens
         return state
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
         """Return lanes of a published version, and the reply that goes before them."""
         reply, payload = await fetch_lanes(header, self.record, self._store, self._hooks.worker)
         self._hooks.meter.sent(header.fragment_id, header.grant.island, len(payload))
+        if reply.status == wire.FETCH_STATUS_OK:
+            self._note_fetch(header)
         return reply, payload
+
+    def _note_fetch(self, header: wire.FetchHeader) -> None:
+        """Tell the machine when the last contributor has asked for its last lane."""
+        missing = self._unfetched.get(header.grant.island)
+        if missing is None or header.version != self.rounds.version:
+            return
+        missing.difference_update(header.lane_ids)
+        if not missing:
+            self._has_fetched(header.grant.island)
+
+    def _has_fetched(self, island: str) -> None:
+        del self._unfetched[island]
+        if not self._unfetched:
+            self.rounds.fetched(_now())
 
     # -- what the machine decides ----------------------------------------------------------------
 
@@ -297,8 +338,11 @@ class FragmentService:
         """Carry out what the machine decided, in order, then set its alarm."""
         for instruction in instructions:
             match instruction:
-                case Opened() | Published():
+                case Published():
                     logger.debug("%s", instruction)
+                case Opened():
+                    logger.debug("%s", instruction)
+                    self._begin(instruction)
                 case Close():
                     self._hooks.spawn(self._publish(instruction))
                 case RecordExpiry(key, reason):
@@ -318,118 +362,103 @@ class FragmentService:
     def _tick(self) -> None:
         self._perform(self.rounds.tick(_now()))
 
+    def _begin(self, opened: Opened) -> None:
+        """Begin an attempt: under the rules of now, and nobody's fetch is waited for any more."""
+        self._rules = self._next_rules
+        key = opened.key
+        event = RoundOpened(
+            key.fragment_id, key.version, key.attempt, opened.members, opened.is_flush
+        )
+        self._hooks.on_event(event)
+        if self._unfetched:
+            self._unfetched = {}
+            self.rounds.fetched(_now())
+
+    def _heed_tokens(self) -> None:
+        """Have the fragment end when it has merged the tokens of the run."""
+        record, rules = self.record, self._rules
+        total = rules.total_tokens
+        if record is None or not total or record.merged_tokens < total:
+            return
+        if record.is_flush or not rules.has_flush:
+            self.rounds.end()
+        else:
+            self.rounds.finishing()
+
+    def _merger(self) -> Merger:
+        rules, hooks = self._rules, self._hooks
+        return Merger(
+            self._fragment,
+            self._units,
+            self._store,
+            rules.publication,
+            hooks.meter,
+            hooks.num_threads,
+            rules.told(),
+        )
+
     async def _publish(self, close: Close) -> None:
         """Merge, commit, then announce; a result that is not finite expires the attempt."""
         spool, self._spool = self._spool, {}
         base = self.record
         assert base is not None, "a round closed before version 0"
+        merger = self._merger()
         try:
-            record = await self._hooks.worker.run(lambda: self._merger.publish(base, close, spool))
+            record = await self._hooks.worker.run(lambda: merger.publish(base, close, spool))
         except AggregationError as error:
             logger.error("result refused, key=%s: %s", close.key, error)
             self._perform(self.rounds.result_broken(close.key, str(error), _now()))
             return
         self._hold(record)
-        included = [contributor.island for contributor in record.contributors]
-        self._hooks.meter.published(record.fragment_id, included, close.refused, record.rejected)
+        self._heed_tokens()
+        self._tell_closed(close, record)
+        lanes = range(len(self._fragment.lanes))
+        self._unfetched = {c.island: set(lanes) for c in record.contributors}
         instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
+
+    def _tell_closed(self, close: Close, record: VersionRecord) -> None:
+        rounds, key = self.rounds, close.key
+        closed = RoundClosed(
+            key.fragment_id,
+            key.version,
+            key.attempt,
+            members=rounds.members,
+            contributors=tuple(c.island for c in record.contributors),
+            quorum=self._rules.rounds.min_contributions or len(rounds.members),
+            waited_s=rounds.closed_at - rounds.opened_at,
+            grace_s=rounds.grace_spent_s,
+            commit_s=_now() - rounds.closed_at,
+            is_solo=len(record.contributors) == 1 < len(rounds.members),
+            is_flush=close.is_flush,
+            refused=dict(close.refused),
+            rejected=dict(record.rejected),
+            merged_tokens=record.merged_tokens,
+            digest=record.digest.hex(),
+        )
+        self._hooks.meter.published(closed)
+        self._hooks.on_event(closed)
 
     async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
         def expire() -> None:
             drop(spool)
             self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row)
 
+        members = self.rounds.members
         await self._hooks.worker.run(expire)
-        self._hooks.meter.expired(expiry.key.fragment_id)
+        key = expiry.key
+        self._hooks.meter.expired(key.fragment_id)
+        expired = RoundExpired(
+            key.fragment_id, key.version, key.attempt, members, expiry.missing, expiry.reason
+        )
+        self._hooks.on_event(expired)
         self._perform(self.rounds.expiry_recorded(expiry.key, _now()))
 
     def _hold(self, record: VersionRecord) -> None:
         """Serve a durable version from memory; contributions are left to the disk."""
         self.record = replace(record, contributions={})
         self._hooks.on_record(record.header())
-
-
-async def fetch_lanes(
-    header: wire.FetchHeader, record: VersionRecord | None, store: FragmentStore, worker: Worker
-) -> tuple[wire.FetchReply, Buffer]:
-    """Return lanes of a published version, and the reply that goes before them.
-
-    Args:
-        header: Says which.
-        record: The newest version; None: there is none.
-        store: Has those before it.
-        worker: Reads them.
-    """
-    lane_ids = tuple(header.lane_ids)
-    if record is None or header.version > record.version or not lane_ids:
-        return _no_lane(wire.FETCH_STATUS_UNKNOWN, "not published here"), b""
-    if list(lane_ids) != sorted(set(lane_ids)) or lane_ids[-1] >= len(record.lanes):
-        return _no_lane(wire.FETCH_STATUS_UNKNOWN, f"there are no such lanes: {lane_ids[:8]}"), b""
-    numel = sum(record.lanes[lane_id].published.numel() for lane_id in lane_ids)
-    if len(lane_ids) > 1 and numel > MOST_TOGETHER:
-        message = f"{numel} values are too many for one call of several lanes: {MOST_TOGETHER}"
-        return _no_lane(wire.FETCH_STATUS_UNKNOWN, message), b""
-    is_dense = header.kind == wire.FETCH_KIND_DENSE
-    codec, payloads = record.payload_codec, []  # type: tuple[str, list[Buffer]]
-    if header.version != record.version:
-        section = "published" if is_dense else "payload"
-        try:
-            for lane_id in lane_ids:
-                codec, payload = await worker.run(
-                    functools.partial(store.load_lane, header.version, lane_id, section)
-                )
-                payloads.append(payload)
-        except RecordInvalid as error:
-            return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
-    elif is_dense:
-        payloads = [to_bytes(record.lanes[n].published.view(torch.uint8)) for n in lane_ids]
-    elif record.payloads:
-        payloads = [record.payloads[lane_id] for lane_id in lane_ids]
-    else:
-        return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
-    together = payloads[0] if len(payloads) == 1 else b"".join(payloads)
-    codec = "float32" if is_dense else codec
-    digest = blake3.blake3(together).digest()
-    return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), together
-
-
-def insist_on_codec(codec_name: str, expected: str) -> None:
-    """Insist that a lane is encoded as the run's are.
-
-    Raises:
-        PayloadRefused: If it is not.
-    """
-    if codec_name != expected:
-        shown = bounded_text(codec_name, 40)
-        raise PayloadRefused(
-            Cause.CODEC, f"codec {shown!r}, the run's uplink codec is {expected!r}"
-        )
-
-
-def insist_on_size(num_bytes: int, expected: int) -> None:
-    """Insist on the size that the plan asks, before anything of a payload is read.
-
-    Raises:
-        PayloadRefused: If it is another.
-    """
-    if num_bytes != expected:
-        raise PayloadRefused(Cause.SIZE, f"{num_bytes} bytes, the plan asks {expected}")
-
-
-def verify_payload(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
-    """Insist that a payload is what its header says and would decode to finite values.
-
-    Raises:
-        PayloadRefused: If it is not.
-    """
-    if blake3.blake3(payload).digest() != digest:
-        raise PayloadRefused(Cause.DIGEST, "the payload does not match the digest in its header")
-    try:
-        codec.check(from_bytes(payload), numel)
-    except CodecError as error:
-        raise PayloadRefused(Cause.CONTENT, str(error)) from error
 
 
 def _insist_on_moments(record: VersionRecord, optimizer: OuterOptimizer) -> None:
@@ -442,10 +471,6 @@ def _insist_on_moments(record: VersionRecord, optimizer: OuterOptimizer) -> None
         f"{record.fragment_id} has the moments of {before}: go on with that, or export what is "
         "published and start another run from it (diloco export, run.warm_start)"
     )
-
-
-def _no_lane(status: wire.FetchStatus, message: str) -> wire.FetchReply:
-    return wire.FetchReply(status=status, message=message)
 
 
 def _now() -> float:

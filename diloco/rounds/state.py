@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from diloco.peer_texts import MOST_REASON, bounded_text
-from diloco.refusals import Cause
+from diloco.rounds.standing import Standing
 from diloco.rounds.terms import (
     Admission,
     Close,
@@ -30,24 +30,22 @@ from diloco.rounds.terms import (
     Instruction,
     LaneArrival,
     Lost,
-    Objection,
     Opened,
-    Outcome,
-    OutcomeKind,
     PastRound,
     Phase,
     Published,
     RecordExpiry,
+    Roster,
     RoundKey,
     RoundRules,
 )
-from diloco.rounds.timing import FixedTiming, Timing
+from diloco.rounds.timing import FixedTiming, Timing, TimingRules
 
 #: Results in a row that cannot be used and end the run, also where expiries do not.
 _MOST_BROKEN = 3
 
 
-class FragmentRounds:
+class FragmentRounds(Standing):
     """All rounds of one fragment on one timeline.
 
     Methods named after events return the instructions that follow; the caller performs them in
@@ -60,26 +58,14 @@ class FragmentRounds:
         """Start unfounded: nothing opens before `founded`; no `timing`: what the rules say."""
         if not rules.members or list(rules.members) != sorted(set(rules.members)):
             raise ValueError(f"members must be sorted and distinct, got {rules.members}")
-        self.fragment_id = fragment_id
-        self.timeline = timeline
-        self.rules = rules
-        self.version = 0
-        self.attempt = 0
-        self.phase = Phase.UNFOUNDED
-        self.members: tuple[str, ...] = ()
-        self.contributions: dict[str, Contribution] = {}
-        self.left: dict[str, str] = {}
-        self.incarnations: dict[str, int] = {}
-        self.past: dict[int, PastRound] = {}
-        self.last_included: dict[str, Inclusion] = {}
-        self.live = rules.members
-        self.is_finishing = False
-        self._is_flush_attempt = False
-        self._least: dict[str, int] = {}
+        super().__init__(fragment_id, timeline, rules)
+        self.opened_at = self.closed_at = self._quorum_at = -math.inf
         self.story: deque[str] = deque(maxlen=40)
         self._timing = timing or FixedTiming(rules.deadline_s, rules.grace_s, rules.opening_floor_s)
         self._deadline = math.inf
         self._deadline_s = rules.deadline_s
+        self._configured = rules.members
+        self._next: tuple[RoundRules, TimingRules | None] | None = None
         self._grace_end = math.inf
         self._had_quorum = False
         self._expired_in_a_row = 0
@@ -87,16 +73,6 @@ class FragmentRounds:
         self._missing: tuple[str, ...] = ()
         self._expiry_is_numeric = False
         self._expiry_reason = ""
-
-    @property
-    def key(self) -> RoundKey:
-        """Key of the current attempt."""
-        return RoundKey(self.timeline, self.fragment_id, self.version, self.attempt)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether contributions to `key` are accepted."""
-        return self.phase in (Phase.OPEN, Phase.GRACE)
 
     @property
     def next_wake(self) -> float:
@@ -110,6 +86,11 @@ class FragmentRounds:
                 return self._grace_end
             case _:
                 return math.inf
+
+    @property
+    def grace_spent_s(self) -> float:
+        """Seconds for which the attempt that was closed last waited beyond its quorum."""
+        return self.closed_at - self._quorum_at if self._quorum_at >= self.opened_at else 0.0
 
     def founded(
         self,
@@ -174,84 +155,6 @@ class FragmentRounds:
             return []
         return [DropLanes(self.key, island, earlier.incarnation), *self._advance(now)]
 
-    def is_fenced(self, island: str, incarnation: int) -> bool:
-        """Whether a newer start of `island` is known, or the coordinator asks for one."""
-        return incarnation < max(self.incarnations.get(island, 0), self._least.get(island, 0))
-
-    def admit(self, lane: LaneArrival) -> Admission:
-        """Judge a lane by its header, before its payload is read; changes nothing."""
-        key = lane.key
-        if (objection := self.objection(lane)) is not None:
-            return objection.admission
-        if self.phase is Phase.UNFOUNDED:
-            return Admission.NOT_OPEN
-        if key.version > self.version:
-            # The store lost a version: polls tell the island so, and end it.
-            return Admission.NOT_OPEN
-        if self.outcome(key, lane.island, lane.incarnation) is not None:
-            return Admission.OVER
-        if self.phase is Phase.WAITING:
-            return Admission.NOT_OPEN
-        if lane.island not in self.members:
-            return Admission.NOT_OPEN
-        held = self.contributions.get(lane.island)
-        if held is not None:
-            if not _is_same_contribution(held, lane):
-                return Admission.CONFLICT
-            if lane.lane_id in held.lanes:
-                return Admission.REPEAT
-        return Admission.ACCEPTED if self.is_open else Admission.NOT_OPEN
-
-    def objection(self, lane: LaneArrival) -> Objection | None:
-        """Say why a lane is fenced or malformed; None if it is neither."""
-        key, p, num_lanes = lane.key, self.fragment_id, self.rules.num_lanes
-        if key.timeline != self.timeline:
-            words = f"the run is in timeline {self.timeline}, not {key.timeline}"
-            return Objection(Admission.FENCED, Cause.TIMELINE, words)
-        if self.is_fenced(lane.island, lane.incarnation):
-            newest = max(self.incarnations.get(lane.island, 0), self._least.get(lane.island, 0))
-            words = (
-                f"a newer start has joined: incarnation {newest} of island {lane.island!r}, this "
-                f"is {lane.incarnation}"
-            )
-            return Objection(Admission.FENCED, Cause.INCARNATION, words)
-        cause, words = Cause.KEY, ""
-        if key.fragment_id != p:
-            words = f"this is fragment {p}, not {key.fragment_id}"
-        elif not 0 <= lane.lane_id < num_lanes:
-            cause, words = Cause.LANE, f"fragment {p} has {num_lanes} lanes, none is {lane.lane_id}"
-        elif lane.weight_tokens < 0 or (lane.weight_tokens == 0 and not lane.is_flush):
-            cause, words = Cause.WEIGHT, f"a weight of {lane.weight_tokens} tokens counts nothing"
-        elif (
-            self.rules.min_members is not None
-            and self.is_open
-            and key == self.key
-            and lane.is_flush != self._is_flush_attempt
-        ):
-            taken = "flushes only" if self._is_flush_attempt else "no flushes yet"
-            words = f"{key} takes {taken}"
-        elif (
-            self.phase is not Phase.UNFOUNDED
-            and key.version == self.version
-            and key.attempt > self.attempt
-        ):
-            words = (
-                f"attempt {self.attempt} at version {self.version} of fragment {p} is open, not "
-                f"{key.attempt}"
-            )
-        return Objection(Admission.INVALID, cause, words) if words else None
-
-    def story_of(self, lane: LaneArrival) -> str:
-        """Say in words where a lane that was judged stands."""
-        key = lane.key
-        if (objection := self.objection(lane)) is not None:
-            return objection.words
-        if self.phase is not Phase.UNFOUNDED and key.version > self.version:
-            return (
-                f"version {self.version} of fragment {self.fragment_id} is open, not {key.version}"
-            )
-        return f"{key} is {self.phase}"
-
     def lane_received(self, lane: LaneArrival, now: float) -> tuple[Admission, list[Instruction]]:
         """Count a lane whose payload was received and verified."""
         admission = self.admit(lane)
@@ -305,35 +208,50 @@ class FragmentRounds:
         self._begin_deadline(now)
         return instructions + self._advance(now)
 
-    def heard_of(
-        self, live: Iterable[str], fenced: Mapping[str, int], now: float
-    ) -> list[Instruction]:
-        """Take who lives, for the next openings, and whose earlier starts count no more.
+    def heard_of(self, roster: Roster, now: float) -> list[Instruction]:
+        """Take who may take part in the next openings, and whose earlier starts count no more.
 
-        Args:
-            live: Islands that hold a lease.
-            fenced: The least incarnation of islands that were kicked.
-            now: Time.
+        Where members are fixed, all of the roster are waited for, be they here or not; one that
+        it leaves out is no member any more, of the open attempt either.
         """
-        if self.rules.min_members is not None:
-            self.live = tuple(sorted(set(live)))
+        self._roster = roster
         instructions: list[Instruction] = []
-        for island, least in sorted(fenced.items()):
-            held = self.incarnations.get(island)
-            if held is not None and held < least:
+        if self.rules.min_members is not None:
+            self.live = tuple(sorted(set(roster.live)))
+        else:
+            self.live = tuple(name for name in self._configured if name in roster.live)
+            self.rules = replace(self.rules, members=self.live)
+            for island in sorted(set(self.members) - set(self.live)):
+                held, reason = self.incarnations[island], "the run goes on without this island"
+                instructions += self.refused(self.key, island, held, reason, now)
+        for island, least in sorted(roster.fenced.items()):
+            held_by = self.incarnations.get(island)
+            if held_by is not None and held_by < least:
                 key, reason = self.key, "fenced by the coordinator"
-                instructions += self.refused(key, island, held, reason, now)
+                instructions += self.refused(key, island, held_by, reason, now)
                 del self.incarnations[island]  # it is no member before its next start is here
             self._least[island] = max(least, self._least.get(island, 0))
-        if self.is_open and not set(self.members) <= set(self.live):
+        if self.is_open and not set(self.members) - set(self.left) <= set(self.live):
             # Who is left has begun to wait for islands that may never come.
             self._begin_deadline(now)
-            active = {m for m in self.members if m not in self.left}
-            if active.isdisjoint(self.live) and not any(
-                map(self._is_complete, self.contributions.values())
-            ):
+            if self._awaited():
+                instructions += self._advance(now)
+            else:
                 instructions += self._expire("none of its members lives", now)
         return instructions + self._open_if_due(now)
+
+    def obey(
+        self, rules: RoundRules, measured: TimingRules | None, now: float
+    ) -> list[Instruction]:
+        """Take rules that count from the next opening on; what is open keeps those it has."""
+        self._next = rules, measured
+        if self.is_between:
+            self._take_rules()
+        return self._open_if_due(now)
+
+    def fetched(self, now: float) -> None:
+        """Take note that the last contributor holds what was published last."""
+        self._timing.fetched(now)
 
     def finishing(self) -> None:
         """Open flush attempts only from now on: the fragment has merged the run's tokens.
@@ -344,6 +262,10 @@ class FragmentRounds:
         assert self.rules.min_members is not None, "a run of fixed members ends with its steps"
         self.is_finishing = True
 
+    def end(self) -> None:
+        """Open nothing any more: what was published last is the fragment's end."""
+        self.is_over = True
+
     def tick(self, now: float) -> list[Instruction]:
         """Let time pass: open what is due, end the grace window, expire what is overdue."""
         if self.phase is Phase.WAITING:
@@ -351,7 +273,7 @@ class FragmentRounds:
         if self.phase is Phase.GRACE and now >= self._grace_end:
             return self._close(now)
         if self.phase is Phase.OPEN and now >= self._deadline:
-            if self._is_flush_attempt and any(map(self._is_complete, self.contributions.values())):
+            if self.takes_flush and any(map(self._is_complete, self.contributions.values())):
                 return self._close(now)
             names = ", ".join(self._absent()) or "nobody (flush and ordinary ones are mixed)"
             return self._expire(f"deadline of {self._deadline_s:g} s; missing: {names}", now)
@@ -431,31 +353,6 @@ class FragmentRounds:
             )
         return self._open_if_due(now)
 
-    def outcome(self, key: RoundKey, island: str, incarnation: int) -> Outcome | None:
-        """Say how a contribution ended; None while its attempt is undecided."""
-        if key.version == self.version:
-            if key.attempt < self.attempt:
-                return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
-            if island in self.left:
-                return Outcome(key, OutcomeKind.REFUSED, self.left[island])
-            return None
-        if key.version > self.version:
-            return None
-        past = self.past.get(key.version)
-        if past is None:
-            counted = self.last_included.get(island)
-            if counted == Inclusion(incarnation, key.version, key.attempt):
-                return Outcome(key, OutcomeKind.INCLUDED)
-            return Outcome(key, OutcomeKind.NOT_INCLUDED, "published long ago")
-        if key.attempt < past.attempt:
-            return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
-        if (island, incarnation) in past.contributors:
-            return Outcome(key, OutcomeKind.INCLUDED)
-        if island in past.refused:
-            return Outcome(key, OutcomeKind.REFUSED, past.refused[island])
-        why = past.rejected.get(island, f"version {key.version + 1} is published")
-        return Outcome(key, OutcomeKind.NOT_INCLUDED, why)
-
     def forget_before(self, version: int) -> None:
         """Drop the memory of rounds whose base is older than `version`."""
         for old in [v for v in self.past if v < version]:
@@ -466,15 +363,6 @@ class FragmentRounds:
         limit = self.rules.max_expired_in_a_row
         return count >= (or_at if limit is None else limit)
 
-    def _eligible(self) -> tuple[str, ...]:
-        return tuple(island for island in self.live if island in self.incarnations)
-
-    def _can_open(self) -> bool:
-        if self.rules.min_members is None:
-            return self._eligible() == self.rules.members
-        least = max(self.rules.min_members, self.rules.min_contributions or 1, 1)
-        return len(self._eligible()) >= least
-
     def _open_if_due(self, now: float) -> list[Instruction]:
         if (
             self.phase is not Phase.WAITING
@@ -484,35 +372,29 @@ class FragmentRounds:
             return []
         self.phase = Phase.OPEN
         self.members = self._eligible()
-        self._is_flush_attempt = self.is_finishing
+        self.takes_flush = self.is_finishing
+        self.opened_at = now
         self._timing.opened(now)
         self._tell(now, f"opened {self.key}")
-        return [Opened(self.key, self.members, self._is_flush_attempt)]
+        return [Opened(self.key, self.members, self.takes_flush)]
 
     def _begin_deadline(self, now: float) -> None:
         if math.isinf(self._deadline):
             self._deadline_s = self._timing.deadline_s(self.members)
             self._deadline = now + self._deadline_s
 
-    def _is_complete(self, contribution: Contribution) -> bool:
-        return len(contribution.lanes) == self.rules.num_lanes
-
-    def _absent(self) -> tuple[str, ...]:
-        done = {c.island for c in self.contributions.values() if self._is_complete(c)}
-        return tuple(m for m in self.members if m not in done and m not in self.left)
-
     def _advance(self, now: float) -> list[Instruction]:
         """Close, begin or end the grace window, or expire, after a contribution came or went."""
-        active = [m for m in self.members if m not in self.left]
         quorum = self.rules.min_contributions
-        if len(active) < (quorum or 1):
+        if len(set(self.members) - set(self.left)) < (quorum or 1):
             return self._expire("too few members have anything valid to send", now)
         complete = [c for c in self.contributions.values() if self._is_complete(c)]
         kinds = {c.is_flush for c in complete}
-        if not self._had_quorum and len(complete) >= (quorum or len(active)):
-            self._had_quorum = True
+        awaited = len(self._awaited())
+        if not self._had_quorum and len(complete) >= (quorum or awaited):
+            self._had_quorum, self._quorum_at = True, now
             self._timing.at_quorum(now)
-        if len(complete) == len(active) and len(kinds) == 1:
+        if len(complete) == awaited >= (quorum or 1) and len(kinds) == 1:
             return self._close(now)
         # A flush closes only with everybody's flush; a mixed attempt waits for its deadline.
         if quorum is None or True in kinds or len(complete) < quorum:
@@ -538,6 +420,7 @@ class FragmentRounds:
             for _, c in sorted(self.contributions.items())
         )
         self.phase = Phase.CLOSING
+        self.closed_at = now
         self._timing.closed(now)
         self._tell(now, f"closing with {', '.join(c.island for c in contributors)}")
         is_flush = all(c.is_flush for c in self.contributions.values())
@@ -564,6 +447,14 @@ class FragmentRounds:
         self.left = {}
         self._had_quorum = False
         self._deadline = self._grace_end = math.inf
+        self._take_rules()
+
+    def _take_rules(self) -> None:
+        if self._next is None:
+            return
+        (rules, measured), self._next = self._next, None
+        self.rules = rules if rules.min_members is not None else replace(rules, members=self.live)
+        self._timing.obey(rules, measured)
 
     def _require(self, phase: Phase, event: str, key: RoundKey | None = None) -> None:
         if self.phase is not phase or (key is not None and key != self.key):
@@ -587,14 +478,3 @@ class InvalidTransition(Exception):
 def _bounded(past: PastRound) -> PastRound:
     refused = {island: bounded_text(why, MOST_REASON) for island, why in past.refused.items()}
     return replace(past, refused=refused)
-
-
-def _is_same_contribution(held: Contribution, lane: LaneArrival) -> bool:
-    return (
-        held.incarnation == lane.incarnation
-        and held.weight_tokens == lane.weight_tokens
-        and held.weight_steps == lane.weight_steps
-        and held.sent_at_inner_step == lane.sent_at_inner_step
-        and held.is_flush == lane.is_flush
-        and held.lanes.get(lane.lane_id, lane.digest) == lane.digest
-    )

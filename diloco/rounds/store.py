@@ -77,6 +77,10 @@ class VersionRecord:
         last_included: Island -> its newest contribution that this version or one before it counts.
         rejected: Island -> why what it sent was not counted, though it was complete and valid.
         combination: Coefficients of the contributions; None: their mean, weighted by tokens.
+        merged_tokens: Of all contributions to all versions up to this one; 0 where no syncer
+            has counted them.
+        rules: What the version was made by, JSON values (`PublicationRules.to_json`, the quorum,
+            and the revision of the policy); empty for version 0, and for an all-reduce.
     """
 
     version: int
@@ -94,6 +98,8 @@ class VersionRecord:
     last_included: Mapping[str, Inclusion] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
     combination: Combination | None = None
+    merged_tokens: int = 0
+    rules: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def digest(self) -> bytes:
@@ -108,7 +114,8 @@ class VersionRecord:
     def header(self) -> dict[str, Any]:
         """What the journal and the tape keep: plain JSON values.
 
-        `merge` is there only where it was more than the mean of all, weighted by tokens.
+        `merge` is there only where it was more than the mean of all, weighted by tokens;
+        `merged_tokens` and `rules` where a syncer has merged anything.
         """
         header: dict[str, Any] = {
             "version": self.version,
@@ -133,6 +140,8 @@ class VersionRecord:
             "refused": dict(self.refused),
             "last_included": {name: [*astuple(last)] for name, last in self.last_included.items()},
         }
+        if self.rules:
+            header |= {"merged_tokens": self.merged_tokens, "rules": dict(self.rules)}
         if self.combination is not None:
             header["merge"] = {**self.combination.to_json(), "rejected": dict(self.rejected)}
         return header
@@ -541,4 +550,6 @@ def record_of(
         last_included={name: Inclusion(*last) for name, last in header["last_included"].items()},
         rejected=merge["rejected"] if merge else {},
         combination=Combination.from_json(merge) if merge else None,
+        merged_tokens=header.get("merged_tokens", 0),
+        rules=header.get("rules", {}),
     )

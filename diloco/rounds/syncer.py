@@ -14,75 +14,48 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import Message
 
 from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
 from diloco.refusals import Cause
+from diloco.rounds.attendance import Attendance, IncarnationStore, Listeners, OrderStore
 from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, keys_of, outcome_message
+from diloco.rounds.orders import Orders
 from diloco.rounds.pins import forget_pins
-from diloco.rounds.publication import PublicationRules
-from diloco.rounds.service import FragmentService, Hooks, Worker
+from diloco.rounds.rules import SyncerRules
+from diloco.rounds.service import FragmentService, Hooks
 from diloco.rounds.spool import Spool
-from diloco.rounds.state import FragmentRounds
 from diloco.rounds.store import FragmentStore, PinRefused
-from diloco.rounds.terms import Admission, Lost, RoundKey, RoundRules
+from diloco.rounds.terms import Admission, Lost, Roster, RoundKey
+from diloco.rounds.timing import StepTimes
+from diloco.rounds.worker import Worker
+from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount
-from transport.contracts import PROTOCOL_VERSION, Buffer, Handler, Handlers, IncomingCall, Reply
+from transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply
 from transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
 
 _MAX_POLL_S = 60.0
+#: An island that cannot say yet how long its steps take is answered soon, so that it can: where
+#: times are measured nothing opens before.
+_UNTIMED_POLL_S = 1.0
 _NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
 _NO_FRAGMENT = "this syncer has no such fragment"
-
-
-class IncarnationStore(Protocol):
-    """Durable highest incarnation of each island."""
-
-    def load(self) -> dict[str, int]:
-        """Return what was stored."""
-
-    def store(self, incarnations: dict[str, int]) -> None:
-        """Write durably."""
-
-
-@dataclass(frozen=True, slots=True)
-class SyncerRules:
-    """What a syncer obeys for all its fragments.
-
-    Args:
-        timeline: Of the run.
-        islands: All of them, sorted.
-        publication: How contributions become a version.
-        round_deadline_s: Seconds from the first complete contribution to expiry.
-        num_unsure_pins: Newest pins that are kept though their checkpoints are not complete.
-        spool_bytes: Coded contributions in memory; beyond that they wait on disk.
-        num_threads: Lanes merged at once.
-    """
-
-    timeline: int
-    islands: tuple[str, ...]
-    publication: PublicationRules
-    round_deadline_s: float
-    num_unsure_pins: int
-    spool_bytes: int = 1 << 30
-    num_threads: int = 1
 
 
 class Syncer:
     """Serves the rounds of all fragments of `plan`.
 
     `on_record` hears every durable record's header (also at the start), `on_change` of every
-    change of state; neither may block. `ended` is set when the run cannot go on: `fatal` says why,
-    or `failure` is what broke in this process (a restart recovers the durable truth). `meter`
-    counts what was done, for metrics.
+    change of state, `on_event` of what happens to rounds; none may block. `ended` is set when the
+    run cannot go on: `fatal` says why, or `failure` is what broke in this process (a restart
+    recovers the durable truth). `meter` counts what was done, for metrics.
     """
 
     def __init__(
@@ -97,26 +70,33 @@ class Syncer:
         worker: Worker,
         on_record: Callable[[Mapping[str, Any]], None],
         on_change: Callable[[], None],
+        orders: OrderStore | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """Assign only; `start` reads the stores."""
-        self._rules = rules
+        """Assign only; `start` reads the stores. No `orders`: there is no coordinator."""
+        self._plan = plan
         self._epoch = syncer_epoch
-        self._incarnation_store = incarnations
-        self._is_granted = is_granted
         self._worker = worker
         self._on_change = on_change
         self._stores = {
             fragment.fragment_id: store
             for fragment, store in zip(plan.fragments, stores, strict=True)
         }
-        self._incarnations: dict[str, int] = {}
         self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
-        self._heard: tuple[tuple[int, ...], dict[str, int]] = (), {}
+        self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
         self._has_warned = False
-        self._granting = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.meter = SyncerMeter(time.perf_counter)
+        self._attendance = Attendance(
+            rules,
+            incarnations,
+            orders,
+            is_granted=is_granted,
+            worker=worker,
+            meter=self.meter,
+            listeners=Listeners(self._granted, self._take_roster, self._take_rules, self._spawn),
+        )
         self._spool = Spool(stores[0].store_dir / "spool", rules.spool_bytes)
         hooks = Hooks(
             worker,
@@ -124,24 +104,19 @@ class Syncer:
             on_record,
             self._notify,
             self._lose,
+            on_event,
             self.meter,
             self._spool,
             rules.num_threads,
         )
+        self._steps = StepTimes()
         self._services = {
             fragment.fragment_id: FragmentService(
                 fragment,
-                FragmentRounds(
-                    fragment.fragment_id,
-                    rules.timeline,
-                    RoundRules(
-                        members=rules.islands,
-                        num_lanes=len(fragment.lanes),
-                        deadline_s=rules.round_deadline_s,
-                    ),
-                ),
+                rules.timeline,
+                rules.of_fragment(fragment, len(plan.fragments)),
+                self._steps,
                 self._stores[fragment.fragment_id],
-                rules.publication,
                 merge_units(
                     plan,
                     fragment.fragment_id,
@@ -155,6 +130,10 @@ class Syncer:
         self.fatal: wire.Fatal | None = None
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
+
+    @property
+    def _rules(self) -> SyncerRules:
+        return self._attendance.rules
 
     @property
     def handlers(self) -> Handlers:
@@ -184,20 +163,42 @@ class Syncer:
 
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
-        return str(self._services[fragment_id].rounds.phase)
+        rounds = self._services[fragment_id].rounds
+        return "ended" if rounds.is_over else str(rounds.phase)
 
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
         await self._worker.run(self._spool.start)
-        self._incarnations = await self._worker.run(self._incarnation_store.load)
+        await self._attendance.start()
         for service in self._services.values():
-            await service.start(self._incarnations)
+            await service.start(self._attendance.incarnations)
+
+    def heard_of(self, orders: Orders) -> None:
+        """Take the coordinator's orders: they count once they are durable; does not block."""
+        self._attendance.heard_of(orders)
+
+    def _granted(self, island: str, incarnation: int) -> None:
+        self._steps.forget(island)
+        for service in self._services.values():
+            service.granted(island, incarnation)
+        self._notify()
+
+    def _take_roster(self, roster: Roster) -> None:
+        for service in self._services.values():
+            service.heard_of(roster)
+        self._notify()
+
+    def _take_rules(self, rules: SyncerRules) -> None:
+        num_fragments = len(self._plan.fragments)
+        for fragment in self._plan.fragments:
+            service = self._services[fragment.fragment_id]
+            service.obey(rules.of_fragment(fragment, num_fragments))
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
         """Take note of the run checkpoints that are complete: pins that are not needed go."""
         heard = tuple(steps), dict(self._last_pin)
-        if heard != self._heard:  # most reports bring nothing new
-            self._heard = heard
+        if heard != self._complete:  # most reports bring nothing new
+            self._complete = heard
             self._spawn(self._forget_pins(tuple(steps)))
 
     async def _forget_pins(self, complete: tuple[int, ...]) -> None:
@@ -221,6 +222,7 @@ class Syncer:
 
     async def stop(self) -> None:
         """Cancel what is under way; what is not durable is as if it had never happened."""
+        self._attendance.stop()
         for service in self._services.values():
             service.stop()
         for task in self._tasks:
@@ -233,7 +235,7 @@ class Syncer:
         header = wire.SubmitHeader.FromString(call.header)
         service = self._services.get(header.key.fragment_id)
         reply = wire.SubmitReply(syncer_epoch=self._epoch)
-        if not await self._accept_grant(header.grant, header.protocol_version):
+        if not await self._attendance.accept(header.grant, header.protocol_version):
             reply.status = SUBMIT_STATUS[Admission.FENCED]
             reply.message = _NOT_CURRENT
         elif service is None:
@@ -253,7 +255,7 @@ class Syncer:
         request = wire.DeclineRequest.FromString(call.header)
         service = self._services.get(request.key.fragment_id)
         grant = request.grant
-        if not await self._accept_grant(grant, request.protocol_version):
+        if not await self._attendance.accept(grant, request.protocol_version):
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
@@ -265,20 +267,22 @@ class Syncer:
     async def _upload(self, call: IncomingCall) -> Reply:
         header = wire.UploadHeader.FromString(call.header)
         service = self._services.get(header.fragment_id)
-        if not await self._accept_grant(header.grant, header.protocol_version):
+        if not await self._attendance.accept(header.grant, header.protocol_version):
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
-            return self._ack(f"version 0 is founded by {self._rules.islands[0]!r}")
+            return self._ack(
+                f"version 0 is founded by {self._attendance.founder() or self._rules.islands[0]!r}"
+            )
         problem = await service.take_initial(header, call)
-        return self._ack(problem, is_fenced=not self._is_current(header.grant))
+        return self._ack(problem, is_fenced=not self._attendance.is_current(header.grant))
 
     async def _poll(self, call: IncomingCall) -> Reply:
         request = wire.PollRequest.FromString(call.header)
-        if not await self._accept_grant(request.grant, request.protocol_version):
+        if not await self._attendance.accept(request.grant, request.protocol_version):
             return _reply(self._fenced(_NOT_CURRENT))
         keys = keys_of(request.outstanding, len(self._services))
         if len(request.known) > len(self._services):
@@ -286,15 +290,27 @@ class Syncer:
                 f"{len(request.known)} fragments are known to the caller; there are "
                 f"{len(self._services)}"
             )
+        self._note_step(request)
+        most_s = _MAX_POLL_S
+        if self._rules.timing is not None:
+            # A poll is also a sign of life: one that is not answered for a lease would be none.
+            most_s = min(most_s, self._rules.lease_s / 2)
+            most_s = most_s if request.step_s > 0 else min(most_s, _UNTIMED_POLL_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
+            async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
                 while not is_news(request, self._poll_reply(request, keys)):
                     await self._changed.wait()
         return _reply(self._poll_reply(request, keys))
 
+    def _note_step(self, request: wire.PollRequest) -> None:
+        if self._rules.timing is not None and request.step_s > 0:
+            self._steps.stepped(request.grant.island, request.step_s)
+            for service in self._services.values():
+                service.stepped()
+
     def _poll_reply(self, request: wire.PollRequest, keys: Sequence[RoundKey]) -> wire.PollReply:
         island, incarnation = request.grant.island, request.grant.incarnation
-        if not self._is_current(request.grant):
+        if not self._attendance.is_current(request.grant):
             return self._fenced(f"a newer start of island {island!r} has joined")
         reply = wire.PollReply(
             syncer_epoch=self._epoch,
@@ -324,7 +340,7 @@ class Syncer:
         header = wire.FetchHeader.FromString(call.header)
         service = self._services.get(header.fragment_id)
         payload: Buffer = b""
-        if not await self._accept_grant(header.grant, header.protocol_version):
+        if not await self._attendance.accept(header.grant, header.protocol_version):
             reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=_NOT_CURRENT)
         elif service is None:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
@@ -335,7 +351,7 @@ class Syncer:
 
     async def _pin(self, call: IncomingCall) -> Reply:
         request = wire.PinRequest.FromString(call.header)
-        if not await self._accept_grant(request.grant, request.protocol_version):
+        if not await self._attendance.accept(request.grant, request.protocol_version):
             return self._ack(_NOT_CURRENT, is_fenced=True)
         versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
         if versions.keys() != self._stores.keys():
@@ -354,52 +370,18 @@ class Syncer:
         except PinRefused as error:
             logger.warning("pin refused, island=%s: %s", request.grant.island, error)
             self.meter.refusal(request.grant.island, Cause.PIN)
-            return self._ack(str(error), is_fenced=not self._is_current(request.grant))
+            return self._ack(str(error), is_fenced=not self._attendance.is_current(request.grant))
         self._last_pin[request.grant.island] = request.checkpoint_step
         return self._ack("")
-
-    # -- grants ----------------------------------------------------------------------------------
-
-    async def _accept_grant(self, grant: Grant, protocol_version: int) -> bool:
-        """Check a grant; make its incarnation durable before anything of it is accepted."""
-        if protocol_version != PROTOCOL_VERSION:
-            self.meter.refusal("", Cause.PROTOCOL_VERSION)
-            return False
-        if not self._is_granted(grant) or grant.island not in self._rules.islands:
-            self.meter.refusal("", Cause.GRANT)
-            return False
-        if grant.timeline != self._rules.timeline:
-            self.meter.refusal(grant.island, Cause.TIMELINE)
-            return False
-        async with self._granting:
-            if grant.incarnation > self._incarnations.get(grant.island, 0):
-                updated = {**self._incarnations, grant.island: grant.incarnation}
-                await self._worker.run(lambda: self._incarnation_store.store(updated))
-                self._incarnations = updated
-                for service in self._services.values():
-                    service.granted(grant.island, grant.incarnation)
-                self._notify()
-        if not self._is_current(grant):
-            self.meter.refusal(grant.island, Cause.INCARNATION)
-            return False
-        return True
 
     def _refuse(self, grant: Grant, cause: Cause, words: str) -> str:
         """Count a refusal of what an island says with a good grant; returns the words."""
         self.meter.refusal(grant.island, cause)
         return words
 
-    def _is_current(self, grant: Grant) -> bool:
-        """Whether this start, of an accepted grant, is still the newest of its island."""
-        return grant.incarnation == self._incarnations.get(grant.island)
-
     def _wants_initial(self, service: FragmentService, island: str) -> bool:
-        return (
-            service.record is None
-            and self._rules.timeline == 0
-            and island == self._rules.islands[0]
-            and all(name in self._incarnations for name in self._rules.islands)
-        )
+        is_new = service.record is None and self._rules.timeline == 0
+        return is_new and island == self._attendance.founder()
 
     # -- plumbing --------------------------------------------------------------------------------
 

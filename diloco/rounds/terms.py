@@ -109,6 +109,26 @@ class RoundRules:
 
 
 @dataclass(frozen=True, slots=True)
+class Roster:
+    """Who may take part in the next openings, as the coordinator knows it.
+
+    Args:
+        live: Islands that hold a lease, sorted; where members are fixed, all that were not taken
+            out, be they there or not.
+        fenced: Island -> least incarnation that counts, of those that were kicked.
+        is_paused: Nothing opens.
+        min_islands: Live islands without which nothing opens; 0: as the rules say.
+        generation: Of the membership, for people.
+    """
+
+    live: tuple[str, ...]
+    fenced: Mapping[str, int] = field(default_factory=dict)
+    is_paused: bool = False
+    min_islands: int = 0
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LaneArrival:
     """One lane of one contribution, as its header declares it."""
 

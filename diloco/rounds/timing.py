@@ -24,6 +24,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from diloco.rounds.terms import RoundRules
+
 _WEIGHT = 0.5
 _DEVIATIONS = 4.0
 _MOST_DOUBLINGS = 60
@@ -104,6 +106,9 @@ class Timing(Protocol):
     def resumed(self, expiries: int, now: float) -> None:
         """A restart found so many expiries since the last publication."""
 
+    def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
+        """Rules have changed, between two attempts."""
+
 
 class FixedTiming:
     """The same times for every round."""
@@ -153,6 +158,11 @@ class FixedTiming:
     def resumed(self, expiries: int, now: float) -> None:
         """See `Timing`."""
 
+    def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
+        """See `Timing`; the floor of what is waited for already stays."""
+        self._deadline_s, self._grace_s = rules.deadline_s, rules.grace_s
+        self._opening_floor_s = rules.opening_floor_s
+
 
 @dataclass(frozen=True, slots=True)
 class TimingRules:
@@ -167,6 +177,7 @@ class TimingRules:
         deadline_cap_s: Longest deadline, and that of members who are not known yet.
         phase: Share of the first interval after which a fragment opens first, so that fragments
             take turns: (p + 1) / P.
+        grace_s: The grace where it is not measured; None: it is.
     """
 
     inner_steps_per_round: int
@@ -176,6 +187,7 @@ class TimingRules:
     deadline_floor_s: float
     deadline_cap_s: float
     phase: float = 1.0
+    grace_s: float | None = None
 
 
 class MeasuredTiming:
@@ -206,6 +218,8 @@ class MeasuredTiming:
 
     def grace_s(self, members: Collection[str]) -> float:
         """See `Timing`."""
+        if self._rules.grace_s is not None:
+            return self._rules.grace_s
         steps = self._steps.of(members)
         quorum, fetched = self._until_quorum.value, self._until_fetched.value
         if len(steps) < max(len(members), 1) or quorum is None or fetched is None:
@@ -259,3 +273,8 @@ class MeasuredTiming:
         """See `Timing`."""
         if expiries:
             self._expired_at, self._expiries = now, expiries
+
+    def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
+        """See `Timing`."""
+        assert measured is not None, "times that are measured have rules"
+        self._rules = measured

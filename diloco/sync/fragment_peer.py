@@ -23,8 +23,8 @@ from diloco.rounds.allreduce import Announced, Assignment, Duty, duty
 from diloco.rounds.allreduce_messages import announced_of
 from diloco.rounds.messages import key_message, outcome_of
 from diloco.rounds.record import STATE_SECTIONS
-from diloco.rounds.service import Worker
 from diloco.rounds.terms import Outcome, OutcomeKind, RoundKey
+from diloco.rounds.worker import Worker
 from diloco.sync.peer_calls import PeerCalls
 from diloco.sync.replica import SECTIONS, ContributionMalformed, Reduced, Replica, state_digest
 from diloco.sync.tasks import Tasks, wait_for

@@ -29,19 +29,19 @@ from diloco.errors import CodecError, Fenced, error_of_exit_code
 from diloco.outer.fragments import Plan
 from diloco.peer_texts import bounded_text
 from diloco.rounds.messages import key_message, key_of, keys_of, outcome_message, outcome_of
-from diloco.rounds.pins import forget_pins
-from diloco.rounds.publication import PublicationRules
-from diloco.rounds.record import RecordInvalid
-from diloco.rounds.service import (
-    Worker,
+from diloco.rounds.payloads import (
     fetch_lanes,
     insist_on_codec,
     insist_on_size,
     verify_payload,
 )
+from diloco.rounds.pins import forget_pins
+from diloco.rounds.publication import PublicationRules
+from diloco.rounds.record import RecordInvalid
 from diloco.rounds.store import PinRefused
 from diloco.rounds.syncer import is_news
 from diloco.rounds.terms import RoundKey
+from diloco.rounds.worker import Worker
 from diloco.sync.fragment_peer import FragmentPeer, Own
 from diloco.sync.peer_calls import PeerCalls
 from diloco.sync.replica import SECTIONS, Replica

@@ -37,8 +37,8 @@ from diloco.rounds.publication import (
     publish_mean_,
 )
 from diloco.rounds.record import STATE_SECTIONS
-from diloco.rounds.service import Worker
 from diloco.rounds.store import FragmentStore, VersionRecord, founding_record, record_of
+from diloco.rounds.worker import Worker
 from transport.contracts import Buffer
 
 #: What a healing peer asks for of a lane, in this order; version 0 has no payload.

@@ -340,6 +340,9 @@ def syncer_metrics(
     sums: Sequence[tuple[str, str, dict[int, int] | dict[int, float]]] = (
         ("rounds_published", "Versions published", counts.published),
         ("rounds_expired", "Attempts that expired", counts.expired),
+        ("rounds_solo", "Versions of one island, where others were members", counts.solo),
+        ("round_wait_seconds", "Time from openings to closes", counts.waited_s),
+        ("round_grace_seconds", "Time that quorums waited for stragglers", counts.grace_s),
         ("merge_seconds", "Time of merges and outer steps", counts.merge_s),
         ("commit_seconds", "Time until versions were durable", counts.commit_s),
     )

@@ -9,21 +9,24 @@ import contextlib
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from diloco.refusals import Cause
+from diloco.telemetry.round_events import RoundClosed
 
 
 @dataclass(slots=True)
 class SyncerCounts:
-    """Sums since the start, by fragment, or by fragment and island; seconds of the worker.
+    """Sums since the start, by fragment, or by fragment and island.
 
+    Seconds are the worker's, but for those that rounds `waited_s` and spent on grace (`grace_s`).
     `refused` are contributions to published versions, `refusals` whatever was refused, by island
     (empty: of none that had proved it) and cause.
     """
 
     published: Counter[int] = field(default_factory=Counter)
+    solo: Counter[int] = field(default_factory=Counter)
     expired: Counter[int] = field(default_factory=Counter)
     included: Counter[tuple[int, str]] = field(default_factory=Counter)
     refused: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -33,6 +36,8 @@ class SyncerCounts:
     sent_bytes: Counter[tuple[int, str]] = field(default_factory=Counter)
     merge_s: dict[int, float] = field(default_factory=dict)
     commit_s: dict[int, float] = field(default_factory=dict)
+    waited_s: dict[int, float] = field(default_factory=dict)
+    grace_s: dict[int, float] = field(default_factory=dict)
 
 
 class SyncerMeter:
@@ -50,19 +55,17 @@ class SyncerMeter:
         with self._lock:
             return copy.deepcopy(self._counts)
 
-    def published(
-        self,
-        fragment_id: int,
-        included: Iterable[str],
-        refused: Iterable[str],
-        rejected: Iterable[str],
-    ) -> None:
+    def published(self, closed: RoundClosed) -> None:
         """Count a version that became durable, and who is in it, was refused or was rejected."""
+        p, counts = closed.fragment_id, self._counts
         with self._lock:
-            self._counts.published[fragment_id] += 1
-            self._counts.included.update((fragment_id, island) for island in included)
-            self._counts.refused.update((fragment_id, island) for island in refused)
-            self._counts.rejected.update((fragment_id, island) for island in rejected)
+            counts.published[p] += 1
+            counts.solo[p] += closed.is_solo
+            counts.waited_s[p] = counts.waited_s.get(p, 0.0) + closed.waited_s
+            counts.grace_s[p] = counts.grace_s.get(p, 0.0) + closed.grace_s
+            counts.included.update((p, island) for island in closed.contributors)
+            counts.refused.update((p, island) for island in closed.refused)
+            counts.rejected.update((p, island) for island in closed.rejected)
 
     def expired(self, fragment_id: int) -> None:
         """Count an attempt without a result."""

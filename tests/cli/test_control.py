@@ -51,11 +51,13 @@ REPLY = StatusReply(
     syncer_address="127.0.0.1:4712",
     syncer_epoch=3,
     islands=[
-        IslandStatus(island="west", incarnation=1, island_slot=1),
+        IslandStatus(island="west", incarnation=1, island_slot=1, lease="lapsed"),
         IslandStatus(
             island="east",
             incarnation=2,
             island_slot=0,
+            lease="active",
+            lease_left_s=9.74,
             report_age_s=0.25,
             last_report=ReportRequest(
                 inner_step=120,
@@ -69,7 +71,7 @@ REPLY = StatusReply(
                 state="training",
             ),
         ),
-        IslandStatus(island="north", island_slot=2),
+        IslandStatus(island="north", island_slot=2, lease="absent"),
     ],
     fragments=[
         FragmentStatus(
@@ -130,11 +132,11 @@ def coordinator() -> Iterator[str]:
 def test_islands_stand_in_slot_order_with_what_they_last_reported() -> None:
     assert rows(islands_table(REPLY)) == [
         [
-            "east", "2", "training", "120/325", "2.3457", "15,360", "2", "3 MiB", "5 KiB", "1.2 s",
-            "93.1%", "0.2 s ago",
+            "east", "2", "active 9.7 s", "training", "120/325", "2.3457", "15,360", "2", "3 MiB",
+            "5 KiB", "1.2 s", "93.1%", "0.2 s ago",
         ],
-        ["west", "1", "joined", *["-"] * 9],
-        ["north", "-", "not joined", *["-"] * 9],
+        ["west", "1", "lapsed", "joined", *["-"] * 9],
+        ["north", "-", "absent", "not joined", *["-"] * 9],
     ]  # fmt: skip
 
 
@@ -150,11 +152,13 @@ def test_fragments_show_version_attempt_when_published_and_contributors() -> Non
     [
         ({}, ["demo", "running", "127.0.0.1:4712", "epoch 3"], ["timeline", "checkpoints"]),
         ({"syncer_address": ""}, ["not there yet"], []),
-        ({"timeline": 2}, ["timeline 2"], []),
+        ({"timeline": 2}, ["timeline 2"], ["tokens merged", "no round opens"]),
+        ({"generation": 7, "is_paused": True}, ["generation 7", "no round opens"], []),
+        ({"total_tokens": 9000}, ["tokens merged 0 of 9,000"], []),
         ({"checkpoint_steps": [60, 120]}, ["checkpoints 60, 120"], []),
         ({"state": "failed", "message": "quorum lost"}, ["failed", "quorum lost"], []),
     ],
-    ids=["running", "no-syncer", "resumed", "checkpoints", "failed"],
+    ids=["running", "no-syncer", "resumed", "paused", "tokens", "checkpoints", "failed"],
 )
 def test_first_line_says_what_state_the_run_is_in(
     changes: dict[str, object], words: list[str], absent: list[str]

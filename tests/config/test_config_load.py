@@ -331,7 +331,7 @@ REFUSALS = [
     ("outer.min_contributions=0", ["outer.min_contributions: 0: must be", '"all"']),
     ("outer.grace=soon", ['outer.grace: "soon"', '"auto" or 0s to 1h']),
     ("outer.on_member_lost=go", ['outer.on_member_lost: "go"', '"stop" or "wait" or "shrink"']),
-    ("run.open=true", ["outer.merge", "run.open = true needs", "on_arrival"]),
+    ("run.open=true", ["run.open: true: needs max_islands"]),
     ("run.max_islands=1", ["outer.merge", "run.max_islands = 1 needs"]),
     ("outer.weighting=equal", ['outer.weighting: "equal":', '"tokens" or "tokens_times_rate"']),
     ("outer.merge_rule=median", ['outer.merge_rule: "median":', '"mean" or "radial_directional"']),

@@ -3,138 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from google.protobuf.message import Message
 
-from diloco.config.classes import identity_difference
-from diloco.coordinator.daemon import ISLAND_STATES, Coordinator
+from diloco.coordinator.daemon import ISLAND_STATES
 from diloco.coordinator.grants import sign
-from diloco.coordinator.journal import Journal
-from diloco.coordinator.membership import Membership
-from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.sync.registration import IslandState
 from protos import control_pb2 as control
+from tests.coordinator_desk import SECRET, UNREACHABLE_S, Desk, Story, joined, tell
 from tests.transport.pki import EAST
-from transport.contracts import PROTOCOL_VERSION
 from transport.errors import FrameError, HandlerFailed
 from transport.identity import Identity
-from transport.loopback import LoopbackNetwork, run_virtual
 
-SECRET = bytes(32)
-PLAN = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=2).to_json()
-IDENTITY = json.dumps({"run.seed": 7})
-UNREACHABLE_S = 60.0
-
-
-class Desk:
-    """A coordinator that can be killed, and whoever calls it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.network = LoopbackNetwork()
-        self.transport = self.network.connect("coordinator")
-        self.path = directory / "journal.sqlite"
-
-    async def start(self) -> None:
-        self.journal = Journal(self.path)
-        self.journal.open()
-        self.membership = Membership(
-            "demo", ("east", "west"), IDENTITY, identity_difference, 100, num_checkpoints=2
-        )
-        self.membership.apply(self.journal.entries().items())
-        self.coordinator = Coordinator(
-            membership=self.membership,
-            journal=self.journal,
-            secret=SECRET,
-            policy_json=json.dumps({"run.inner_steps": 100}),
-            unix_clock=lambda: 0.0,
-            unreachable_s=UNREACHABLE_S,
-        )
-        self.server = self.network.server("coordinator", self.coordinator.handlers)
-        await self.server.start()
-
-    async def restart(self, resume_step: int | None = None) -> None:
-        await self.close()
-        if resume_step is not None:
-            self.journal.open()
-            self.journal.write(self.membership.resumed(resume_step))
-            self.journal.close()
-        await self.start()
-
-    async def close(self) -> None:
-        await self.server.stop(0)
-        self.journal.close()
-
-    async def call(self, method: str, request: Message) -> bytes:
-        reply = await self.transport.call(
-            f"control.{method}", request.SerializeToString(), deadline_s=5.0
-        )
-        return reply.header
-
-    async def join(self, island: str, start_id: str = "a", **fields: Any) -> control.JoinReply:
-        request = control.JoinRequest(
-            protocol_version=PROTOCOL_VERSION,
-            run="demo",
-            island=island,
-            identity_json=IDENTITY,
-            plan_json=PLAN,
-            start_id=start_id,
-            **fields,
-        )
-        return control.JoinReply.FromString(await self.call("join", request))
-
-    async def report(self, grant: control.Grant, **fields: Any) -> control.ReportReply:
-        request = control.ReportRequest(grant=grant, **fields)
-        return control.ReportReply.FromString(await self.call("report", request))
-
-    async def leave(self, grant: control.Grant, *, is_stopped: bool = False) -> None:
-        await self.call("leave", control.LeaveRequest(grant=grant, is_stopped=is_stopped))
-
-    async def round_report(
-        self, timeline: int = 0, record: dict[str, int] | None = None, **fields: Any
-    ) -> list[int]:
-        grant = control.Grant(run="demo", timeline=timeline, roles=[control.ROLE_SYNCER])
-        request = control.RoundReport(
-            grant=sign(grant, SECRET), record_json=json.dumps(record) if record else "", **fields
-        )
-        reply = control.RoundReportReply.FromString(await self.call("round_report", request))
-        return list(reply.checkpoint_steps)
-
-    async def standing(self, island: str) -> control.StandingReply:
-        request = control.StandingRequest(protocol_version=PROTOCOL_VERSION, island=island)
-        return control.StandingReply.FromString(await self.call("standing", request))
-
-    def state(self) -> str:
-        return self.coordinator.status().state
+Play = Callable[[Story], None]
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Callable[[Callable[[Desk], Coroutine[Any, Any, None]]], None]:
+def play(tmp_path: Path) -> Play:
     """Run a story with a coordinator of two islands."""
-
-    def run(story: Callable[[Desk], Coroutine[Any, Any, None]]) -> None:
-        async def told() -> None:
-            desk = Desk(tmp_path)
-            await desk.start()
-            try:
-                await story(desk)
-            finally:
-                await desk.close()
-
-        run_virtual(told())
-
-    return run
-
-
-Play = Callable[[Callable[[Desk], Coroutine[Any, Any, None]]], None]
-
-
-async def joined(desk: Desk, start_id: str = "a") -> list[control.Grant]:
-    return [(await desk.join(island, start_id)).grant for island in ("east", "west")]
+    return lambda story: tell(tmp_path, story)
 
 
 # -- stop ----------------------------------------------------------------------------------------

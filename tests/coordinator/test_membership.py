@@ -7,13 +7,9 @@ import json
 import pytest
 
 from diloco.config.classes import identity_difference
-from diloco.coordinator.membership import (
-    REMEMBERED_STARTS,
-    Entries,
-    Joined,
-    JoinVerdict,
-    Membership,
-)
+from diloco.coordinator.admission import Entries, Joined, JoinVerdict
+from diloco.coordinator.members import REMEMBERED_STARTS
+from diloco.coordinator.membership import Membership
 from diloco.outer.fragments import TensorSpec, make_plan
 
 PLAN = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=2).to_json()
@@ -105,8 +101,8 @@ def test_repeated_join_has_nothing_to_write() -> None:
     membership = machine()
 
     keys = [key for key, _ in join(membership).entries]
-    assert keys == ["plan", "corpus", "tokenizer", "start", "island/east"]
-    assert [key for key, _ in join(membership, "west").entries] == ["island/west"]
+    assert keys == ["plan", "corpus", "tokenizer", "start", "island/east", "generation"]
+    assert [key for key, _ in join(membership, "west").entries] == ["island/west", "generation"]
     assert join(membership).entries == ()
 
 
@@ -633,7 +629,7 @@ def test_the_same_start_may_join_the_new_timeline_unless_a_later_one_has_fenced_
     newest = join(membership, "east", "b")
 
     assert (fenced.incarnation, fenced.entries) == (1, ())
-    assert (newest.incarnation, len(newest.entries)) == (2, 1)
+    assert (newest.incarnation, len(newest.entries)) == (2, 2)
     assert join(membership, "east", "b").entries == ()
     assert membership.is_current("east", 2, 1)
 

@@ -14,7 +14,8 @@ import pytest
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.membership import Member, Membership
+from diloco.coordinator.members import Member
+from diloco.coordinator.membership import Membership
 from diloco.errors import ConfigError
 from diloco.inner.model import LlamaShape
 from diloco.launch.local_resume import find_resume_step, read_standing

@@ -129,6 +129,8 @@ def test_the_record_is_the_same_to_the_byte_however_it_was_made(
             c.island: Inclusion(c.incarnation, CLOSE.key.version, CLOSE.key.attempt)
             for c in CLOSE.contributors
         },
+        merged_tokens=6,
+        rules=RULES.to_json(),
     )
     whole = Bench(tmp_path / "whole")
     whole.store.commit(expected)

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from diloco.rounds import terms
+from diloco.rounds.orders import Orders
 from diloco.rounds.reporter import HELLO_INTERVAL_S, Reporter
 from protos.control_pb2 import (
     Grant,
     RefusalCount,
+    Roster,
     RoundReport,
     RoundReportReply,
     SyncerHelloReply,
@@ -29,6 +32,7 @@ class FakeRounds:
     def __init__(self) -> None:
         self.versions = [0, 0]
         self.kept: list[list[int]] = []
+        self.orders: list[Orders] = []
 
     @property
     def states(self) -> list[FragmentState]:
@@ -46,6 +50,9 @@ class FakeRounds:
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
         self.kept.append(list(steps))
 
+    def heard_of(self, orders: Orders) -> None:
+        self.orders.append(orders)
+
     def phase(self, fragment_id: int) -> str:
         return ("open", "closing")[fragment_id]
 
@@ -61,6 +68,7 @@ class FakeCoordinator:
         self.answer_s = 0.0
         self.refused_reports = 0
         self.checkpoint_steps: list[int] = []
+        self.roster: Roster | None = None
 
     async def up(self) -> Server:
         handlers = {"control.syncer_hello": self._hello, "control.round_report": self._report}
@@ -85,7 +93,7 @@ class FakeCoordinator:
             raise RuntimeError("disk full")
         now = asyncio.get_running_loop().time()
         self.reports.append((now, RoundReport.FromString(call.header)))
-        reply = RoundReportReply(checkpoint_steps=self.checkpoint_steps)
+        reply = RoundReportReply(checkpoint_steps=self.checkpoint_steps, roster=self.roster)
         return Reply(reply.SerializeToString())
 
 
@@ -292,6 +300,26 @@ def test_complete_checkpoints_are_handed_on() -> None:
         running.cancel()
 
     assert play(story).rounds.kept == [[], [30, 60]]
+
+
+def test_orders_are_handed_on_with_every_report_and_none_while_nobody_answers() -> None:
+    async def story(scene: Scene) -> None:
+        server = await scene.coordinator.up()
+        running = scene.run()
+        await asyncio.sleep(1)
+        fenced, live = {"west": 3}, ["west", "east"]
+        scene.coordinator.roster = Roster(
+            generation=7, live=live, fenced=fenced, is_paused=True, min_islands=2
+        )
+        await asyncio.sleep(HELLO_INTERVAL_S)
+        await server.stop(0)
+        await asyncio.sleep(60)
+        running.cancel()
+
+    assert play(story).rounds.orders == [
+        Orders(),
+        Orders(terms.Roster(("east", "west"), {"west": 3}, True, 2, 7)),
+    ]
 
 
 def test_what_was_last_heard_of_checkpoints_holds_while_the_coordinator_is_away() -> None:

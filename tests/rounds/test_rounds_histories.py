@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,10 +28,12 @@ from diloco.rounds.terms import (
     Instruction,
     LaneArrival,
     Lost,
+    Opened,
     OutcomeKind,
     PastRound,
     Phase,
     RecordExpiry,
+    Roster,
     RoundKey,
     RoundRules,
 )
@@ -70,6 +74,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.now = 0.0
         self.live: tuple[str, ...] = ISLANDS
         self.fenced: dict[str, int] = {}
+        self.is_finishing = self.is_over = False
         self.durable_included: dict[str, Inclusion] = {}
         self.durable_version, self.durable_attempt = 0, 0
         self.durable_past: dict[int, PastRound] = {}
@@ -81,11 +86,22 @@ class AnyHistory(RuleBasedStateMachine):
         self.pending: list[Instruction] = []
         self.restart()
 
+    def orders(self) -> Roster:
+        return Roster(self.live, self.fenced)
+
+    def least(self, close: Close) -> int:
+        """How many contributions this close needs."""
+        return self.rules.min_contributions or len(ISLANDS) - len(close.refused)
+
     def restart(self) -> None:
         self.pending = []
         timing = self.steps and MeasuredTiming(TIMING, self.steps, self.now)
         self.rounds = FragmentRounds(0, 0, self.rules, timing)
-        self.perform(self.rounds.heard_of(self.live, self.fenced, self.now))
+        self.perform(self.rounds.heard_of(self.orders(), self.now))
+        if self.is_finishing:
+            self.rounds.finishing()
+        if self.is_over:
+            self.rounds.end()
         for island, incarnation in self.incarnations.items():
             self.rounds.granted(island, incarnation, self.now)
         self.perform(
@@ -153,9 +169,12 @@ class AnyHistory(RuleBasedStateMachine):
             if island in self.rounds.contributions or not self.rounds.is_open:
                 continue
             key, incarnation = self.rounds.key, self.incarnations[island]
+            is_flush = self.rounds.takes_flush
             for lane_id in (0, 1):
                 digest = f"{island}{lane_id}".encode()
-                self.deliver(LaneArrival(key, island, incarnation, lane_id, digest, 1, 1, 1, False))
+                self.deliver(
+                    LaneArrival(key, island, incarnation, lane_id, digest, 1, 1, 1, is_flush)
+                )
 
     @rule(arrival=lanes)
     def decline(self, arrival: LaneArrival) -> None:
@@ -203,6 +222,9 @@ class AnyHistory(RuleBasedStateMachine):
                 }
                 self.durable_included = {**self.durable_included, **counted}
                 tell = functools.partial(self.rounds.committed, rejected=rejected)
+                if self.is_finishing and instruction.is_flush:
+                    self.is_over = True
+                    self.rounds.end()
             case RecordExpiry(key):
                 self.durable_attempt = key.attempt + 1
                 tell = self.rounds.expiry_recorded
@@ -220,7 +242,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert names == sorted(names)
         assert names
         assert not set(names) & set(close.refused)
-        assert len(names) >= (self.rules.min_contributions or len(ISLANDS) - len(close.refused))
+        assert len(names) >= self.least(close)
         for contributor in close.contributors:
             assert (close.key.version, contributor.island) not in self.counted, "counted twice"
             self.counted.add((close.key.version, contributor.island))
@@ -291,13 +313,18 @@ class MembersComeAndGo(AnyHistory):
         )
         self.retained = retained
         self.steps = StepTimes()
+        self.is_paused = False
         self.start()
+
+    def orders(self) -> Roster:
+        return Roster(self.live, self.fenced, self.is_paused)
 
     @rule(islands=st.sets(st.sampled_from(ISLANDS), min_size=1))
     def round_trip(self, islands: set[str]) -> None:
         """What mostly happens: all step, a round opens, some answer, it ends and is written."""
         for island in ISLANDS:
             self.step(island, 1.0)
+        self.is_paused = False
         self.roster(set(ISLANDS))
         self.wait(11.0)
         self.send_whole(islands)
@@ -313,14 +340,42 @@ class MembersComeAndGo(AnyHistory):
     @rule(live=st.sets(st.sampled_from(ISLANDS)))
     def roster(self, live: set[str]) -> None:
         self.live = tuple(live)
-        self.perform(self.rounds.heard_of(self.live, self.fenced, self.now))
+        self.perform(self.rounds.heard_of(self.orders(), self.now))
+
+    @rule(is_paused=st.booleans())
+    def pause(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        self.perform(self.rounds.heard_of(self.orders(), self.now))
+
+    @rule(quorum=st.sampled_from([None, 1, 2, 3]))
+    def policy(self, quorum: int | None) -> None:
+        """An operator sets another quorum: what is open keeps its own."""
+        before = self.rounds.rules.min_contributions
+        self.rules = replace(self.rules, min_contributions=quorum)
+        is_between = self.rounds.is_between
+        self.perform(self.rounds.obey(self.rules, TIMING, self.now))
+        assert self.rounds.rules.min_contributions == (quorum if is_between else before)
+
+    @rule()
+    def fetch(self) -> None:
+        self.rounds.fetched(self.now)
+
+    @precondition(lambda self: self.rounds.version > 1)
+    @rule()
+    def finish(self) -> None:
+        """All tokens are merged: from the next opening on there are flushes only."""
+        self.is_finishing = True
+        self.rounds.finishing()
+
+    def least(self, close: Close) -> int:
+        return 1 if close.is_flush else self.rounds.rules.min_contributions or 1
 
     @rule(island=st.sampled_from(ISLANDS))
     def kick(self, island: str) -> None:
         """An operator kicks it; it may join again at once."""
         self.fenced[island] = self.incarnations[island] + 1
         self.live = tuple(name for name in self.live if name != island)
-        self.perform(self.rounds.heard_of(self.live, self.fenced, self.now))
+        self.perform(self.rounds.heard_of(self.orders(), self.now))
         self.incarnations[island] += 1
 
     def perform(self, instructions: list[Instruction]) -> None:
@@ -329,6 +384,13 @@ class MembersComeAndGo(AnyHistory):
                 assert {c.island for c in instruction.contributors} <= set(self.rounds.members)
                 for contributor in instruction.contributors:
                     assert contributor.incarnation >= self.fenced.get(contributor.island, 0)
+            if isinstance(instruction, Opened):
+                assert not self.is_paused and not self.is_over
+                assert instruction.is_flush == self.is_finishing
+                here = {i for i in ISLANDS if self.incarnations[i] >= self.fenced.get(i, 0)}
+                assert set(instruction.members) <= set(self.live) & here
+                least = max(self.rules.min_members or 1, self.rules.min_contributions or 1)
+                assert len(instruction.members) >= least
         super().perform(instructions)
 
     @invariant()
@@ -342,9 +404,20 @@ class MembersComeAndGo(AnyHistory):
             assert rounds.next_wake < self.now + 11.0, "nobody is left who could answer"
 
 
-for history in (AnyHistory, MembersComeAndGo):
+class LongHistories(MembersComeAndGo):
+    """The same, 10,000 steps of it and more."""
+
+
+def limit(history: type[AnyHistory], max_examples: int, num_steps: int) -> type[Any]:
     history.TestCase.settings = settings(
-        max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+        max_examples=max_examples,
+        stateful_step_count=num_steps,
+        deadline=None,
+        derandomize=True,
     )
-test_any_history = AnyHistory.TestCase
-test_members_come_and_go = MembersComeAndGo.TestCase
+    return history.TestCase
+
+
+test_any_history = limit(AnyHistory, 150, 40)
+test_members_come_and_go = limit(MembersComeAndGo, 150, 40)
+test_long_histories = pytest.mark.slow(limit(LongHistories, 200, 80))

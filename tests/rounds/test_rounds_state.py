@@ -24,6 +24,7 @@ from diloco.rounds.terms import (
     Phase,
     Published,
     RecordExpiry,
+    Roster,
     RoundKey,
     RoundRules,
 )
@@ -739,7 +740,7 @@ def dynamic(*, granted: str = "abc", **rules: Any) -> FragmentRounds:
 
 def test_members_are_those_who_live_when_an_attempt_opens() -> None:
     rounds = dynamic(granted="")
-    rounds.heard_of(["a", "c"], {}, 1.0)
+    rounds.heard_of(Roster(("a", "c")), 1.0)
     rounds.granted("b", 1, 1.0)
     assert not rounds.is_open
 
@@ -752,7 +753,7 @@ def test_members_are_those_who_live_when_an_attempt_opens() -> None:
 def test_an_attempt_whose_members_have_all_gone_expires() -> None:
     rounds = dynamic(granted="a")
 
-    (expiry,) = rounds.heard_of(["b"], {}, 5.0)
+    (expiry,) = rounds.heard_of(Roster(("b",)), 5.0)
 
     assert isinstance(expiry, RecordExpiry)
     assert rounds.expiry_recorded(expiry.key, 6.0) == []
@@ -764,7 +765,7 @@ def test_an_attempt_that_a_member_has_left_has_a_deadline() -> None:
     rounds = dynamic(min_members=3)
     assert rounds.next_wake == math.inf
 
-    assert rounds.heard_of(["a"], {}, 5.0) == []
+    assert rounds.heard_of(Roster(("a",)), 5.0) == []
 
     assert rounds.next_wake == 5.0 + DEADLINE_S
 
@@ -775,7 +776,7 @@ def test_a_kicked_start_counts_nothing_and_its_next_one_does(is_known: bool) -> 
     rounds = dynamic(granted="b")
     if is_known:
         rounds.granted("a", 1, 0.0)
-    rounds.heard_of(["a", "b"], {"a": 2}, 1.0)
+    rounds.heard_of(Roster(("a", "b"), {"a": 2}), 1.0)
 
     assert rounds.granted("a", 1, 2.0) == []
     assert rounds.admit(lane(rounds, "a")) is Admission.FENCED

@@ -203,7 +203,8 @@ def test_nobody_founds_an_empty_store_of_a_later_timeline(setting: Setting) -> N
     async def scenario() -> None:
         run = VirtualRun(setting)
         await run.start_syncer()
-        run.syncer._rules = replace(run.syncer._rules, timeline=1)
+        attendance = run.syncer._attendance
+        attendance.rules = replace(attendance.rules, timeline=1)
         a, b = RawIsland(run, "a"), RawIsland(run, "b")
         for island in (a, b):
             island.grant.timeline = 1
@@ -720,7 +721,7 @@ def test_several_lanes_are_served_together_if_they_are_few_and_in_order(
         for lane_ids in ((), (1, 0), (0, 0), (0, 1, 2)):
             assert await fetch(*lane_ids) == (wire.FETCH_STATUS_UNKNOWN, b"")
         together = sum(lane.numel for lane in a.lanes)
-        monkeypatch.setattr("diloco.rounds.service.MOST_TOGETHER", together - 1)
+        monkeypatch.setattr("diloco.rounds.payloads.MOST_TOGETHER", together - 1)
         assert await fetch(0, 1) == (wire.FETCH_STATUS_UNKNOWN, b"")
         assert await fetch(0) == (wire.FETCH_STATUS_OK, first)
 

@@ -68,8 +68,12 @@ def records(directory: Path, setting: Setting) -> dict[tuple[int, int], VersionR
 def state_of(record: VersionRecord) -> Mapping[str, object]:
     """What must be equal to the bit: the header, every vector, every published payload.
 
-    But for what only a syncer's islands may ask about: they may fall behind what is remembered.
+    But for what only a syncer says: what its islands may ask about, who may fall behind what is
+    remembered, and what decided a version whose members come and go.
     """
+    header = {**record.header(), "last_included": {}}
+    for name in ("rules", "merged_tokens"):
+        header.pop(name, None)
     vectors = [
         getattr(lane, name).numpy().tobytes()
         for lane in record.lanes
@@ -77,7 +81,7 @@ def state_of(record: VersionRecord) -> Mapping[str, object]:
     ]
     payloads = [bytes(payload) for payload in record.payloads]
     return {
-        "header": {**record.header(), "last_included": {}},
+        "header": header,
         "vectors": vectors,
         "payloads": payloads,
     }

@@ -31,8 +31,9 @@ from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
 from diloco.rounds.pins import restore
 from diloco.rounds.publication import PublicationRules
+from diloco.rounds.rules import SyncerRules
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.syncer import Syncer, SyncerRules
+from diloco.rounds.syncer import Syncer
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.io_thread import IoThread

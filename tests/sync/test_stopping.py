@@ -21,7 +21,8 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from diloco.coordinator.membership import Joined, JoinVerdict, Membership
+from diloco.coordinator.admission import Joined, JoinVerdict
+from diloco.coordinator.membership import Membership
 from diloco.errors import CoordinatorUnavailable, DilocoError, QuorumLost
 from diloco.outer.schedule import Schedule
 from diloco.sync.agreement import Agreement

@@ -17,6 +17,7 @@ from prometheus_client.registry import REGISTRY, Collector
 from diloco.errors import ConfigError
 from diloco.refusals import Cause
 from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics, syncer_metrics
+from diloco.telemetry.round_events import RoundClosed
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos.control_pb2 import (
     FragmentStatus,
@@ -108,6 +109,25 @@ def test_coordinator_tells_of_run_islands_and_fragments() -> None:
     }
 
 
+CLOSED = RoundClosed(
+    fragment_id=0,
+    version=0,
+    attempt=0,
+    members=("east", "north", "west"),
+    contributors=("east",),
+    quorum=1,
+    waited_s=7.0,
+    grace_s=2.5,
+    commit_s=0.25,
+    is_solo=True,
+    is_flush=False,
+    refused={"west": "declined"},
+    rejected={"north": "its norm"},
+    merged_tokens=4,
+    digest="",
+)
+
+
 def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
     ticks = iter([1.0, 1.5, 2.0, 2.25])
     meter = SyncerMeter(lambda: next(ticks))
@@ -121,7 +141,7 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         pass
     with meter.committing(0):
         pass
-    meter.published(0, ["east"], ["west"], ["north"])
+    meter.published(CLOSED)
     meter.expired(1)
     meter.refusal("west", Cause.DIGEST)
     meter.refusal("west", Cause.DIGEST)
@@ -136,6 +156,12 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         "diloco_syncer_rounds_published_total{fragment=1}": 0,
         "diloco_syncer_rounds_expired_total{fragment=0}": 0,
         "diloco_syncer_rounds_expired_total{fragment=1}": 1,
+        "diloco_syncer_rounds_solo_total{fragment=0}": 1,
+        "diloco_syncer_rounds_solo_total{fragment=1}": 0,
+        "diloco_syncer_round_wait_seconds_total{fragment=0}": 7.0,
+        "diloco_syncer_round_wait_seconds_total{fragment=1}": 0,
+        "diloco_syncer_round_grace_seconds_total{fragment=0}": 2.5,
+        "diloco_syncer_round_grace_seconds_total{fragment=1}": 0,
         "diloco_syncer_merge_seconds_total{fragment=0}": 0.5,
         "diloco_syncer_merge_seconds_total{fragment=1}": 0,
         "diloco_syncer_commit_seconds_total{fragment=0}": 0.25,

@@ -17,7 +17,7 @@ import random
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diloco.config.classes import identity_difference
+from diloco.config.load import load_config
 from diloco.coordinator import decider as decider_module
-from diloco.coordinator.daemon import Coordinator
+from diloco.coordinator.daemon import Coordinator, Operations
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
-from diloco.errors import DilocoError
+from diloco.coordinator.terms import Terms
+from diloco.errors import ConfigError, DilocoError
 from diloco.launch.access import RULES, guarded
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.rounds import syncer as syncer_module
@@ -63,6 +65,7 @@ from transport.transfer import Partial, Transfer
 
 SECRET = bytes(32)
 IDENTITY = json.dumps({"run.seed": 7})
+_RUN_FILE = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
 #: What a handler may raise at a caller's nonsense; anything else is a defect of ours.
 NAMED = (TransportError, DilocoError, PermissionError)
 #: A case may build a plan of a megabyte of text, on a loaded machine.
@@ -308,7 +311,18 @@ def grants() -> list[Grant]:
 _GRANTS = grants()
 #: Values with which a message gets far: of sound ones every such field has one of these.
 _LIKELY: dict[str, st.SearchStrategy[Any]] = {
+    "arguments": st.sampled_from(
+        [
+            {},
+            {"island": "a"},
+            {"island": "b", "undo": "1"},
+            {"checkpoint": "1"},
+            {"key": "outer.optimizer.lr", "value": "0.5"},
+            {"key": "outer", "value": "[" * 1000},
+        ]
+    ),
     "codec": st.just("float32"),
+    "command": st.sampled_from(["pause", "unpause", "drain", "kick", "set", "stop", "backup"]),
     "digest": st.sampled_from(_DIGESTS),
     "is_flush": st.just(False),
     "key": st.sampled_from(
@@ -357,7 +371,9 @@ def message_of(draw: st.DrawFn, kind: type[Message], depth: int = 0) -> Message:
             fields[field.name] = draw(_LIKELY[field.name])
         elif field.name == "grant" or draw(st.booleans()):
             value = value_of(field, depth)
-            if not field.is_repeated:
+            if field.message_type is not None and field.message_type.GetOptions().map_entry:
+                fields[field.name] = draw(st.dictionaries(_TEXTS, _TEXTS, max_size=3))
+            elif not field.is_repeated:
                 fields[field.name] = draw(value)
             elif draw(st.integers(0, 9)):
                 fields[field.name] = draw(st.lists(value, max_size=3))
@@ -442,10 +458,11 @@ class Service:
             membership=membership,
             journal=self.journal,
             secret=SECRET,
-            unreachable_s=600.0,
-            policy_json=json.dumps({"run.inner_steps": 100}),
+            terms=Terms(json.dumps({"run.inner_steps": 100}), unreachable_s=600.0),
             unix_clock=lambda: 0.0,
+            operations=Operations(load_config(_RUN_FILE), lambda config: None, self._back_up),
         )
+        self.membership = membership
         self.run, _ = await founded(self._setting(directory / "syncer"))
         # Else a grant that nobody signed would fence all others for good.
         self.run.syncer._is_granted = lambda held: held.run == RUN and held.incarnation == 1
@@ -499,6 +516,9 @@ class Service:
             except NAMED as error:
                 self.outcomes[method, type(error).__name__] += 1
 
+    async def _back_up(self, arguments: Mapping[str, str]) -> str:
+        raise ConfigError(f"no directory {arguments}")
+
     async def _insist_on_service(self) -> None:
         """Insist that operator and islands are answered, in messages that transports take."""
         operator = Identity(RUN, Role.OPERATOR)
@@ -518,7 +538,8 @@ class Service:
         ):
             await self._ask(method, request)
         is_lost = self.run.syncer.fatal is not None or self.allreduce.lost
-        if is_lost or any(each.peer._tasks.failure for each in self.islands):
+        is_operated = self.membership._num_operations > 0
+        if is_lost or is_operated or any(each.peer._tasks.failure for each in self.islands):
             await self._end()
             await self._begin()
 

@@ -1,0 +1,158 @@
+"""What all islands of a run must share, and the words with which one that does not is refused.
+
+Source: protocol.md sections 4 (version 0), 8 and 10.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from diloco.errors import PlanMismatch
+from diloco.outer.fragments import Plan, plan_difference
+from diloco.refusals import Cause
+
+Entries = tuple[tuple[str, str], ...]
+
+#: Bytes of the largest plan manifest: it goes on to the syncer in one header, with names beside it.
+MOST_PLAN_BYTES = 7 << 17
+_MOST_DIGEST = 256
+
+
+class JoinVerdict(StrEnum):
+    """Answer to a join."""
+
+    ACCEPTED = "accepted"
+    FINGERPRINT_MISMATCH = "fingerprint_mismatch"
+    KICKED = "kicked"
+    PLAN_MISMATCH = "plan_mismatch"
+    RUN_FULL = "run_full"
+    RUN_STOPPED = "run_stopped"
+    UNKNOWN_ISLAND = "unknown_island"
+    WRONG_RUN = "wrong_run"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Outcome of a join: verdict, granted incarnation, and what to write and apply in any case.
+
+    A refusal has a message, which names the field and both values, and a cause.
+    """
+
+    verdict: JoinVerdict
+    message: str = ""
+    incarnation: int = 0
+    cause: Cause | None = None
+    entries: Entries = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all islands of a run share, as one side has it.
+
+    Args:
+        identity_json: Identity class of its configuration.
+        plan_json: Of the plan manifest; empty before the first join.
+        corpus_sha256: Of the text.
+        tokenizer_digest: Of the tokenizer; empty: not said.
+        start_step: Inner step at which a new run starts.
+    """
+
+    identity_json: str
+    plan_json: str
+    corpus_sha256: str
+    tokenizer_digest: str
+    start_step: int
+
+    def without_names(self) -> Shared:
+        """Return it without the islands' names, for runs whose sites need not know each other."""
+        return Shared(
+            _without_names(self.identity_json),
+            self.plan_json,
+            self.corpus_sha256,
+            self.tokenizer_digest,
+            self.start_step,
+        )
+
+
+def objection(
+    here: Shared,
+    there: Shared,
+    island: str,
+    identity_difference: Callable[[str, str], list[str]],
+) -> Joined | None:
+    """Refuse an island that does not share what the run's islands do; None if it does."""
+    if differing := identity_difference(here.identity_json, there.identity_json):
+        return Joined(
+            JoinVerdict.FINGERPRINT_MISMATCH,
+            f"the configuration of island {island!r} (there) differs from the run's (here):\n  "
+            + "\n  ".join(differing),
+            cause=Cause.IDENTITY,
+        )
+    try:
+        if len(there.plan_json) > MOST_PLAN_BYTES:
+            raise PlanMismatch(
+                f"its manifest has {len(there.plan_json)} bytes; {MOST_PLAN_BYTES} are allowed"
+            )
+        Plan.from_json(there.plan_json)
+    except PlanMismatch as error:
+        message = f"island {island!r} sent no usable plan: {error}"
+        return Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)
+    if here.plan_json and there.plan_json != here.plan_json:
+        return Joined(
+            JoinVerdict.PLAN_MISMATCH,
+            f"the plan of island {island!r} (there) differs from the run's (here):\n  "
+            + "\n  ".join(plan_difference(here.plan_json, there.plan_json)),
+            cause=Cause.PLAN,
+        )
+    return _data_objection(here, there, island)
+
+
+def _data_objection(here: Shared, there: Shared, island: str) -> Joined | None:
+    digests = (("text", there.corpus_sha256), ("tokenizer", there.tokenizer_digest))
+    for name, digest in digests:
+        if len(digest) > _MOST_DIGEST:
+            return Joined(
+                JoinVerdict.FINGERPRINT_MISMATCH,
+                f"the {name} of island {island!r} has a digest of {len(digest)} characters; "
+                f"{_MOST_DIGEST} are allowed",
+                cause=Cause(name),
+            )
+    # Before the text, whose digest covers it. None was said: a training loop of somebody's own.
+    if here.tokenizer_digest and there.tokenizer_digest != here.tokenizer_digest:
+        return Joined(
+            JoinVerdict.FINGERPRINT_MISMATCH,
+            f"data.tokenizer of island {island!r} has digest {there.tokenizer_digest!r} (there), "
+            f"the run's has {here.tokenizer_digest!r} (here): the same tokenizer.json and "
+            "data.separator are needed everywhere",
+            cause=Cause.TOKENIZER,
+        )
+    if here.plan_json and there.corpus_sha256 != here.corpus_sha256:
+        return Joined(
+            JoinVerdict.FINGERPRINT_MISMATCH,
+            f"the text of island {island!r} has digest {there.corpus_sha256} (there), the run's "
+            f'has {here.corpus_sha256} (here): data.source = "stdlib" needs the same release of '
+            "Python on every island, [data.sources] the same files under the same names (or "
+            "one commit, set as revision)",
+            cause=Cause.TEXT,
+        )
+    if here.plan_json and there.start_step != here.start_step:
+        return Joined(
+            JoinVerdict.FINGERPRINT_MISMATCH,
+            f"island {island!r} starts at inner step {there.start_step} (there), the run started "
+            f"at {here.start_step} (here): run.warm_start must name the same source everywhere",
+            cause=Cause.START_STEP,
+        )
+    return None
+
+
+def _without_names(identity_json: str) -> str:
+    try:
+        values = json.loads(identity_json)
+    except ValueError:
+        return identity_json
+    if isinstance(values, dict):
+        values.pop("islands", None)
+    return json.dumps(values, sort_keys=True)

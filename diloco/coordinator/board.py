@@ -1,0 +1,166 @@
+"""How a run stands, as it was last told: what operators, islands and metrics are shown.
+
+Memory only; nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+
+from diloco.coordinator.journal import Journal
+from diloco.coordinator.leases import Leases
+from diloco.coordinator.membership import Membership
+from diloco.coordinator.terms import Terms
+from diloco.refusals import Cause
+from protos.control_pb2 import (
+    FragmentStatus,
+    IslandStatus,
+    RefusalCount,
+    ReportRequest,
+    StandingReply,
+    StatusReply,
+)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Last word of an island or of a fragment, and when it came (loop time)."""
+
+    at: float
+    report: ReportRequest = field(default_factory=ReportRequest)
+    fragment: FragmentStatus = field(default_factory=FragmentStatus)
+
+
+class Board:
+    """What was last told of one run.
+
+    Attributes:
+        terms: In force.
+        is_halting: Whether everybody is told to end, with nothing lost.
+        syncer_address: Where islands reach the syncer, empty while there is none.
+        syncer_epoch: Of its newest start.
+        syncer_refusals: What it has refused since that start.
+        instead_of_syncer: For people, where there is none.
+    """
+
+    def __init__(
+        self, membership: Membership, journal: Journal, leases: Leases, terms: Terms
+    ) -> None:
+        """Assign only."""
+        self._membership = membership
+        self._journal = journal
+        self._leases = leases
+        self.terms = terms
+        self.is_halting = False
+        self.syncer_address = ""
+        self.syncer_epoch = 0
+        self.syncer_refusals: list[RefusalCount] = []
+        self.instead_of_syncer = ""
+        self._islands: dict[str, _Seen] = {}
+        self._fragments: dict[int, _Seen] = {}
+        self._refusals: Counter[tuple[str, Cause]] = Counter()
+
+    def island_says(self, island: str, report: ReportRequest) -> None:
+        """Take note of a report."""
+        self._islands[island] = _Seen(_now(), report=report)
+
+    def fragment_stands(self, status: FragmentStatus) -> None:
+        """Take note of how a fragment stands."""
+        self._fragments[status.fragment_id] = _Seen(_now(), fragment=status)
+
+    def refused(self, island: str, cause: Cause) -> None:
+        """Count a refusal; `island` is empty where nobody has proved whose call it was."""
+        self._refusals[island, cause] += 1
+
+    def last_state(self, island: str) -> str:
+        """What an island last said that it was doing; empty before its first report."""
+        seen = self._islands.get(island)
+        return seen.report.state if seen else ""
+
+    @property
+    def inner_steps(self) -> int:
+        """Where inner steps end the run."""
+        return int(json.loads(self.terms.policy_json)["run.inner_steps"])
+
+    @property
+    def state(self) -> str:
+        """The run's state, in words."""
+        membership = self._membership
+        if membership.fatal_reason:
+            return "failed"
+        if membership.is_finished:
+            return "finished"
+        if membership.is_stopped:
+            return "stopped"
+        if membership.is_stopping or self.is_halting:
+            return "stopping"
+        if not membership.have_all_joined:
+            return "waiting for islands"
+        return "paused" if membership.is_paused else "running"
+
+    def status(self) -> StatusReply:
+        """Everything an operator sees: islands, fragments, the syncer, the run's state."""
+        membership, now = self._membership, _now()
+        reply = StatusReply(
+            run=membership.run,
+            timeline=membership.timeline,
+            syncer_address=self.syncer_address or self.instead_of_syncer,
+            syncer_epoch=self.syncer_epoch,
+            state=self.state,
+            message=membership.fatal_reason,
+            inner_steps=self.inner_steps,
+            checkpoint_steps=membership.checkpoints,
+            start_step=membership.start_step,
+            has_published=self._journal.has_rounds(membership.timeline),
+            generation=membership.generation,
+            is_paused=membership.is_paused,
+            total_tokens=self.terms.total_tokens,
+        )
+        reply.islands.extend(map(self.island_status, membership.members))
+        for _, seen in sorted(self._fragments.items()):
+            fragment = FragmentStatus()
+            fragment.CopyFrom(seen.fragment)
+            fragment.age_s += now - seen.at
+            reply.fragments.append(fragment)
+        for (island, cause), count in sorted(self._refusals.items()):
+            reply.refusals.add(service="coordinator", island=island, cause=cause, count=count)
+        reply.refusals.extend(self.syncer_refusals)
+        return reply
+
+    def standing(self) -> StandingReply:
+        """What any island may know of the run; nothing of the islands."""
+        membership = self._membership
+        return StandingReply(
+            run=membership.run,
+            timeline=membership.timeline,
+            state=self.state,
+            start_step=membership.start_step,
+            has_published=self._journal.has_rounds(membership.timeline),
+            inner_steps=self.inner_steps,
+            syncer_address=self.syncer_address,
+        )
+
+    def island_status(self, island: str) -> IslandStatus:
+        """How one island stands, without its grant."""
+        membership, seen = self._membership, self._islands.get(island)
+        member, now = membership.members[island], _now()
+        status = IslandStatus(
+            island=island,
+            incarnation=member.incarnation,
+            island_slot=member.slot,
+            lease=membership.standing(island),
+        )
+        if island in membership.holders:
+            status.lease_left_s = self._leases.left_s(island, now)
+        if seen is not None:
+            status.last_report.CopyFrom(seen.report)
+            status.last_report.ClearField("grant")
+            status.report_age_s = now - seen.at
+        return status
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

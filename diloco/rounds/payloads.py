@@ -1,0 +1,109 @@
+"""Payloads of lanes: what is served of a version, and what is asked of one that arrives.
+
+Used by whoever serves lanes, a syncer or the peer of an island. Decides nothing about rounds.
+
+Source: protocol.md sections 1 and 5.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import blake3
+import torch
+
+from diloco.compression.base import Codec, from_bytes, to_bytes
+from diloco.errors import CodecError, PayloadRefused
+from diloco.peer_texts import bounded_text
+from diloco.refusals import Cause
+from diloco.rounds.publication import MOST_TOGETHER
+from diloco.rounds.record import RecordInvalid
+from diloco.rounds.store import FragmentStore, VersionRecord
+from diloco.rounds.worker import Worker
+from protos import fragment_pb2 as wire
+from transport.contracts import Buffer
+
+
+async def fetch_lanes(
+    header: wire.FetchHeader, record: VersionRecord | None, store: FragmentStore, worker: Worker
+) -> tuple[wire.FetchReply, Buffer]:
+    """Return lanes of a published version, and the reply that goes before them.
+
+    Args:
+        header: Says which.
+        record: The newest version; None: there is none.
+        store: Has those before it.
+        worker: Reads them.
+    """
+    lane_ids = tuple(header.lane_ids)
+    if record is None or header.version > record.version or not lane_ids:
+        return _no_lane(wire.FETCH_STATUS_UNKNOWN, "not published here"), b""
+    if list(lane_ids) != sorted(set(lane_ids)) or lane_ids[-1] >= len(record.lanes):
+        return _no_lane(wire.FETCH_STATUS_UNKNOWN, f"there are no such lanes: {lane_ids[:8]}"), b""
+    numel = sum(record.lanes[lane_id].published.numel() for lane_id in lane_ids)
+    if len(lane_ids) > 1 and numel > MOST_TOGETHER:
+        message = f"{numel} values are too many for one call of several lanes: {MOST_TOGETHER}"
+        return _no_lane(wire.FETCH_STATUS_UNKNOWN, message), b""
+    is_dense = header.kind == wire.FETCH_KIND_DENSE
+    codec, payloads = record.payload_codec, []  # type: tuple[str, list[Buffer]]
+    if header.version != record.version:
+        section = "published" if is_dense else "payload"
+        try:
+            for lane_id in lane_ids:
+                codec, payload = await worker.run(
+                    functools.partial(store.load_lane, header.version, lane_id, section)
+                )
+                payloads.append(payload)
+        except RecordInvalid as error:
+            return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
+    elif is_dense:
+        payloads = [to_bytes(record.lanes[n].published.view(torch.uint8)) for n in lane_ids]
+    elif record.payloads:
+        payloads = [record.payloads[lane_id] for lane_id in lane_ids]
+    else:
+        return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
+    together = payloads[0] if len(payloads) == 1 else b"".join(payloads)
+    codec = "float32" if is_dense else codec
+    digest = blake3.blake3(together).digest()
+    return wire.FetchReply(status=wire.FETCH_STATUS_OK, codec=codec, digest=digest), together
+
+
+def insist_on_codec(codec_name: str, expected: str) -> None:
+    """Insist that a lane is encoded as the run's are.
+
+    Raises:
+        PayloadRefused: If it is not.
+    """
+    if codec_name != expected:
+        shown = bounded_text(codec_name, 40)
+        raise PayloadRefused(
+            Cause.CODEC, f"codec {shown!r}, the run's uplink codec is {expected!r}"
+        )
+
+
+def insist_on_size(num_bytes: int, expected: int) -> None:
+    """Insist on the size that the plan asks, before anything of a payload is read.
+
+    Raises:
+        PayloadRefused: If it is another.
+    """
+    if num_bytes != expected:
+        raise PayloadRefused(Cause.SIZE, f"{num_bytes} bytes, the plan asks {expected}")
+
+
+def verify_payload(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
+    """Insist that a payload is what its header says and would decode to finite values.
+
+    Raises:
+        PayloadRefused: If it is not.
+    """
+    if blake3.blake3(payload).digest() != digest:
+        raise PayloadRefused(Cause.DIGEST, "the payload does not match the digest in its header")
+    try:
+        codec.check(from_bytes(payload), numel)
+    except CodecError as error:
+        raise PayloadRefused(Cause.CONTENT, str(error)) from error
+
+
+def _no_lane(status: wire.FetchStatus, message: str) -> wire.FetchReply:
+    return wire.FetchReply(status=status, message=message)

@@ -1,0 +1,207 @@
+"""Where the rounds of one fragment stand, and what follows for a lane or a contribution.
+
+Questions only, asked by the syncer before and after a payload is read; what changes the answers is
+in `state`.
+
+Source: protocol.md sections 5 (outcomes) and 8 (fencing).
+"""
+
+from __future__ import annotations
+
+from diloco.refusals import Cause
+from diloco.rounds.terms import (
+    Admission,
+    Contribution,
+    Inclusion,
+    LaneArrival,
+    Objection,
+    Outcome,
+    OutcomeKind,
+    PastRound,
+    Phase,
+    Roster,
+    RoundKey,
+    RoundRules,
+)
+
+
+class Standing:
+    """The public state of `FragmentRounds`, and the questions that it answers."""
+
+    def __init__(self, fragment_id: int, timeline: int, rules: RoundRules) -> None:
+        """Stand at the beginning: nothing is founded."""
+        self.fragment_id = fragment_id
+        self.timeline = timeline
+        self.rules = rules
+        self.version = 0
+        self.attempt = 0
+        self.phase = Phase.UNFOUNDED
+        self.members: tuple[str, ...] = ()
+        self.contributions: dict[str, Contribution] = {}
+        self.left: dict[str, str] = {}
+        self.incarnations: dict[str, int] = {}
+        self.past: dict[int, PastRound] = {}
+        self.last_included: dict[str, Inclusion] = {}
+        self.takes_flush = False
+        self.live = rules.members
+        self.is_finishing = False
+        self.is_over = False
+        self._roster = Roster(rules.members)
+        self._least: dict[str, int] = {}
+
+    @property
+    def key(self) -> RoundKey:
+        """Key of the current attempt."""
+        return RoundKey(self.timeline, self.fragment_id, self.version, self.attempt)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether contributions to `key` are accepted."""
+        return self.phase in (Phase.OPEN, Phase.GRACE)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether there is no attempt: none is open or on its way to an end."""
+        return self.phase in (Phase.UNFOUNDED, Phase.WAITING)
+
+    def is_fenced(self, island: str, incarnation: int) -> bool:
+        """Whether a newer start of `island` is known, or the coordinator asks for one."""
+        return incarnation < max(self.incarnations.get(island, 0), self._least.get(island, 0))
+
+    def admit(self, lane: LaneArrival) -> Admission:
+        """Judge a lane by its header, before its payload is read; changes nothing."""
+        key = lane.key
+        if (objection := self.objection(lane)) is not None:
+            return objection.admission
+        if self.phase is Phase.UNFOUNDED:
+            return Admission.NOT_OPEN
+        if key.version > self.version:
+            # The store lost a version: polls tell the island so, and end it.
+            return Admission.NOT_OPEN
+        if self.outcome(key, lane.island, lane.incarnation) is not None:
+            return Admission.OVER
+        if self.phase is Phase.WAITING:
+            return Admission.NOT_OPEN
+        if lane.island not in self.members:
+            return Admission.NOT_OPEN
+        held = self.contributions.get(lane.island)
+        if held is not None:
+            if not _is_same_contribution(held, lane):
+                return Admission.CONFLICT
+            if lane.lane_id in held.lanes:
+                return Admission.REPEAT
+        return Admission.ACCEPTED if self.is_open else Admission.NOT_OPEN
+
+    def objection(self, lane: LaneArrival) -> Objection | None:
+        """Say why a lane is fenced or malformed; None if it is neither."""
+        key, p, num_lanes = lane.key, self.fragment_id, self.rules.num_lanes
+        if key.timeline != self.timeline:
+            words = f"the run is in timeline {self.timeline}, not {key.timeline}"
+            return Objection(Admission.FENCED, Cause.TIMELINE, words)
+        if self.is_fenced(lane.island, lane.incarnation):
+            newest = max(self.incarnations.get(lane.island, 0), self._least.get(lane.island, 0))
+            words = (
+                f"a newer start has joined: incarnation {newest} of island {lane.island!r}, this "
+                f"is {lane.incarnation}"
+            )
+            return Objection(Admission.FENCED, Cause.INCARNATION, words)
+        cause, words = Cause.KEY, ""
+        if key.fragment_id != p:
+            words = f"this is fragment {p}, not {key.fragment_id}"
+        elif not 0 <= lane.lane_id < num_lanes:
+            cause, words = Cause.LANE, f"fragment {p} has {num_lanes} lanes, none is {lane.lane_id}"
+        elif lane.weight_tokens < 0 or (lane.weight_tokens == 0 and not lane.is_flush):
+            cause, words = Cause.WEIGHT, f"a weight of {lane.weight_tokens} tokens counts nothing"
+        elif (
+            self.rules.min_members is not None
+            and self.is_open
+            and key == self.key
+            and lane.is_flush != self.takes_flush
+        ):
+            taken = "flushes only" if self.takes_flush else "no flushes yet"
+            words = f"{key} takes {taken}"
+        elif (
+            self.phase is not Phase.UNFOUNDED
+            and key.version == self.version
+            and key.attempt > self.attempt
+        ):
+            words = (
+                f"attempt {self.attempt} at version {self.version} of fragment {p} is open, not "
+                f"{key.attempt}"
+            )
+        return Objection(Admission.INVALID, cause, words) if words else None
+
+    def story_of(self, lane: LaneArrival) -> str:
+        """Say in words where a lane that was judged stands."""
+        key = lane.key
+        if (objection := self.objection(lane)) is not None:
+            return objection.words
+        if self.phase is not Phase.UNFOUNDED and key.version > self.version:
+            return (
+                f"version {self.version} of fragment {self.fragment_id} is open, not {key.version}"
+            )
+        return f"{key} is {self.phase}"
+
+    def outcome(self, key: RoundKey, island: str, incarnation: int) -> Outcome | None:
+        """Say how a contribution ended; None while its attempt is undecided."""
+        if key.version == self.version:
+            if key.attempt < self.attempt:
+                return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
+            if island in self.left:
+                return Outcome(key, OutcomeKind.REFUSED, self.left[island])
+            return None
+        if key.version > self.version:
+            return None
+        past = self.past.get(key.version)
+        if past is None:
+            counted = self.last_included.get(island)
+            if counted == Inclusion(incarnation, key.version, key.attempt):
+                return Outcome(key, OutcomeKind.INCLUDED)
+            return Outcome(key, OutcomeKind.NOT_INCLUDED, "published long ago")
+        if key.attempt < past.attempt:
+            return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
+        if (island, incarnation) in past.contributors:
+            return Outcome(key, OutcomeKind.INCLUDED)
+        if island in past.refused:
+            return Outcome(key, OutcomeKind.REFUSED, past.refused[island])
+        why = past.rejected.get(island, f"version {key.version + 1} is published")
+        return Outcome(key, OutcomeKind.NOT_INCLUDED, why)
+
+    def _eligible(self) -> tuple[str, ...]:
+        return tuple(island for island in self.live if island in self.incarnations)
+
+    def _can_open(self) -> bool:
+        if self.is_over or self._roster.is_paused:
+            return False
+        eligible = self._eligible()
+        if self.rules.min_members is None:
+            return bool(eligible) and eligible == self.rules.members
+        least = self._roster.min_islands or self.rules.min_members
+        return len(eligible) >= max(least, self.rules.min_contributions or 1, 1)
+
+    def _awaited(self) -> list[str]:
+        """Members whose contributions are there or may come: not those who left or lapsed."""
+        live, held = set(self.live), self.contributions
+        return [
+            m
+            for m in self.members
+            if m not in self.left and (m in live or (m in held and self._is_complete(held[m])))
+        ]
+
+    def _absent(self) -> tuple[str, ...]:
+        done = {c.island for c in self.contributions.values() if self._is_complete(c)}
+        return tuple(m for m in self.members if m not in done and m not in self.left)
+
+    def _is_complete(self, contribution: Contribution) -> bool:
+        return len(contribution.lanes) == self.rules.num_lanes
+
+
+def _is_same_contribution(held: Contribution, lane: LaneArrival) -> bool:
+    return (
+        held.incarnation == lane.incarnation
+        and held.weight_tokens == lane.weight_tokens
+        and held.weight_steps == lane.weight_steps
+        and held.sent_at_inner_step == lane.sent_at_inner_step
+        and held.is_flush == lane.is_flush
+        and held.lanes.get(lane.lane_id, lane.digest) == lane.digest
+    )
