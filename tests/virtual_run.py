@@ -33,7 +33,7 @@ from diloco.rounds.worker import Worker
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.io_thread import Waits
-from diloco.sync.outer_loop import OuterLoop
+from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards
 from diloco.telemetry.events import Event
 from protos.control_pb2 import ROLE_ISLAND, Grant
@@ -119,6 +119,9 @@ class Setting:
     timing: TimingRules | None = None
     lease_s: float = 10.0
     total_tokens: int = 0
+    late: Literal["drop", "carry"] = "drop"
+    #: Seconds of an inner step of islands that differ from `step_s`.
+    steps_s: Mapping[str, float] = field(default_factory=dict)
 
     def plan(self) -> Plan:
         specs = [TensorSpec(name, (len(values),)) for name, values in self.initial.items()]
@@ -210,7 +213,15 @@ class VirtualIsland:
             control=control,
             data=data,
             grant=grant(name, incarnation, timeline),
-            rules=ExchangeRules(setting.uplink_codec, setting.error_feedback, 60.0, 600.0, seed=0),
+            rules=ExchangeRules(
+                setting.uplink_codec,
+                setting.error_feedback,
+                60.0,
+                600.0,
+                seed=0,
+                on_arrival=setting.min_members is not None,
+                is_carried=setting.late == "carry",
+            ),
             rng=random.Random(0),
             on_event=self.events.append,
         )
@@ -226,6 +237,9 @@ class VirtualIsland:
             clock=asyncio.get_running_loop().time,
             on_event=self.events.append,
             start_step=setting.start_step,
+            arrival=None
+            if setting.min_members is None
+            else Arrival(setting.total_tokens, is_carried=setting.late == "carry"),
         )
 
     def values(self) -> dict[str, list[float]]:
@@ -260,8 +274,11 @@ class VirtualIsland:
 
     async def train(self, inner_steps: int) -> None:
         num_tokens = self.setting.tokens.get(self.name, 1)
+        step_s = self.setting.steps_s.get(self.name, self.setting.step_s)
         for _ in range(inner_steps):
-            await asyncio.sleep(self.setting.step_s)
+            if self.session.is_over:
+                return
+            await asyncio.sleep(step_s)
             with torch.no_grad():
                 self.setting.inner_step(self.name, self.session.inner_step + 1, self.parameters)
             await self.runner.drive(self.session.stepping(num_tokens))
@@ -274,7 +291,8 @@ class VirtualIsland:
 
     async def go_on(self) -> None:
         """Train from where it stands to the end of the run."""
-        await self.train(self.setting.inner_steps - self.session.inner_step)
+        while not self.session.is_over:
+            await self.train(1)
         await self.finish()
 
     async def run(self) -> None:

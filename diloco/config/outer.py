@@ -357,6 +357,9 @@ class OuterConfig(Section):
         if self.on_member_lost == "shrink" and self.exchange == "allreduce":
             message = 'needs a syncer: choose exchange = "syncer", or on_member_lost = "stop"'
             problems.append(("on_member_lost", "shrink", message))
+        if self.is_on_arrival and not self.flush:
+            message = 'ends a run of merge = "on_arrival": leave it out'
+            problems.append(("flush", self.flush, message))
         if self.grace != "auto":
             problems += [
                 (name, getattr(self, name), 'is of grace = "auto": leave it out')

@@ -208,6 +208,13 @@ class Config(Section):
         outer = info.data.get("outer")
         if outer is None:
             return value
+        if outer.is_on_arrival and value.every_inner_steps:
+            message = (
+                'must be 0 with outer.merge = "on_arrival": islands have no inner step in common, '
+                "and run checkpoints of such runs come later; an island that crashes takes what is "
+                "published, islands.NAME.memory_checkpoint_steps keeps its inner optimizer"
+            )
+            raise several_problems([("every_inner_steps", value.every_inner_steps, message)])
         apart = outer.inner_steps_per_round + outer.overlap_steps
         # Beside them the one of a graceful stop, and the one that the run was resumed from.
         count = value.keep + value.num_unsure(apart) + 2

@@ -1,6 +1,6 @@
 """Owns the inner optimizer (AdamW) and its learning rate as a pure function of the inner step.
 
-There is no scheduler object: the rate is set from the integer before each step, so nothing but the
+There is no scheduler object: the rate is set from the number before each step, so nothing but the
 optimizer's own moments has to be stored.
 
 Source: AdamW (arXiv 1711.05101); cosine with warm-up as in DiLoCo (arXiv 2311.08105).
@@ -16,7 +16,7 @@ from torch import nn
 from diloco.config.inner import InnerOptimizerConfig
 
 
-def learning_rate(config: InnerOptimizerConfig, inner_step: int, inner_steps: int) -> float:
+def learning_rate(config: InnerOptimizerConfig, inner_step: float, inner_steps: int) -> float:
     """Compute the rate of the step that follows `inner_step` completed ones.
 
     Warm-up: lr (inner_step + 1) / warmup_steps while inner_step < warmup_steps. Then "constant"
@@ -25,7 +25,8 @@ def learning_rate(config: InnerOptimizerConfig, inner_step: int, inner_steps: in
 
     Args:
         config: Peak, warm-up, schedule and remainder; warmup_steps = 0 starts at the peak.
-        inner_step: Completed inner steps, from 0.
+        inner_step: Completed inner steps, from 0; where tokens end the run, the share of them that
+            is merged, in inner steps.
         inner_steps: Inner steps of the whole run; later steps keep the last rate.
     """
     if inner_step < config.warmup_steps:

@@ -98,17 +98,20 @@ class InnerTrainer:
         self._inner_steps = inner_steps
         self._clock = clock
 
-    def inner_step(self, step: int) -> InnerMetrics:
+    def inner_step(self, step: int, schedule_step: float | None = None) -> InnerMetrics:
         """Make the inner step that follows `step` completed ones; collective.
 
         The gradient is that of the mean loss over the island's batch, whatever the number of
         ranks and micro-batches. Gradients are freed before returning.
 
         Args:
-            step: Completed inner steps, from 0; it chooses batch and learning rate.
+            step: Completed inner steps, from 0; it chooses the batch.
+            schedule_step: Completed inner steps of the run, which choose the learning rate; None:
+                `step`.
         """
         started = self._clock()
-        rate = learning_rate(self._config.optimizer, step, self._inner_steps)
+        at = step if schedule_step is None else schedule_step
+        rate = learning_rate(self._config.optimizer, at, self._inner_steps)
         set_learning_rate_(self.optimizer, rate)
         tokens = self._batches.batch(step)
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)

@@ -44,6 +44,8 @@ class IslandLife:
         nats_per_byte: Last held-out loss, by whose parameters.
         digests: Of what the model held of each fragment at the end.
         resumed_after: Inner steps of the checkpoints that it was resumed from.
+        dropped_tokens: That no version has, as the last start told it, by share of the parameters.
+        left_tokens: That no version had yet when it ended.
     """
 
     inner_steps: int
@@ -62,6 +64,8 @@ class IslandLife:
     num_returns: int
     lost_steps: int
     resumed_after: tuple[int, ...]
+    dropped_tokens: float = 0.0
+    left_tokens: float = 0.0
 
     @classmethod
     def of(cls, island: str, num_ranks: int, events: Sequence[Event]) -> IslandLife:
@@ -96,6 +100,8 @@ class IslandLife:
             num_returns=len(returns),
             lost_steps=sum(event["lost_steps"] for event in returns),
             resumed_after=tuple(e["inner_step"] for e in leader if e["kind"] == "island_resumed"),
+            dropped_tokens=ended.get("dropped_tokens", 0.0),
+            left_tokens=ended.get("left_tokens", 0.0),
         )
 
 

@@ -319,12 +319,12 @@ class _Rank:
     # -- training --------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """Make inner steps until the last one, or until everybody stops."""
+        """Make inner steps until the run is over, or until everybody stops."""
         outer, record = self._outer, self.record
         record.begin()
-        for inner_step in range(outer.start_step, outer.inner_steps):
+        while not outer.is_over:
             is_quiet = outer.num_in_flight == 0
-            metrics = self._trainer.inner_step(inner_step)
+            metrics = self._trainer.inner_step(outer.inner_step, outer.schedule_step)
             record.step(metrics, is_quiet=is_quiet)
             outer.step(num_tokens=metrics.num_tokens)
             record.moved(*outer.island_bytes)
@@ -348,15 +348,15 @@ class _Rank:
         record.renew(IslandState.FLUSHING, outer)
         outer.finish()
         wall_s = record.wall_s
-        self._evaluate("published", outer.global_parameters())
+        if not outer.is_leaving:
+            self._evaluate("published", outer.global_parameters())
         record.moved(*outer.island_bytes)
         record.ended(outer, wall_s=wall_s)
         record.renew(IslandState.FINISHED, outer)
 
     def _is_evaluated_after(self, inner_step: int) -> bool:
         every = self._config.evaluation.every_inner_steps
-        is_last = inner_step == self._config.run.inner_steps
-        return every > 0 and inner_step % every == 0 and not is_last
+        return every > 0 and inner_step % every == 0 and not self._outer.is_over
 
     def _evaluate(self, parameters: str, in_place: AbstractContextManager[None]) -> None:
         """Measure the held-out loss of the parameters that are the model's in a context."""

@@ -37,6 +37,14 @@ class Outer(Protocol):
         """Inner steps whose local effect a merge replaced."""
 
     @property
+    def dropped_tokens(self) -> float:
+        """Tokens that no version will have."""
+
+    @property
+    def left_tokens(self) -> float:
+        """Tokens that no version has yet."""
+
+    @property
     def digests(self) -> tuple[str, ...]:
         """Digest of what the model holds of each fragment at the end, in hex."""
 
@@ -164,6 +172,8 @@ class RankRecord:
                 bytes_up=outer.bytes_up,
                 bytes_down=outer.bytes_down,
                 digests=outer.digests,
+                dropped_tokens=outer.dropped_tokens,
+                left_tokens=outer.left_tokens,
             )
         )
 

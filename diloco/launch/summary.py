@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ class IslandSummary:
     `inner_steps` is where it ended, `num_steps` what it made: fewer after a warm start. Times are
     of its `num_starts` starts together, those of inner steps made in vain left out;
     `undisturbed_step_s` and `overwritten_steps` are of the last start alone; `lost_steps` are those
-    that its `num_returns` returns cost.
+    that its `num_returns` returns cost. `published_nats_per_byte` is None of one that left early.
     """
 
     island: str
@@ -51,7 +52,7 @@ class IslandSummary:
     num_steps: int
     tokens: int
     local_nats_per_byte: float
-    published_nats_per_byte: float
+    published_nats_per_byte: float | None
     utilisation: float
     goodput: float
     overwritten_steps: float
@@ -64,6 +65,13 @@ class IslandSummary:
     num_starts: int
     num_returns: int
     lost_steps: int
+    dropped_tokens: float = 0.0
+    left_tokens: float = 0.0
+
+    @property
+    def has_left_early(self) -> bool:
+        """Whether it ended before the run did, and holds no last version."""
+        return not self.digests
 
     @property
     def is_shared(self) -> bool:
@@ -88,6 +96,19 @@ class FragmentSummary:
     recomputed_versions: tuple[int, ...]
     is_bit_equal: bool | None
     problem: str = ""
+    merged_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalSummary:
+    """Rounds of a run in which nobody waited, flushes left out, as its islands saw them merged.
+
+    `num_solo` of them counted one island only. `total_tokens` is what ended the run.
+    """
+
+    num_rounds: int
+    num_solo: int
+    total_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +135,7 @@ class Summary:
     alternatives: tuple[Alternative, ...]
     resumed_after: tuple[int, ...]
     max_nats_per_byte: float
+    arrival: ArrivalSummary | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -140,13 +162,15 @@ class Summary:
 
     @property
     def _largest_loss(self) -> float:
-        return max(island.published_nats_per_byte for island in self.islands)
+        losses = [island.published_nats_per_byte for island in self.islands]
+        return max((loss for loss in losses if loss is not None), default=math.inf)
 
     @property
     def are_digests_equal(self) -> bool:
-        """Whether every island's model ended with what the syncer's last records hold."""
+        """Whether every model that saw the end has what the syncer's last records hold."""
         published = tuple(fragment.digest for fragment in self.fragments)
-        return all(island.digests == published for island in self.islands)
+        held = [island.digests for island in self.islands if not island.has_left_early]
+        return bool(held) and all(digests == published for digests in held)
 
     @property
     def are_versions_recomputed(self) -> bool:
@@ -173,6 +197,8 @@ class Summary:
             )
         for island in self.islands:
             lines += _island_lines(island, self.islands)
+        if self.arrival is not None:
+            lines.append(f"  {_arrival_text(self.arrival, self.islands, self.fragments)}")
         versions = ", ".join(f"{f.fragment_id}: v{f.version}" for f in self.fragments)
         lines.append(
             f"  Published versions {versions}; digests "
@@ -228,7 +254,9 @@ def summarise(
             _island_summary(island, config.islands[island], life) for island, life in lives.items()
         ),
         fragments=_fragment_summaries(stores, rules, config.outer.retained_versions),
-        alternatives=(
+        alternatives=()
+        if config.outer.is_on_arrival  # of a schedule, and nobody had one
+        else (
             _alternative(
                 "float32 fragments on the same schedule",
                 diloco_traffic(
@@ -248,7 +276,22 @@ def summarise(
         ),
         resumed_after=tuple(sorted(resumed)),
         max_nats_per_byte=config.evaluation.max_nats_per_byte,
+        arrival=_arrival_summary(config.total_tokens, events)
+        if config.outer.is_on_arrival
+        else None,
     )
+
+
+def _arrival_summary(
+    total_tokens: int, events: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> ArrivalSummary:
+    merges = [e for of in events.values() for e in of if e["kind"] == "fragment_merged"]
+    rounds = {
+        (e["fragment_id"], e["version"]): len(e["contributors"])
+        for e in merges
+        if not e["is_flush"]
+    }
+    return ArrivalSummary(len(rounds), sum(count == 1 for count in rounds.values()), total_tokens)
 
 
 def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
@@ -276,13 +319,35 @@ def _whole(path: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
+def _arrival_text(
+    arrival: ArrivalSummary,
+    islands: Sequence[IslandSummary],
+    fragments: Sequence[FragmentSummary],
+) -> str:
+    trained = sum(island.tokens for island in islands)
+    dropped = sum(island.dropped_tokens for island in islands)
+    merged = [fragment.merged_tokens for fragment in fragments]
+    solo = arrival.num_solo / arrival.num_rounds if arrival.num_rounds else 0.0
+    return (
+        f"Nobody waited: {arrival.total_tokens:,} merged tokens end the run; {trained:,} were "
+        f"trained, {min(merged):,} to {max(merged):,} merged a fragment, {dropped:,.0f} "
+        f"({dropped / trained:.1%}) dropped, as rounds did not wait for them. {arrival.num_solo} "
+        f"of {arrival.num_rounds} rounds ({solo:.1%}) counted one island only."
+    )
+
+
 def _island_lines(i: IslandSummary, islands: Sequence[IslandSummary]) -> list[str]:
     """Say what one island did."""
     last = " of the last start" if i.num_starts > 1 else ""
+    published = (
+        "it left before the end with"
+        if i.published_nats_per_byte is None
+        else f"held-out loss of the published parameters {i.published_nats_per_byte:.4f} nats a "
+        f"byte, of its own before the flush"
+    )
     lines = [
         f"  {i.island} ({i.shape}): {i.num_steps} inner steps, {i.tokens:,} tokens in "
-        f"{format_duration(i.wall_s)}, evaluations not counted; held-out loss of the published "
-        f"parameters {i.published_nats_per_byte:.4f} nats a byte, of its own before the flush "
+        f"{format_duration(i.wall_s)}, evaluations not counted; {published} "
         f"{i.local_nats_per_byte:.4f}.",
         f"    utilisation {i.utilisation:.1%} (undisturbed step "
         f"{format_duration(i.undisturbed_step_s)}), not blocked {1 - i.blocked_s / i.wall_s:.1%}, "
@@ -311,7 +376,7 @@ def _island_summary(island: str, config: IslandConfig, life: IslandLife) -> Isla
         num_steps=life.num_steps,
         tokens=life.tokens,
         local_nats_per_byte=life.nats_per_byte["local"],
-        published_nats_per_byte=life.nats_per_byte["published"],
+        published_nats_per_byte=life.nats_per_byte["published"] if life.digests else None,
         utilisation=utilisation(
             num_steps=life.num_steps,
             undisturbed_step_s=life.undisturbed_step_s,
@@ -329,6 +394,8 @@ def _island_summary(island: str, config: IslandConfig, life: IslandLife) -> Isla
         num_starts=life.num_starts,
         num_returns=life.num_returns,
         lost_steps=life.lost_steps,
+        dropped_tokens=life.dropped_tokens,
+        left_tokens=life.left_tokens,
     )
 
 
@@ -382,6 +449,7 @@ def _fragment_summary(
         recomputed_versions=tuple(recomputed),
         is_bit_equal=is_equal,
         problem=problem,
+        merged_tokens=last.merged_tokens,
     )
 
 

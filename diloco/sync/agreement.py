@@ -2,11 +2,12 @@
 
 One int64 vector, all-reduced with MIN on a CPU group of the island's own:
 
-    [ -(exit code) | for every fragment: staged version, leader's verdict, leader's attempt ]
+    [ -(exit code), leader's word | for every fragment: staged version, -(staged version), then the
+      leader's verdict, attempt, target (version, tokens, whether the flush), open version, ending ]
 
-The verdict is the leader's (`island_rank` 0) and travels in the same message: other ranks put the
-largest integer there. A version is merged only when the smallest staged version says that every
-rank has it.
+What is the leader's (`island_rank` 0) travels in the same message: other ranks put the largest
+integer there. A version is merged only when the smallest and the largest staged version say that
+every rank has it: ranks hear of versions at different times, and each stages one at a time.
 
 Source: protocol.md section 6.
 """
@@ -21,30 +22,51 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.errors import DilocoError, IslandFailed
-from diloco.sync.ledger import Verdict
+from diloco.sync.ledger import Target, Verdict
 
 _VERDICTS = tuple(Verdict)
 _UNDECIDED = len(_VERDICTS)
 #: Another rank's word where only the leader's counts: the smallest is taken.
 NOT_MINE = torch.iinfo(torch.int64).max
-_FIELDS = 3
+_GLOBAL, _FIELDS = 2, 9
+_NO_TARGET = Target(-1)
+#: In place of a staged version: nothing, or not the same on all ranks.
+NOTHING_STAGED = -1
+#: In place of a staged version: the syncer has the target no more.
+GONE = -2
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One rank's word on one fragment."""
+    """One rank's word on one fragment; agreed, everything but the first is the leader's.
+
+    Args:
+        staged_version: Of which the rank holds all its lanes, or `NOTHING_STAGED`, or `GONE`.
+        verdict: On what is outstanding.
+        attempt: That is announced last.
+        target: What all ranks are to stage; None: nothing newer is known.
+        open_version: Base of the attempt that waits for this island; -1: none does.
+        is_ending: Whether only flushes are left to be made, or not even those.
+    """
 
     staged_version: int
     verdict: Verdict | None
     attempt: int
+    target: Target | None = None
+    open_version: int = -1
+    is_ending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The island's common word: `exit_code` 0 means that no rank failed."""
+    """The island's common word: `exit_code` 0 means that no rank failed.
+
+    `is_leaving`: the leader was told to end this start.
+    """
 
     exit_code: int
     standings: tuple[Standing, ...]
+    is_leaving: bool = False
 
 
 class Agreement:
@@ -60,6 +82,11 @@ class Agreement:
         self._started: tuple[Tensor, dist.Work | None] | None = None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the island has one rank: agreeing takes no time."""
+        return self._group is None
+
+    @property
     def is_leader(self) -> bool:
         """Whether this is the rank whose word counts."""
         return self._is_leader
@@ -71,9 +98,11 @@ class Agreement:
             dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group)
         return list(vector.tolist())
 
-    def start(self, exit_code: int, standings: Sequence[Standing]) -> None:
+    def start(
+        self, exit_code: int, standings: Sequence[Standing], *, is_leaving: bool = False
+    ) -> None:
         """Start an all-reduce that `read` ends in the next outer step: no barrier now."""
-        vector = self._encode(exit_code, standings)
+        vector = self._encode(exit_code, standings, is_leaving)
         work: dist.Work | None = None
         if self._group is not None:
             work = dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -88,23 +117,36 @@ class Agreement:
             work.wait()
         return _decode(vector)
 
-    def now(self, exit_code: int, standings: Sequence[Standing]) -> Agreed:
+    def now(
+        self, exit_code: int, standings: Sequence[Standing], *, is_leaving: bool = False
+    ) -> Agreed:
         """Agree at once: a barrier for the island."""
-        self.start(exit_code, standings)
+        self.start(exit_code, standings, is_leaving=is_leaving)
         agreed = self.read()
         assert agreed is not None
         return agreed
 
-    def _encode(self, exit_code: int, standings: Sequence[Standing]) -> Tensor:
-        values = [-exit_code]
+    def _encode(
+        self, exit_code: int, standings: Sequence[Standing], is_leaving: bool = False
+    ) -> Tensor:
+        values = [-exit_code, int(is_leaving) if self._is_leader else NOT_MINE]
         for standing in standings:
-            verdict, attempt = NOT_MINE, NOT_MINE
-            if self._is_leader:
-                known = standing.verdict
-                verdict = _UNDECIDED if known is None else _VERDICTS.index(known)
-                attempt = standing.attempt
-            values += [standing.staged_version, verdict, attempt]
+            values += [standing.staged_version, -standing.staged_version]
+            values += _leaders_words(standing) if self._is_leader else [NOT_MINE] * (_FIELDS - 2)
         return torch.tensor(values, dtype=torch.int64)
+
+
+def _leaders_words(standing: Standing) -> list[int]:
+    known, target = standing.verdict, standing.target or _NO_TARGET
+    return [
+        _UNDECIDED if known is None else _VERDICTS.index(known),
+        standing.attempt,
+        target.version,
+        target.merged_tokens,
+        int(target.is_flush),
+        standing.open_version,
+        int(standing.is_ending),
+    ]
 
 
 def exit_code_of(failure: DilocoError | None) -> int:
@@ -130,11 +172,30 @@ def raise_failure(own: DilocoError | None, exit_code: int) -> None:
 
 
 def _decode(vector: Tensor) -> Agreed:
-    values = vector.tolist()
+    minus_code, is_leaving, *values = vector.tolist()
     standings = tuple(
-        Standing(staged, None if verdict == _UNDECIDED else _VERDICTS[verdict], attempt)
-        for staged, verdict, attempt in zip(
-            values[1::_FIELDS], values[2::_FIELDS], values[3::_FIELDS], strict=True
-        )
+        _standing(*values[first : first + _FIELDS]) for first in range(0, len(values), _FIELDS)
     )
-    return Agreed(-values[0], standings)
+    return Agreed(-minus_code, standings, bool(is_leaving))
+
+
+def _standing(
+    least: int,
+    minus_most: int,
+    verdict: int,
+    attempt: int,
+    target: int,
+    tokens: int,
+    is_flush: int,
+    open_version: int,
+    is_ending: int,
+) -> Standing:
+    staged = least if least in (-minus_most, GONE) else NOTHING_STAGED
+    return Standing(
+        staged,
+        None if verdict == _UNDECIDED else _VERDICTS[verdict],
+        attempt,
+        None if target < 0 else Target(target, tokens, bool(is_flush)),
+        open_version,
+        bool(is_ending),
+    )

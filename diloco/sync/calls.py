@@ -121,8 +121,10 @@ class SyncerCalls:
         known_epoch: int,
         known: Iterable[wire.FragmentState],
         outstanding: Iterable[RoundKey],
+        *,
+        step_s: float = 0.0,
     ) -> wire.PollReply:
-        """Wait for news, at most some seconds."""
+        """Wait for news, at most some seconds; say how long recent inner steps took, if known."""
         request = wire.PollRequest(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
@@ -130,6 +132,7 @@ class SyncerCalls:
             known=known,
             outstanding=[key_message(key) for key in outstanding],
             wait_s=_POLL_WAIT_S,
+            step_s=step_s,
         )
         reply = await self._call(self._control, "fragment.poll", request, wait_s=_POLL_WAIT_S)
         return wire.PollReply.FromString(reply.header)

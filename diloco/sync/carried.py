@@ -18,13 +18,26 @@ from diloco.compression.lanes import lane_codec
 from diloco.outer.fragments import Fragment
 from diloco.rounds.terms import RoundKey
 from diloco.sync.captured import CapturedLanes
-from diloco.sync.ledger import Outstanding, Verdict
+from diloco.sync.late import Over
+from diloco.sync.ledger import Outstanding, Target, Verdict
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
+
+#: Announced versions that are remembered, so that their digests are known when they are staged.
+_MOST_HEARD = 4
 
 #: What the syncer has only in memory: it ends nothing before the round does, and a restart of the
 #: syncer forgets it.
 NOT_DURABLE = (Verdict.REFUSED, Verdict.DECLINED)
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A published version, as the syncer announced it; hex digest."""
+
+    target: Target
+    digest: str = ""
+    contributors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +48,13 @@ class FragmentView:
     `is_overwritten` says whether own values differed); `staged_version` is the newest version of
     which all of this rank's lanes are verified (-1: none); `key` is what is outstanding and
     `verdict` its end, None while it is undecided. Commands that were posted and not yet carried out
-    are not in it: hold `key` against what was sent. `sent_at_inner_step` and `is_flush` are the
-    syncer's word on `version`.
+    are not in it: hold `key` against what was sent. `sent_at_inner_step`, `is_flush` and
+    `merged_tokens` are the syncer's word on `version`, `anchor_tokens` that on the anchor with
+    which the island entered.
+
+    `staging` is what this rank stages, or has staged; `gone_version` the newest of which it heard
+    that the syncer has it no more. `is_open`: the attempt that is announced waits for this island;
+    `is_ending`: it takes a flush, or there is none any more.
     """
 
     key: RoundKey | None = None
@@ -50,6 +68,17 @@ class FragmentView:
     contributors: tuple[str, ...] = ()
     sent_at_inner_step: int = 0
     is_flush: bool = False
+    merged_tokens: int = 0
+    anchor_tokens: int = 0
+    staging: Announced | None = None
+    gone_version: int = -1
+    is_open: bool = False
+    is_ending: bool = False
+
+    @property
+    def newest(self) -> Target:
+        """The newest version, as a target."""
+        return Target(self.version, self.merged_tokens, self.is_flush)
 
     @property
     def has_ended(self) -> bool:
@@ -61,12 +90,16 @@ class FragmentView:
 
 @dataclass(slots=True)
 class SentLane:
-    """Payload and residual of one outstanding lane; `received_epoch` -1: by no syncer yet."""
+    """Payload and residual of one outstanding lane; `received_epoch` -1: by no syncer yet.
+
+    `delta` is the pseudo-gradient itself, where late work is carried over.
+    """
 
     payload: Buffer
     digest: bytes
     residual_after: Tensor | None
     received_epoch: int = -1
+    delta: Tensor | None = None
 
     @classmethod
     def of(cls, encoded: Tensor, residual_after: Tensor | None) -> SentLane:
@@ -81,13 +114,16 @@ class CarriedFragment:
 
     `outcome` is what the syncer said of `outstanding`, which is a decline where `decline_reason`
     says why; `broken_in_a_row` counts the last pseudo-gradients that were not finite; `state` is
-    what the syncer last announced. `staging_version` is the newest version whose fetch was begun.
+    what the syncer last announced, and `heard` what it announced of versions after the anchor.
+    `staging_version` is the version whose fetch was begun, `aimed_version` the one that the ranks
+    agreed on; `over` is late work that the next contribution carries, by lane (`late`).
     """
 
     fragment_id: int
     lanes: tuple[int, ...]
     anchor: dict[int, Tensor] = field(default_factory=dict)
     anchor_version: int = -1
+    anchor_tokens: int = 0
     is_overwritten: bool = False
     residual: dict[int, Tensor] = field(default_factory=dict)
     outstanding: Outstanding | None = None
@@ -99,6 +135,17 @@ class CarriedFragment:
     staged: dict[int, Tensor] = field(default_factory=dict)
     staging_version: int = -1
     staged_version: int = -1
+    aimed_version: int = -1
+    gone_version: int = -1
+    heard: dict[int, wire.FragmentState] = field(default_factory=dict)
+    over: Over = field(default_factory=Over)
+
+    def hear(self, state: wire.FragmentState) -> None:
+        """Take what the syncer announces."""
+        self.state = state
+        self.heard[state.version] = state
+        for version in sorted(self.heard)[:-_MOST_HEARD]:
+            del self.heard[version]
 
     @property
     def is_steady(self) -> bool:
@@ -111,15 +158,17 @@ class CarriedFragment:
     def settle(self, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding.
 
-        INCLUDED keeps the residual after the send, everything else the one before; a merge makes
-        the staged version the anchor.
+        INCLUDED keeps the residual after the send and uses up what was carried over, everything
+        else keeps both as before; a merge makes the staged version the anchor.
         """
         if is_included:
             for lane_id, lane in self.sending.items():
                 if lane.residual_after is not None:
                     self.residual[lane_id] = lane.residual_after
+                if lane.delta is not None:
+                    self.over.included(lane_id, lane.delta)
         if is_merged:
-            self.anchor, self.anchor_version = self.staged, self.anchor_version + 1
+            self.anchor, self.anchor_version = self.staged, self.staged_version
             self.staged, self.staged_version = {}, -1
         self.outstanding, self.outcome = None, None
         self.sending, self.decline_reason = {}, ""
@@ -133,8 +182,8 @@ class CarriedFragment:
             return self.outcome
         return Verdict.EXPIRED if state.attempt > sent.key.attempt else None
 
-    def view(self) -> FragmentView:
-        """Return how things stand now."""
+    def view(self, island: str) -> FragmentView:
+        """Return how things stand now for an island."""
         sent, state = self.outstanding, self.state
         return FragmentView(
             key=None if sent is None else sent.key,
@@ -148,7 +197,23 @@ class CarriedFragment:
             contributors=tuple(state.contributors),
             sent_at_inner_step=state.sent_at_inner_step,
             is_flush=state.is_flush,
+            merged_tokens=state.merged_tokens,
+            anchor_tokens=self.anchor_tokens,
+            staging=self._staging(),
+            gone_version=self.gone_version,
+            is_open=state.is_open and island in state.members,
+            is_ending=state.takes_flush or state.is_flush,
         )
+
+    def _staging(self) -> Announced | None:
+        version = self.staging_version
+        if version <= self.anchor_version:
+            return None
+        state = self.heard.get(version)
+        if state is None:
+            return Announced(Target(version))
+        target = Target(version, state.merged_tokens, state.is_flush)
+        return Announced(target, state.digest.hex(), tuple(state.contributors))
 
     def captured(self, fragment: Fragment, codec: str, *, error_feedback: bool) -> CapturedLanes:
         """Return the state of the lanes, zeros where there is none; tensors are not copied."""

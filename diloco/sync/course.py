@@ -8,6 +8,8 @@ more due step of everybody. So the island goes on at
 
 and sends fragment p again from the first due step after d_p. Integers only.
 
+On arrival nobody's steps are tied to another's: the island goes on where its last report stood.
+
 Source: protocol.md section 9.
 """
 
@@ -21,7 +23,7 @@ from diloco.outer.schedule import Schedule
 from diloco.sync.carried import FragmentView
 from diloco.sync.ledger import MAX_EXPIRED
 
-_WORDS = 6
+_WORDS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,25 @@ class Entered:
     sent_at_inner_step: int = 0
     is_flush: bool = False
     is_overwritten: bool = False
+    merged_tokens: int = 0
+
+
+class RanksApart(IslandFailed):
+    """The ranks of an island entered with different versions of a fragment.
+
+    Attributes:
+        fragment_id: The first of them.
+        newest: Of the versions.
+    """
+
+    def __init__(self, fragment_id: int, least: int, newest: int) -> None:
+        """Say what to do where that must not be."""
+        super().__init__(
+            f"the ranks of this island hold versions {least} to {newest} of fragment "
+            f"{fragment_id} after they entered the run: start the island again"
+        )
+        self.fragment_id = fragment_id
+        self.newest = newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +90,11 @@ def set_course(entered: Sequence[Entered], schedule: Schedule, start_step: int) 
     return Course(inner_step, sent_until, max([inner_step, *merged]))
 
 
+def go_on_at(inner_step: int, num_fragments: int) -> Course:
+    """Go on after so many inner steps, in a run where nobody's steps are tied to another's."""
+    return Course(inner_step, (0,) * num_fragments, inner_step)
+
+
 def _sent_until(fragment_id: int, entered: Entered, schedule: Schedule, start_step: int) -> int:
     step = max(start_step, entered.sent_at_inner_step)
     for _ in range(entered.attempt if entered.attempt <= MAX_EXPIRED else 0):
@@ -82,8 +108,10 @@ def entry_words(views: Iterable[FragmentView]) -> list[int]:
     words: list[int] = []
     for view in views:
         version = view.anchor_version
-        words += [version, -version, -view.attempt, view.sent_at_inner_step]
-        words += [int(view.is_flush), -int(view.is_overwritten)]
+        is_newest = view.version == version  # else what is known of the newest is not of it
+        attempt, is_flush = (view.attempt, view.is_flush) if is_newest else (0, False)
+        words += [version, -version, -attempt, view.sent_at_inner_step]
+        words += [int(is_flush), -int(view.is_overwritten), view.anchor_tokens]
     return words
 
 
@@ -91,21 +119,25 @@ def entered_of(words: Sequence[int]) -> list[Entered] | None:
     """Read the smallest words of all ranks; None while some rank has not entered.
 
     Raises:
-        IslandFailed: On all ranks, if they hold different versions.
+        RanksApart: On all ranks, if they hold different versions.
     """
     entered = []
     for p in range(len(words) // _WORDS):
-        least, minus_most, minus_attempt, sent_at, is_flush, minus_overwritten = words[
+        least, minus_most, minus_attempt, sent_at, is_flush, minus_overwritten, tokens = words[
             p * _WORDS : (p + 1) * _WORDS
         ]
         if least < 0:
             return None
         if least != -minus_most:
-            raise IslandFailed(
-                f"the ranks of this island hold versions {least} to {-minus_most} of fragment {p} "
-                f"after they entered the run: start the island again"
-            )
+            raise RanksApart(p, least, -minus_most)
         entered.append(
-            Entered(least, -minus_attempt, sent_at, bool(is_flush), bool(minus_overwritten))
+            Entered(
+                least,
+                -minus_attempt,
+                sent_at,
+                bool(is_flush),
+                bool(minus_overwritten),
+                merged_tokens=tokens,
+            )
         )
     return entered

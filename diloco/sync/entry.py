@@ -1,7 +1,8 @@
 """How a carrier enters a run: it founds version 0, takes what is published, or is checked.
 
-An island enters when no version can be published without it: every round is open, or the fragment
-is flushed. Decides no round, touches no parameter.
+An island of a scheduled run enters when no version can be published without it: every round is
+open, or the fragment is flushed. On arrival rounds go on without it: it enters with the newest
+version that it hears of, and follows from there. Decides no round, touches no parameter.
 
 Source: protocol.md sections 4 (version 0) and 9.
 """
@@ -22,8 +23,9 @@ from diloco.rounds.publication import lane_digest
 from diloco.sync.calls import SyncerCalls
 from diloco.sync.captured import CapturedFragment
 from diloco.sync.carried import CarriedFragment
-from diloco.sync.staging import fetch_lane
+from diloco.sync.staging import VersionGone, fetch_lane
 from diloco.sync.tasks import Tasks, wait_for
+from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ class Entry:
         carried: Mapping[int, CarriedFragment],
         tasks: Tasks,
         epoch: Callable[[], int],
+        *,
+        on_arrival: bool = False,
     ) -> None:
         """Assign only; `epoch` gives the syncer's, by which uploads are repeated."""
         self._plan = plan
@@ -50,6 +54,7 @@ class Entry:
         self._carried = carried
         self._tasks = tasks
         self._epoch = epoch
+        self._on_arrival = on_arrival
 
     async def enter(self, own: Mapping[int, Mapping[int, Tensor]], *, overwrite: bool) -> None:
         """Take this rank's anchors: `own` lanes where they are as published, else the published.
@@ -68,15 +73,26 @@ class Entry:
         for p, carried in self._carried.items():
             if not is_return and not overwrite:
                 self._check_initial(carried, own[p])
-            carried.anchor = await self._published(carried, own[p])
+            await self._take_published(carried, own[p])
             carried.is_overwritten = any(carried.anchor[i] is not own[p][i] for i in own[p])
-        for carried in self._carried.values():
-            carried.anchor_version = carried.state.version
+
+    async def follow(self, carried: CarriedFragment, version: int) -> None:
+        """Bring an entered fragment to a version that another rank of the island entered with.
+
+        Or to a newer one, where that is gone: the ranks compare once more.
+
+        Raises:
+            DilocoError: If it cannot be had.
+        """
+        while carried.state.version < version:
+            await wait_for(self._tasks.news, _TELL_WAITING_S)
+        await self._take_published(carried, dict(carried.anchor))
+        carried.is_overwritten = True
 
     async def until_steady(self, initial: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Wait until no version can be published without this island; upload what is asked for."""
         uploads: dict[tuple[int, int], int] = {}
-        while not all(carried.is_steady for carried in self._carried.values()):
+        while not all(map(self._is_ready, self._carried.values())):
             news = self._tasks.news
             for p, lanes in initial.items():
                 state = self._carried[p].state
@@ -88,6 +104,9 @@ class Entry:
             await wait_for(news, _TELL_WAITING_S)
             if not news.is_set():
                 logger.info("waiting until every island has joined and all rounds are open")
+
+    def _is_ready(self, carried: CarriedFragment) -> bool:
+        return carried.state.is_founded if self._on_arrival else carried.is_steady
 
     async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
         payload = to_bytes(values.view(torch.uint8))
@@ -107,12 +126,28 @@ class Entry:
                 f"torch must be used everywhere"
             )
 
+    async def _take_published(self, carried: CarriedFragment, own: Mapping[int, Tensor]) -> None:
+        """Make the newest version the anchor; where it is gone meanwhile, the one after it."""
+        while True:
+            state = carried.state
+            try:
+                anchor = await self._published(carried, state, own)
+            except VersionGone:
+                if not self._on_arrival:
+                    raise
+                while carried.state.version == state.version:
+                    await wait_for(self._tasks.news, _TELL_WAITING_S)
+            else:
+                carried.anchor, carried.anchor_version = anchor, state.version
+                carried.anchor_tokens = state.merged_tokens
+                return
+
     async def _published(
-        self, carried: CarriedFragment, own: Mapping[int, Tensor]
+        self, carried: CarriedFragment, state: wire.FragmentState, own: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        """Return the published lanes: own ones where they are equal, the others fetched whole."""
-        state, lanes = carried.state, dict(own)
-        differing = _differing(carried, own)
+        """Return a version's lanes: own ones where they are equal, the others fetched whole."""
+        lanes = dict(own)
+        differing = _differing(carried, own, state)
         fetched = await asyncio.gather(
             *(
                 fetch_lane(
@@ -149,6 +184,8 @@ def check_restored(carried: CarriedFragment, restored: CapturedFragment) -> None
         )
 
 
-def _differing(carried: CarriedFragment, own: Mapping[int, Tensor]) -> list[int]:
-    digests = carried.state.lane_digests
+def _differing(
+    carried: CarriedFragment, own: Mapping[int, Tensor], state: wire.FragmentState | None = None
+) -> list[int]:
+    digests = (state or carried.state).lane_digests
     return [lane_id for lane_id in carried.lanes if lane_digest(own[lane_id]) != digests[lane_id]]

@@ -1,8 +1,8 @@
-"""A carrier's side of the rounds: subtract, encode, submit, poll, fetch, verify, stage.
+"""A carrier's side of the rounds: poll, contribute (`contributions`), stage (`stager`), settle.
 
 Runs in one event loop (the IO thread of a rank, or a virtual clock); never issues a collective,
-never touches a parameter or an anchor. The training thread posts `send`, `decline` and `settle`
-and reads `view`, which is replaced as a whole; nothing else crosses between the two.
+never touches a parameter or an anchor. The training thread posts `send`, `decline`, `settle` and
+the like, and reads `view`, which is replaced as a whole; nothing else crosses between the two.
 
 Source: protocol.md sections 1, 4, 5 and 6.
 """
@@ -10,49 +10,30 @@ Source: protocol.md sections 1, 4, 5 and 6.
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from diloco.compression.error_feedback import encode_with_feedback
-from diloco.compression.lanes import lane_codec
-from diloco.compression.random_bits import rounding_key
-from diloco.errors import (
-    AggregationError,
-    CodecError,
-    DilocoError,
-    IslandFailed,
-    error_of_exit_code,
-)
+from diloco.errors import DilocoError, IslandFailed, error_of_exit_code
 from diloco.outer.fragments import Plan
-from diloco.outer.pseudo_gradient import l2_norm, pseudo_gradient_
+from diloco.outer.pseudo_gradient import pseudo_gradient_
 from diloco.rounds.messages import outcome_of
-from diloco.rounds.terms import Outcome, RoundKey
 from diloco.sync.calls import SyncerCalls
 from diloco.sync.captured import CapturedFragment, CapturedLanes
-from diloco.sync.carried import NOT_DURABLE, CarriedFragment, FragmentView, SentLane
+from diloco.sync.carried import NOT_DURABLE, CarriedFragment, FragmentView
+from diloco.sync.contributions import ContributionRules, Contributions
 from diloco.sync.entry import Entry, check_restored
-from diloco.sync.ledger import Outstanding, Verdict
-from diloco.sync.staging import stage_lanes
+from diloco.sync.ledger import Outstanding
+from diloco.sync.stager import Stager
 from diloco.sync.tasks import Tasks, wait_for
-from diloco.telemetry.events import Event, FragmentSent, SyncerRestarted
+from diloco.telemetry.events import Event, SyncerRestarted
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from transport.contracts import Transport
 from transport.retry import RetryPolicy
-
-logger = logging.getLogger(__name__)
-
-_DECLINED = "declined:"
-_MAX_BROKEN_IN_A_ROW = 3
-_NOT_OPEN_WAIT_S = 0.25
-_DECLINE_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +48,8 @@ class ExchangeRules:
         seed: Of the run; stochastic rounding draws from it.
         first_wait_s: Wait after the first call without an answer, at most.
         max_wait_s: Longest wait between two calls.
+        on_arrival: Whether rounds open and versions come at any time, and some are left out.
+        is_carried: Whether work that a round did not wait for joins the next contribution.
     """
 
     uplink_codec: str
@@ -76,6 +59,8 @@ class ExchangeRules:
     seed: int
     first_wait_s: float = 0.1
     max_wait_s: float = 1.0
+    on_arrival: bool = False
+    is_carried: bool = False
 
 
 class Moved(Protocol):
@@ -93,7 +78,8 @@ class Moved(Protocol):
 class Exchange:
     """One rank's exchange with the syncer; it polls from `enter` or `restore` until `stop`.
 
-    `failure` is set once, when the rank cannot go on; everything after it is void.
+    `failure` is set once, when the rank cannot go on; everything after it is void. `step_s` is what
+    the training thread says of its recent inner steps, in seconds; 0: not known yet.
     """
 
     def __init__(
@@ -135,10 +121,33 @@ class Exchange:
         self._epoch = 0
         self._pinned_step = -1
         self._tasks = Tasks(self._show)
-        self._submits: dict[int, list[asyncio.Task[None]]] = {}
-        self._entry = Entry(
-            plan, grant, self._calls, self._carried, self._tasks, lambda: self._epoch
+        self._contributions = Contributions(
+            plan,
+            ContributionRules(
+                rules.uplink_codec,
+                rules.error_feedback,
+                rules.is_carried,
+                rules.seed,
+                grant.island,
+            ),
+            self._calls,
+            self._tasks,
+            lambda: self._epoch,
+            on_event,
         )
+        self._stager = Stager(
+            plan, self._calls, self._tasks, may_leap=rules.on_arrival, on_event=on_event
+        )
+        self._entry = Entry(
+            plan,
+            grant,
+            self._calls,
+            self._carried,
+            self._tasks,
+            lambda: self._epoch,
+            on_arrival=rules.on_arrival,
+        )
+        self.step_s = 0.0
 
     # -- read by the training thread -----------------------------------------------------------
 
@@ -193,6 +202,17 @@ class Exchange:
         self._tasks.spawn(self._poll_forever())
         self._tasks.spawn(self._restore(fragments))
 
+    def follow(self, fragment_id: int, version: int) -> None:
+        """Bring an entered fragment to a version that other ranks of the island entered with.
+
+        Done when the view has an anchor version again.
+        """
+        carried = self._carried[fragment_id]
+        if carried.anchor_version >= version:
+            return
+        carried.anchor_version = -1
+        self._tasks.spawn(self._follow(carried, version))
+
     async def stop(self) -> None:
         """Cancel all tasks and close both transports."""
         await self._tasks.stop()
@@ -214,39 +234,50 @@ class Exchange:
             sent: What is sent.
             local: Lane id -> local values at the send; overwritten, and free when this returns.
         """
-        carried = self._begin(sent)
-        norms = []
-        try:
-            for lane_id in carried.lanes:  # all of one lane while it is in the CPU's caches
-                delta = pseudo_gradient_(local[lane_id], carried.anchor[lane_id])
-                norms.append(l2_norm(delta))
-                if not math.isfinite(norms[-1]):
-                    break
-                carried.sending[lane_id] = self._encode(carried, sent.key, lane_id, delta)
-        except CodecError as error:
-            self.fail(error)
-            return
-        norm = math.hypot(*norms)
-        if math.isfinite(norm):
-            carried.broken_in_a_row = 0
-            self._submit_all(carried, sent)
-            self._on_event(_sent_event(sent, norm))
-        else:
-            self._decline_broken(carried, sent, norm)
+        self._contributions.send(self._carried[sent.key.fragment_id], sent, local)
 
     def decline(self, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that the island has nothing valid to contribute to this attempt."""
-        self._start_decline(self._begin(sent), sent, reason)
-        self._on_event(_sent_event(sent, 0.0, reason))
+        self._contributions.decline(self._carried[sent.key.fragment_id], sent, reason)
 
     def settle(self, fragment_id: int, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding, after the island agreed on its end."""
-        for stalled in self._submits.pop(fragment_id, []):
-            stalled.cancel()  # a lane on its way would come late, and in the way of newer ones
+        self._contributions.settle(fragment_id)
         carried = self._carried[fragment_id]
         carried.settle(is_merged=is_merged, is_included=is_included)
-        self._stage_if_published(carried)
+        self._stager.look(carried)
         self._tasks.notify()
+
+    def aim(self, fragment_id: int, version: int) -> None:
+        """Stage the version that the ranks agreed on, whatever this one has begun."""
+        self._stager.aim(self._carried[fragment_id], version)
+        self._tasks.notify()
+
+    def miss(self, fragment_id: int, local: Mapping[int, Tensor] | None, local_mix: float) -> None:
+        """Carry work over that no version counts; before `settle`.
+
+        Args:
+            fragment_id: The fragment.
+            local: Lane id -> local values at the merge, overwritten; None: what was sent missed.
+            local_mix: alpha of the merge.
+        """
+        carried = self._carried[fragment_id]
+        for lane_id in carried.lanes:
+            lane = carried.sending.get(lane_id)
+            delta = None if lane is None else lane.delta
+            if local is not None:
+                delta = pseudo_gradient_(local[lane_id], carried.anchor[lane_id])
+            if delta is not None:
+                carried.over.missed(lane_id, delta, local_mix)
+
+    @property
+    def news(self) -> asyncio.Event:
+        """What the next change of what is shown sets; to be asked for before looking."""
+        return self._tasks.news
+
+    async def wait_for_news(self, news: asyncio.Event, at_most_s: float) -> None:
+        """Wait for news of any kind (announced, staged, ended, failed), or for time to pass."""
+        await wait_for(news, at_most_s)
 
     async def wait_for_end(self, fragment_id: int, at_most_s: float) -> None:
         """Wait until what is outstanding has ended for this rank (staged, expired, failed)."""
@@ -287,7 +318,7 @@ class Exchange:
                 if carried.outstanding is not None and carried.outcome is None
             ]
             known = [carried.known() for carried in self._carried.values()]
-            self._take(await self._calls.poll(self._epoch, known, undecided))
+            self._take(await self._calls.poll(self._epoch, known, undecided, step_s=self.step_s))
 
     def _take(self, reply: wire.PollReply) -> None:
         if reply.is_fenced:
@@ -300,11 +331,11 @@ class Exchange:
         if reply.syncer_epoch > self._epoch:
             self._take_epoch(reply.syncer_epoch)
         for state in reply.fragments:
-            self._carried[state.fragment_id].state = state
-        for outcome in reply.outcomes:
-            self._take_outcome(outcome_of(outcome))
+            self._carried[state.fragment_id].hear(state)
+        for outcome in map(outcome_of, reply.outcomes):
+            self._contributions.take(self._carried[outcome.key.fragment_id], outcome)
         for carried in self._carried.values():
-            self._stage_if_published(carried)
+            self._stager.look(carried)
         self._tasks.notify()
 
     def _take_epoch(self, epoch: int) -> None:
@@ -319,131 +350,6 @@ class Exchange:
                 num_resent += sum(0 <= by < epoch for by in received)
         if previous:
             self._on_event(SyncerRestarted(epoch, num_resent))
-
-    def _take_outcome(self, outcome: Outcome) -> None:
-        carried = self._carried[outcome.key.fragment_id]
-        sent = carried.outstanding
-        if sent is None or outcome.key != sent.key:
-            return
-        is_declined = outcome.reason.startswith(_DECLINED)
-        carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
-        if carried.outcome in NOT_DURABLE:
-            logger.warning("contribution refused, key=%s: %s", sent.key, outcome.reason)
-        elif carried.outcome is Verdict.NOT_INCLUDED:
-            logger.warning("contribution not included, key=%s: %s", sent.key, outcome.reason)
-
-    # -- contributions ---------------------------------------------------------------------------
-
-    def _begin(self, sent: Outstanding) -> CarriedFragment:
-        carried = self._carried[sent.key.fragment_id]
-        assert carried.outstanding is None, f"{sent.key} while {carried.outstanding} is out"
-        carried.outstanding, carried.outcome = sent, None
-        self._tasks.notify()
-        return carried
-
-    def _encode(
-        self, carried: CarriedFragment, key: RoundKey, lane_id: int, delta: Tensor
-    ) -> SentLane:
-        residual = None
-        if self.rules.error_feedback:
-            residual = carried.residual.setdefault(lane_id, torch.zeros_like(delta))
-        codec = lane_codec(self.rules.uplink_codec, self._plan.fragments[key.fragment_id], lane_id)
-        drawn_by = rounding_key(
-            self.rules.seed,
-            key.fragment_id,
-            lane_id,
-            key.version,
-            key.attempt,
-            self._grant.island,
-        )
-        return SentLane.of(*encode_with_feedback(codec, delta, residual, drawn_by))
-
-    def _decline_broken(self, carried: CarriedFragment, sent: Outstanding, norm: float) -> None:
-        """Decline; end the island when its own numbers are broken three times in a row.
-
-        Counted where it is seen, on the ranks whose lanes are broken, and whatever became of the
-        rounds: when all islands diverge, each attempt expires and would hide the reason.
-        """
-        p = carried.fragment_id
-        reason = f"the pseudo-gradient of fragment {p} is not finite"
-        carried.sending = {}
-        self._start_decline(carried, sent, reason)
-        self._on_event(_sent_event(sent, norm, reason))
-        carried.broken_in_a_row += 1
-        if carried.broken_in_a_row >= _MAX_BROKEN_IN_A_ROW:
-            self.fail(
-                AggregationError(
-                    f"fragment {p}: {carried.broken_in_a_row} pseudo-gradients in a row were not "
-                    f"finite, the last after inner step {sent.sent_at_inner_step}. The training "
-                    f"diverged: lower inner.optimizer.lr, or start again from an earlier state"
-                )
-            )
-
-    def _start_decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
-        logger.warning("declining, key=%s: %s", sent.key, reason)
-        carried.decline_reason = reason
-        self._tasks.spawn(self._decline(carried, sent))
-
-    def _submit_all(self, carried: CarriedFragment, sent: Outstanding) -> None:
-        self._submits[carried.fragment_id] = [
-            self._tasks.spawn(self._submit(carried, sent, lane_id, lane))
-            for lane_id, lane in carried.sending.items()
-        ]
-
-    async def _submit(
-        self, carried: CarriedFragment, sent: Outstanding, lane_id: int, lane: SentLane
-    ) -> None:
-        """Have the lane received by whichever syncer runs, until the contribution is settled."""
-        while carried.outstanding is sent and self.failure is None:
-            news = self._tasks.news
-            if carried.outcome is not None or lane.received_epoch >= self._epoch:
-                await news.wait()
-                continue
-            reply = await self._calls.submit(
-                sent,
-                lane_id,
-                codec=self.rules.uplink_codec,
-                digest=lane.digest,
-                payload=lane.payload,
-            )
-            if carried.outstanding is not sent or reply.syncer_epoch < self._epoch:
-                continue  # settled, or the word of a syncer that is gone
-            self._take_submit_reply(carried, sent, lane_id, lane, reply)
-            if reply.status == wire.SUBMIT_STATUS_NOT_OPEN:
-                await wait_for(news, _NOT_OPEN_WAIT_S)
-
-    def _take_submit_reply(
-        self,
-        carried: CarriedFragment,
-        sent: Outstanding,
-        lane_id: int,
-        lane: SentLane,
-        reply: wire.SubmitReply,
-    ) -> None:
-        match reply.status:
-            case wire.SUBMIT_STATUS_NOT_OPEN:
-                pass
-            case wire.SUBMIT_STATUS_FENCED:
-                self.fail(self._calls.fenced(reply.message))
-            case wire.SUBMIT_STATUS_INVALID:
-                self.fail(
-                    CodecError(
-                        f"the syncer cannot accept lane {lane_id} of {sent.key}: {reply.message}"
-                    )
-                )
-            case _:  # received, now or before, or over
-                lane.received_epoch = reply.syncer_epoch
-                if reply.HasField("outcome"):
-                    self._take_outcome(outcome_of(reply.outcome))
-                self._tasks.notify()
-
-    async def _decline(self, carried: CarriedFragment, sent: Outstanding) -> None:
-        """Repeat it until the contribution is settled: a restarted syncer has forgotten it."""
-        while carried.outstanding is sent and self.failure is None:
-            news = self._tasks.news
-            if carried.outcome is None:
-                await self._calls.decline(sent.key, carried.decline_reason)
-            await wait_for(news, _DECLINE_AGAIN_S)
 
     async def _pin(self, inner_step: int, versions: Sequence[int]) -> None:
         ack = await self._calls.pin(inner_step, versions)
@@ -468,6 +374,10 @@ class Exchange:
         await self._entry.enter(own, overwrite=overwrite_initial)
         self._entered()
 
+    async def _follow(self, carried: CarriedFragment, version: int) -> None:
+        await self._entry.follow(carried, version)
+        self._entered()
+
     async def _restore(self, fragments: Sequence[CapturedFragment]) -> None:
         await self._entry.until_steady({})
         for carried, restored in zip(self._carried.values(), fragments, strict=True):
@@ -478,47 +388,12 @@ class Exchange:
             carried.broken_in_a_row = restored.lanes.broken_in_a_row
             if (sent := restored.ledger.outstanding) is None:
                 continue
-            self._begin(sent)
-            if restored.lanes.is_declined:
-                reason = "declined before the checkpoint that is resumed"
-                self._start_decline(carried, sent, reason)
-                continue
-            carried.sending = {
-                lane_id: SentLane.of(payload, restored.lanes.residual_after.get(lane_id))
-                for lane_id, payload in restored.lanes.payload.items()
-            }
-            self._submit_all(carried, sent)
+            self._contributions.resume(carried, sent, restored.lanes)
         self._entered()
 
     def _entered(self) -> None:
         for carried in self._carried.values():
-            self._stage_if_published(carried)
-        self._tasks.notify()
-
-    # -- staging ---------------------------------------------------------------------------------
-
-    def _stage_if_published(self, carried: CarriedFragment) -> None:
-        """Fetch the version after the anchor as soon as it is published."""
-        version = carried.anchor_version + 1
-        if version < 1 or carried.state.version < version or carried.staging_version >= version:
-            return
-        carried.staging_version = version
-        is_newest = carried.state.version == version
-        digests = tuple(carried.state.lane_digests) if is_newest else ()
-        self._tasks.spawn(self._stage(carried, version, digests))
-
-    async def _stage(
-        self, carried: CarriedFragment, version: int, digests: tuple[bytes, ...]
-    ) -> None:
-        carried.staged = await stage_lanes(
-            self._calls,
-            carried.anchor,
-            fragment=self._plan.fragments[carried.fragment_id],
-            version=version,
-            digests=digests,
-            on_event=self._on_event,
-        )
-        carried.staged_version = version
+            self._stager.look(carried)
         self._tasks.notify()
 
     # -- plumbing --------------------------------------------------------------------------------
@@ -526,18 +401,4 @@ class Exchange:
     def _show(self) -> None:
         """Show the training thread how things stand."""
         for p, carried in self._carried.items():
-            self._views[p] = carried.view()
-
-
-def _sent_event(sent: Outstanding, lanes_norm: float, declined: str = "") -> FragmentSent:
-    return FragmentSent(
-        sent.sent_at_inner_step,
-        sent.key.fragment_id,
-        sent.key.version,
-        sent.key.attempt,
-        sent.weight_tokens,
-        sent.weight_steps,
-        sent.is_flush,
-        lanes_norm,
-        declined,
-    )
+            self._views[p] = carried.view(self._grant.island)

@@ -24,6 +24,8 @@ class Verdict(StrEnum):
     REFUSED = "refused"
     DECLINED = "declined"
     EXPIRED = "expired"
+    #: Nothing was outstanding: a version came that this island was not asked for, or too late.
+    ABSENT = "absent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,31 @@ class Outstanding:
     is_flush: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A published version that an island is to merge.
+
+    `merged_tokens` are those of all contributions to all versions up to it.
+    """
+
+    version: int
+    merged_tokens: int = 0
+    is_flush: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What an outcome cost.
+
+    `overwritten_steps`: inner steps whose local effect an alpha = 0 merge replaced and theta does
+    not have: those since the send when INCLUDED, else all since the last merge. `dropped_tokens`:
+    tokens that no later contribution will count.
+    """
+
+    overwritten_steps: int = 0
+    dropped_tokens: int = 0
+
+
 @dataclass(slots=True)
 class FragmentLedger:
     """Counters of one fragment of one island.
@@ -46,11 +73,16 @@ class FragmentLedger:
     steps up to `sent_until` were sent before the island returned: it passes some of them again and
     sends nothing there. `is_flushed` says that `version` is the flush.
 
-    An attempt is served by one due step of every island: who is late sends it though a later one is
-    announced, is answered EXPIRED at once, and serves the later one at the next due step, as the
-    others did. Sent to the announced attempt (protocol.md section 4), the contribution of a late
-    island would be one of an earlier due step than everybody else's: it would merge that version H
-    inner steps before them, lead them from then on, and have a send left over at the end.
+    Where islands merge on arrival, `merged_tokens` are those of everybody's contributions up to
+    `version`, and `target` is what all ranks stage next; `is_target_gone`: one of them heard that
+    the syncer has it no more.
+
+    In scheduled mode an attempt is served by one due step of every island: who is late sends it
+    though a later one is announced, is answered EXPIRED at once, and serves the later one at the
+    next due step, as the others did. Sent to the announced attempt (protocol.md section 4), the
+    contribution of a late island would be one of an earlier due step than everybody else's: it
+    would merge that version H inner steps before them, lead them from then on, and have a send left
+    over at the end.
     """
 
     timeline: int
@@ -63,6 +95,9 @@ class FragmentLedger:
     sent_until: int = 0
     is_flushed: bool = False
     outstanding: Outstanding | None = None
+    merged_tokens: int = 0
+    target: Target | None = None
+    is_target_gone: bool = False
 
     def is_sending(self, due_step: int) -> bool:
         """Whether the island still owes what is due after an inner step."""
@@ -81,40 +116,63 @@ class FragmentLedger:
         self.outstanding = Outstanding(key, inner_step, self.tokens, self.steps, is_flush)
         return self.outstanding
 
-    def settle(self, verdict: Verdict, *, attempt: int, local_mix: float) -> int:
+    def settle(
+        self,
+        verdict: Verdict,
+        *,
+        attempt: int,
+        local_mix: float,
+        merged: Target | None = None,
+        is_carried: bool = False,
+    ) -> Settled:
         """Apply the outcome of what is outstanding.
 
-        | verdict              | version | counters                                             |
-        | INCLUDED             | + 1     | restart from the send                                |
-        | NOT_INCLUDED (drop)  | + 1     | restart from the merge; from the send if local_mix > 0 |
-        | REFUSED, DECLINED    | + 1     | keep                                                 |
-        | EXPIRED              | same    | keep                                                 |
+        | verdict               | version | counters                                              |
+        | INCLUDED              | merged  | restart from the send                                 |
+        | NOT_INCLUDED (drop)   | merged  | restart from the merge; from the send if local_mix > 0 |
+        | NOT_INCLUDED (carry)  | merged  | keep                                                  |
+        | REFUSED, DECLINED     | merged  | keep                                                  |
+        | ABSENT                | merged  | restart from the merge; keep if local_mix > 0         |
+        | EXPIRED               | same    | keep                                                  |
 
         Args:
-            verdict: The outcome.
+            verdict: The outcome; ABSENT: a version is merged while nothing is outstanding.
             attempt: After EXPIRED, the attempt last announced; counts only where attempts were
                 skipped, which no due step served (`MAX_EXPIRED`).
             local_mix: alpha of the merge.
-
-        Returns:
-            Inner steps whose local effect an alpha = 0 merge replaced and theta does not have:
-            those since the send when INCLUDED, else all since the last merge; else 0.
+            merged: The version that is merged; None: the one after what was sent.
+            is_carried: Whether work that no version has goes into the next contribution.
         """
-        sent = self.outstanding
-        assert sent is not None, f"fragment {self.fragment_id} has nothing outstanding"
-        self.outstanding = None
+        sent, self.outstanding = self.outstanding, None
+        has_sent = sent is not None
+        assert has_sent != (verdict is Verdict.ABSENT), (
+            f"{verdict}: fragment {self.fragment_id} has {sent or 'nothing'} outstanding"
+        )
         if verdict is Verdict.EXPIRED:
+            assert sent is not None
             following = sent.key.attempt + 1
             self.attempt = attempt if attempt - following > MAX_EXPIRED else following
-            return 0
-        self.version, self.attempt = sent.key.version + 1, 0
-        self.is_flushed = sent.is_flush
-        steps_since_send = self.steps - sent.weight_steps
-        overwritten = steps_since_send if verdict is Verdict.INCLUDED else self.local_steps
+            return Settled()
+        if merged is None:
+            assert sent is not None, "a merge without a send names its version"
+            merged = Target(sent.key.version + 1, is_flush=sent.is_flush)
+        self.version, self.attempt = merged.version, 0
+        self.is_flushed, self.merged_tokens = merged.is_flush, merged.merged_tokens
+        self.target, self.is_target_gone = None, False
+        weight_tokens, weight_steps = (0, 0) if sent is None else _weight(sent)
+        is_included = verdict is Verdict.INCLUDED
+        overwritten = self.steps - weight_steps if is_included else self.local_steps
+        dropped = 0
         self.local_steps = 0
-        if verdict is Verdict.INCLUDED or (verdict is Verdict.NOT_INCLUDED and local_mix > 0):
-            self.tokens -= sent.weight_tokens
-            self.steps = steps_since_send
-        elif verdict is Verdict.NOT_INCLUDED:
-            self.tokens = self.steps = 0
-        return overwritten if local_mix == 0 else 0
+        is_lost = verdict in (Verdict.NOT_INCLUDED, Verdict.ABSENT) and not is_carried
+        if is_included or (is_lost and local_mix > 0):  # ABSENT: of nothing sent
+            dropped = 0 if is_included else weight_tokens
+            self.tokens -= weight_tokens
+            self.steps -= weight_steps
+        elif is_lost:
+            dropped, self.tokens, self.steps = self.tokens, 0, 0
+        return Settled(overwritten if local_mix == 0 else 0, dropped)
+
+
+def _weight(sent: Outstanding) -> tuple[int, int]:
+    return sent.weight_tokens, sent.weight_steps

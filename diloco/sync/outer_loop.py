@@ -1,7 +1,8 @@
 """An island's outer loop: `OuterLoop.stepping` after every inner step sends and merges what is due.
 
-Belongs to the training thread: collectives and parameters are touched here only. What needs the
-network is posted to the `Exchange`; what needs all ranks goes through `Agreement`.
+When that is due, a `Pace` says: at inner steps known beforehand, or as rounds open and versions
+come. Belongs to the training thread: collectives and parameters are touched here only. What needs
+the network is posted to the `Exchange`; what needs all ranks goes through `Agreement`.
 
 What takes time is written as a generator that yields whatever has to be waited for, so that one
 body serves a training thread (which blocks) and a virtual clock (which awaits).
@@ -12,7 +13,10 @@ Source: protocol.md sections 3, 5, 6, 7 and 9.
 from __future__ import annotations
 
 import contextlib
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -20,13 +24,31 @@ from diloco.errors import IslandFailed
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.agreement import Agreed, Agreement, Standing, exit_code_of, raise_failure
+from diloco.sync.carried import Announced, FragmentView
 from diloco.sync.exchange import Exchange
 from diloco.sync.held import held_digests
 from diloco.sync.io_thread import Waits
-from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
+from diloco.sync.ledger import FragmentLedger, Outstanding, Settled, Target, Verdict
 from diloco.sync.outer_state import LOOK_S, OuterState, Runner, StateKeeper
+from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
 from diloco.sync.shards import LaneShards
 from diloco.telemetry.events import Event, FragmentMerged, RoundExpiredSeen
+
+#: Inner steps whose median is told as the recent one.
+_RECENT_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What islands that merge on arrival obey.
+
+    Args:
+        total_tokens: Of all islands together, which end the run.
+        is_carried: Whether work that a round did not wait for joins the next contribution.
+    """
+
+    total_tokens: int
+    is_carried: bool = False
 
 
 class OuterLoop:
@@ -34,9 +56,11 @@ class OuterLoop:
 
     Every rank of the island makes the same calls in the same order; `starting` or `resuming` is the
     first. `inner_step` counts completed inner steps; `overwritten_steps` those whose local effect a
-    merge replaced, each fragment by its share of the parameters; it and `blocked_s` are sums since
-    the start. No run checkpoint may be taken before `first_checkpoint_step`: an island that
-    returned holds versions until then that the others merge only there.
+    merge replaced, `dropped_tokens` what no contribution will count, each fragment by its share of
+    the parameters; they and `blocked_s` are sums since the start. On arrival, the leader asks
+    `must_leave`, and `is_leaving` is the answer on all ranks: to finish what is outstanding, and
+    contribute no more. No run checkpoint may be taken before `first_checkpoint_step`: an island
+    that returned holds versions until then that the others merge only there.
     """
 
     def __init__(
@@ -53,8 +77,13 @@ class OuterLoop:
         clock: Callable[[], float],
         on_event: Callable[[Event], None],
         start_step: int = 0,
+        arrival: Arrival | None = None,
     ) -> None:
-        """Assign only; `start_step` is where the run began: 0, or a warm start's position."""
+        """Assign only.
+
+        `start_step` is where the run began: 0, or a warm start's position; without `arrival`
+        everything happens at the steps of the schedule.
+        """
         self._plan = plan
         self._schedule = schedule
         self._shards = shards
@@ -76,6 +105,13 @@ class OuterLoop:
             on_event=on_event,
         )
         self._ledgers = [FragmentLedger(timeline, f.fragment_id) for f in plan.fragments]
+        self._arrival = arrival
+        self._pace: Pace = ScheduledPace(schedule) if arrival is None else ArrivalPace()
+        self._agrees_at_once = arrival is not None and agreement.is_alone  # nobody to wait for
+        self._is_over = False
+        self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._stepped_at: float | None = None
+        self._start_step = start_step
         self._anchors: list[Mapping[int, Tensor]] = []
         numel = sum(fragment.numel for fragment in plan.fragments)
         self._shares = [fragment.numel / numel for fragment in plan.fragments]
@@ -83,6 +119,9 @@ class OuterLoop:
         self.first_checkpoint_step = start_step
         self.blocked_s = 0.0
         self.overwritten_steps = 0.0
+        self.dropped_tokens = 0.0
+        self.is_leaving = False
+        self.must_leave: Callable[[], bool] = lambda: False
         self.digests: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -102,6 +141,35 @@ class OuterLoop:
     def versions(self) -> tuple[int, ...]:
         """Version of each fragment that this island last merged."""
         return tuple(ledger.version for ledger in self._ledgers)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training ends here: by the run's inner steps, its tokens, or an early leave."""
+        if self._arrival is None:
+            return self.inner_step >= self._schedule.inner_steps
+        return self._is_over or self.is_leaving
+
+    @property
+    def schedule_step(self) -> float:
+        """Where the run stands, in inner steps of all islands: what a learning rate follows.
+
+        Completed inner steps; on arrival, where islands make different numbers, the share of the
+        run's tokens that this island has merged, of the fragment that has merged fewest, and its
+        own inner steps since. Equal on all ranks.
+        """
+        if self._arrival is None:
+            return self.inner_step
+        inner_steps, total_tokens = self._schedule.inner_steps, self._arrival.total_tokens
+        since = min(
+            inner_steps * ledger.merged_tokens / total_tokens + ledger.steps
+            for ledger in self._ledgers
+        )
+        return min(float(inner_steps), self._start_step + since)
+
+    @property
+    def left_tokens(self) -> float:
+        """Tokens of this start that no version has yet, each fragment by its share."""
+        return sum(x.tokens * share for x, share in zip(self._ledgers, self._shares, strict=True))
 
     @property
     def bytes_up(self) -> int:
@@ -196,37 +264,83 @@ class OuterLoop:
     def stepping(self, num_tokens: int) -> Waits[None]:
         """Account for one inner step of `num_tokens` tokens of the whole island, then act.
 
-        Order: merges of earlier sends, then sends, then, for tau = 0, their merges.
+        Order: merges of earlier sends, then sends, then, for tau = 0, their merges. On arrival
+        nothing is waited for.
         """
+        self._measure_step()
         self.inner_step += 1
         for ledger in self._ledgers:
             ledger.count(num_tokens)
-        agreed = self._agreement.read()
-        self._raise_failure(agreed)
+        agreed = self._read()
         for ledger in self._ledgers:
-            sent = ledger.outstanding
-            if sent is not None and self._merge_step(sent) <= self.inner_step:
+            if self._pace.is_merge_due(ledger, self.inner_step):
                 yield from self._settle(ledger, agreed)
-        due = [
-            fragment_id
-            for fragment_id in self._schedule.due(self.inner_step)
-            if self._ledgers[fragment_id].is_sending(self.inner_step)
-        ]
-        for fragment_id in due:
-            self._send(self._ledgers[fragment_id], is_flush=False)
-        if self._schedule.overlap_steps == 0:
+        due = self._act(agreed)
+        if self._pace.waits_at_send:
             for fragment_id in due:
                 yield from self._settle(self._ledgers[fragment_id], None)
-        if self.num_in_flight:
-            self._agreement.start(self._exit_code, self._standings())
+        if self._pace.is_agreeing(self.num_in_flight) and not self._agrees_at_once:
+            self._agreement.start(self._exit_code, self._standings(), is_leaving=self.must_leave())
+        self._stepped_at = self._clock()
+
+    def _measure_step(self) -> None:
+        """Tell the syncer how long this island's inner steps take."""
+        if self._arrival is None:
+            return
+        if self._stepped_at is not None:
+            self._steps_s.append(self._clock() - self._stepped_at)
+            self._exchange.step_s = statistics.median(self._steps_s)
+
+    def _read(self) -> Agreed | None:
+        """Take the ranks' common word, and what it says of the run."""
+        agreed = self._agree() if self._agrees_at_once else self._agreement.read()
+        self._raise_failure(agreed)
+        return agreed
+
+    def _agree(self) -> Agreed:
+        return self._agreement.now(self._exit_code, self._standings(), is_leaving=self.must_leave())
+
+    def _act(self, agreed: Agreed | None) -> list[int]:
+        """Merge what has arrived and send what is due; returns the fragments that were sent."""
+        if self._arrival is not None and agreed is not None:
+            self.is_leaving = self.is_leaving or agreed.is_leaving
+            self._is_over = self._is_over or all(each.is_ending for each in agreed.standings)
+            for ledger, standing in zip(self._ledgers, agreed.standings, strict=True):
+                self._arrive(ledger, standing)
+        if self.is_leaving:
+            return []
+        due = self._pace.due(self._ledgers, self.inner_step, agreed, is_over=self._is_over)
+        for fragment_id in due:
+            is_flush = False
+            if self._arrival is not None and agreed is not None:
+                standing = agreed.standings[fragment_id]
+                self._ledgers[fragment_id].attempt = standing.attempt
+                is_flush = standing.is_ending
+            self._send(self._ledgers[fragment_id], is_flush=is_flush)
+        return due
+
+    def _arrive(self, ledger: FragmentLedger, standing: Standing) -> None:
+        """Take the target that the leader names, and settle what needs no more waiting."""
+        if aim(ledger, standing):
+            assert ledger.target is not None
+            self._runner.post(self._exchange.aim, ledger.fragment_id, ledger.target.version)
+        if (verdict := self._pace.arrived(ledger, standing)) is not None:
+            self._apply(ledger, standing, verdict, 0.0)
 
     def finishing(self) -> Waits[None]:
         """Merge what is outstanding, then flush: nobody's last steps are lost; then look at it.
+
+        An island that leaves early only learns what became of its contributions.
 
         Raises:
             IslandFailed: On all ranks, if what the parameters hold is not what was published.
         """
         self._raise_failure(self._agreement.read())
+        if self._arrival is not None:
+            yield from self._ending()
+            if not self.is_leaving:
+                self.digests = self._hash_published()
+            return
         for ledger in self._ledgers:
             if ledger.outstanding is not None:
                 yield from self._settle(ledger, None)
@@ -251,6 +365,19 @@ class OuterLoop:
                 yield from self._settle(ledger, None)
             # An expired attempt is tried again; three in a row end the run by the syncer's word.
             waiting = [ledger for ledger in waiting if not ledger.is_flushed]
+
+    def _ending(self) -> Waits[None]:
+        """Send flushes as they open, and merge them; or, told to leave, wait for outcomes."""
+        while True:
+            news = self._exchange.news
+            agreed = self._agree()
+            self._raise_failure(agreed)
+            self._act(agreed)
+            if self.is_leaving and not self.num_in_flight:
+                return
+            if all(ledger.is_flushed for ledger in self._ledgers):
+                return
+            yield self._exchange.wait_for_news(news, LOOK_S)
 
     def _hash_published(self) -> tuple[str, ...]:
         """Hash the parameters, which must hold what this island last merged; collective.
@@ -325,42 +452,58 @@ class OuterLoop:
             self._raise_failure(agreed)
         blocked_s = self._clock() - began
         self.blocked_s += blocked_s
-        self._apply(ledger, sent, standing, blocked_s)
+        assert standing.verdict is not None
+        self._apply(ledger, standing, standing.verdict, blocked_s)
 
     def _apply(
-        self, ledger: FragmentLedger, sent: Outstanding, standing: Standing, blocked_s: float
+        self, ledger: FragmentLedger, standing: Standing, verdict: Verdict, blocked_s: float
     ) -> None:
-        verdict = standing.verdict
-        assert verdict is not None
-        p = ledger.fragment_id
-        local_mix = 0.0 if sent.is_flush else self._local_mix
-        overwritten = ledger.settle(verdict, attempt=standing.attempt, local_mix=local_mix)
-        self.overwritten_steps += overwritten * self._shares[p]
-        is_merged = verdict is not Verdict.EXPIRED
-        if is_merged:
-            staged = self._exchange.staged(p)
-            self._shards.distribute(p, staged, local_mix)
-            self._anchors[p] = staged
-        self._runner.post(self._settled, p, is_merged, verdict is Verdict.INCLUDED)
-        if not is_merged:
-            self._on_event(
-                RoundExpiredSeen(self.inner_step, p, sent.key.version, sent.key.attempt, blocked_s)
-            )
+        p, sent = ledger.fragment_id, ledger.outstanding
+        target = ledger.target or Target(ledger.version + 1, is_flush=bool(sent and sent.is_flush))
+        local_mix = 0.0 if target.is_flush else self._local_mix
+        if verdict is Verdict.EXPIRED:
+            assert sent is not None
+            ledger.settle(verdict, attempt=standing.attempt, local_mix=local_mix)
+            self._runner.post(self._settled, p, False, False)
+            key = sent.key
+            event = RoundExpiredSeen(self.inner_step, p, key.version, key.attempt, blocked_s)
+            self._on_event(event)
             return
         view = self._exchange.view(p)
-        self._on_event(
-            FragmentMerged(
-                self.inner_step,
-                p,
-                ledger.version,
-                verdict.value,
-                self.inner_step - sent.sent_at_inner_step,
-                blocked_s,
-                view.digest,
-                view.contributors,
-                sent.is_flush,
-            )
+        is_carried = self._carry_over(ledger, verdict, target, local_mix)
+        settled = ledger.settle(
+            verdict,
+            attempt=standing.attempt,
+            local_mix=local_mix,
+            merged=target,
+            is_carried=is_carried,
         )
+        self.overwritten_steps += settled.overwritten_steps * self._shares[p]
+        self.dropped_tokens += settled.dropped_tokens * self._shares[p]
+        staged = self._exchange.staged(p)
+        self._shards.distribute(p, staged, local_mix)
+        self._anchors[p] = staged
+        self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
+        self._on_event(
+            _merged_event(self.inner_step, ledger, verdict, sent, blocked_s, settled, view)
+        )
+
+    def _carry_over(
+        self, ledger: FragmentLedger, verdict: Verdict, target: Target, local_mix: float
+    ) -> bool:
+        """Keep work that no version counts for the next contribution, where that is the policy."""
+        if self._arrival is None or not self._arrival.is_carried or target.is_flush:
+            return False
+        p = ledger.fragment_id
+        if verdict is Verdict.NOT_INCLUDED:
+            self._runner.post(self._exchange.miss, p, None, local_mix)
+        elif verdict is Verdict.ABSENT and ledger.steps:
+            local = self._shards.collect(p)
+            self._runner.post(self._exchange.miss, p, local, local_mix)
+            self._runner.post(self._shards.reuse, local)
+        else:
+            return False
+        return True
 
     def _settled(self, fragment_id: int, is_merged: bool, is_included: bool) -> None:
         self._exchange.settle(fragment_id, is_merged=is_merged, is_included=is_included)
@@ -376,8 +519,37 @@ class OuterLoop:
         standings = []
         for ledger in self._ledgers:
             view = self._exchange.view(ledger.fragment_id)
+            if self._arrival is not None:
+                standings.append(arrival_standing(ledger, view))
+                continue
             # What was posted to the exchange may not have been carried out yet.
             is_current = ledger.outstanding is not None and view.key == ledger.outstanding.key
             verdict = view.verdict if is_current else None
             standings.append(Standing(view.staged_version, verdict, view.attempt))
         return standings
+
+
+def _merged_event(
+    inner_step: int,
+    ledger: FragmentLedger,
+    verdict: Verdict,
+    sent: Outstanding | None,
+    blocked_s: float,
+    settled: Settled,
+    view: FragmentView,
+) -> FragmentMerged:
+    """Tell of a merge; `view` is from before it."""
+    merged = view.staging or Announced(Target(ledger.version))
+    return FragmentMerged(
+        inner_step,
+        ledger.fragment_id,
+        ledger.version,
+        verdict.value,
+        0 if sent is None else inner_step - sent.sent_at_inner_step,
+        blocked_s,
+        merged.digest,
+        merged.contributors,
+        ledger.is_flushed,
+        settled.dropped_tokens,
+        settled.overwritten_steps,
+    )

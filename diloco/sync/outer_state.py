@@ -20,7 +20,7 @@ from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.agreement import Agreement, exit_code_of, raise_failure
 from diloco.sync.captured import CapturedFragment, CapturedLanes, StateLayout
-from diloco.sync.course import Entered, entered_of, entry_words, set_course
+from diloco.sync.course import Entered, RanksApart, entered_of, entry_words, go_on_at, set_course
 from diloco.sync.exchange import Exchange
 from diloco.sync.io_thread import Waits
 from diloco.sync.ledger import FragmentLedger
@@ -92,7 +92,11 @@ class StateKeeper:
         own = {f.fragment_id: self._shards.collect(f.fragment_id) for f in self._plan.fragments}
         self._runner.post(self._exchange.enter, own, overwrite_initial)
         entered = yield from self._entering()
-        course = set_course(entered, self._schedule, self._start_step)
+        course = (
+            go_on_at(max(self._start_step, last_inner_step), len(entered))
+            if self._exchange.rules.on_arrival
+            else set_course(entered, self._schedule, self._start_step)
+        )
         ledgers = [
             FragmentLedger(
                 self._timeline,
@@ -101,6 +105,7 @@ class StateKeeper:
                 attempt=fragment.attempt,
                 sent_until=course.sent_until[p],
                 is_flushed=fragment.is_flush,
+                merged_tokens=fragment.merged_tokens,
             )
             for p, fragment in enumerate(entered)
         ]
@@ -174,7 +179,14 @@ class StateKeeper:
         while True:
             yield self._exchange.wait_until_entered(LOOK_S)
             views = [self._exchange.view(f.fragment_id) for f in self._plan.fragments]
-            entered = entered_of(self._smallest(entry_words(views)))
+            words = self._smallest(entry_words(views))
+            try:
+                entered = entered_of(words)
+            except RanksApart as apart:
+                if not self._exchange.rules.on_arrival:
+                    raise
+                self._runner.post(self._exchange.follow, apart.fragment_id, apart.newest)
+                continue
             if entered is not None:
                 return entered
             num_looks += 1

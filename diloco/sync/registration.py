@@ -69,7 +69,7 @@ class Progress:
     """Where an island stands, as one report tells it; sums since its start.
 
     Loss in nats a token; tokens and bytes of the whole island; `blocked_s` and `utilisation` of
-    its leader.
+    its leader; `step_s`: duration of recent inner steps, 0: not known.
     """
 
     state: IslandState = IslandState.WAITING
@@ -82,6 +82,7 @@ class Progress:
     bytes_down: int = 0
     blocked_s: float = 0.0
     utilisation: float = 0.0
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +258,7 @@ class Registration:
             bytes_down=progress.bytes_down,
             blocked_s=progress.blocked_s,
             utilisation=progress.utilisation,
+            step_s=progress.step_s,
             state=progress.state,
             checkpoint_steps=self.checkpoint_steps,
         )
@@ -294,6 +296,7 @@ class Registration:
                     stop_step,
                     is_asked=reply.hold,
                     is_complete=stop_step in reply.checkpoint_steps,
+                    is_drained=reply.drain,
                 )
             await asyncio.sleep(_REPORT_S)
 

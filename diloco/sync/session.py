@@ -17,10 +17,20 @@
         with outer.global_parameters():
             evaluate(model)
 
-Every rank of an island makes the same calls. Everything here belongs to the training thread; what
-needs the network runs in the connection's IO thread. At a graceful stop `checkpointing` ends when
-every island has its checkpoint; should one return meanwhile that can stop only later, the loop goes
-on to there; should the stop be taken back, because one stays away, it goes on as if never asked.
+With `outer.merge = "on_arrival"` no island waits for another, tokens end the run, and islands make
+different numbers of inner steps; the loop is
+
+        while not outer.is_over:
+            set_learning_rate(optimizer, outer.schedule_step, outer.inner_steps)
+            train_one_step(model, optimizer)
+            outer.step(num_tokens=tokens_of_the_island)
+        outer.finish()
+
+(which serves scheduled runs, too). Every rank of an island makes the same calls. Everything here
+belongs to the training thread; what needs the network runs in the connection's IO thread. At a
+graceful stop `checkpointing` ends when every island has its checkpoint; should one return meanwhile
+that can stop only later, the loop goes on to there; should the stop be taken back, because one
+stays away, it goes on as if never asked.
 
 Source: design.md sections 3 and 6; protocol.md sections 4 to 9.
 """
@@ -46,7 +56,7 @@ from diloco.sync.captured import StateLayout
 from diloco.sync.connection import Connection
 from diloco.sync.groups import make_groups
 from diloco.sync.layout import build_plan, build_schedule
-from diloco.sync.outer_loop import OuterLoop
+from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.registration import IslandState, Progress
 from diloco.sync.shards import LaneShards
 from diloco.sync.stop_line import StopLine
@@ -75,7 +85,8 @@ class DiLoCo:
         resume_step: Inner step of the run checkpoint that must be loaded before the first step:
             model, inner optimizer and data by the loop, the rest with `load_state_dict`; None:
             nothing is to be loaded.
-        inner_steps: Inner steps of the run, as the coordinator has it.
+        inner_steps: Inner steps of the run, as the coordinator has it; on arrival, what islands
+            make on average.
         plan: Fragments and lanes of the run.
         timeline: Counter of the run's resumes.
         island_bytes: What all ranks had sent and received at the last due step.
@@ -180,10 +191,18 @@ class DiLoCo:
         """Build what the coordinator's policy shapes."""
         connection, plan = self._connection, self.plan
         config = connection.joined(reply)
+        self._on_arrival = config.outer.is_on_arrival
+        if self._on_arrival and reply.is_resumed:
+            raise ConfigError(
+                f"run {config.run.name!r} cannot be resumed from a checkpoint: with outer.merge = "
+                f'"on_arrival" there is none yet. Without --resume it goes on where its syncer '
+                f"stands: diloco coordinator RUN.toml"
+            )
         self.inner_steps = config.run.inner_steps
+        self._period = config.outer.inner_steps_per_round
         self._checkpoint_every = config.checkpoint.every_inner_steps
         self._schedule = build_schedule(config.outer, self.inner_steps)
-        self._stop_line = StopLine(self._schedule)
+        self._stop_line = StopLine(self._schedule, on_arrival=self._on_arrival)
         self._exchange = connection.exchange(
             reply, plan, shards, island_rank=self._groups.island_rank, on_event=self._hear
         )
@@ -213,7 +232,15 @@ class DiLoCo:
             clock=time.monotonic,
             on_event=self._hear,
             start_step=start_step,
+            arrival=Arrival(
+                # The coordinator's word: its file may name islands that this one does not.
+                reply.total_tokens or config.total_tokens,
+                is_carried=config.outer.late == "carry",
+            )
+            if self._on_arrival
+            else None,
         )
+        self._loop.must_leave = lambda: self._stop_line.must_leave
 
     def __repr__(self) -> str:
         """Say where the island stands: steps, versions, what is in flight, what it waited."""
@@ -231,6 +258,28 @@ class DiLoCo:
     def inner_step(self) -> int:
         """Completed inner steps."""
         return self._loop.inner_step if self._is_ready else self.start_step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training ends here: leave the loop, then call `finish`.
+
+        By the run's inner steps; on arrival, when all fragments have merged the run's tokens, or
+        when this island was told to leave (`is_leaving`).
+        """
+        return self._is_ready and self._loop.is_over
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this island ends before the run does, without flush and checkpoint."""
+        return self._loop.is_leaving
+
+    @property
+    def schedule_step(self) -> float:
+        """Inner steps of the whole run that lie behind: what a learning rate follows.
+
+        `inner_step` in a scheduled run; on arrival by the share of the run's tokens that is merged.
+        """
+        return self._loop.schedule_step if self._is_ready else self.start_step
 
     @property
     def is_stopping(self) -> bool:
@@ -255,6 +304,16 @@ class DiLoCo:
     def overwritten_steps(self) -> float:
         """Inner steps whose local effect a merge replaced, by share of the parameters."""
         return self._loop.overwritten_steps
+
+    @property
+    def dropped_tokens(self) -> float:
+        """Tokens that no version will have, by share of the parameters."""
+        return self._loop.dropped_tokens
+
+    @property
+    def left_tokens(self) -> float:
+        """Tokens that no version has yet, by share of the parameters."""
+        return self._loop.left_tokens
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -298,10 +357,10 @@ class DiLoCo:
         """
         self._insist_on_training()
         insist_on_tokens(num_tokens)
-        due = self._schedule.due(self.inner_step + 1)
+        due = self._is_due(self.inner_step + 1)
         if due:
             self._trained.settle(self.inner_step)
-        elif self.num_in_flight:
+        elif self.num_in_flight or self._on_arrival:
             self._trained.reshard()
         self._connection.io.drive(self._loop.stepping(num_tokens))
         self._tokens += num_tokens
@@ -327,6 +386,8 @@ class DiLoCo:
         self._insist_on_training(is_stepping=False)
         self._trained.settle(self.inner_step)
         is_stopping = self.is_stopping
+        if self._on_arrival:
+            return self._finish_on_arrival()
         if is_stopping and not self._connection.has_kept(self.inner_step):
             raise ConfigError(
                 f"outer.finish() at the graceful stop after inner step {self.inner_step}, and "
@@ -341,6 +402,18 @@ class DiLoCo:
         # All ranks have stopped their exchange when the leader leaves and the run may end.
         self._sum()
         self._state = IslandState.STOPPED if is_stopping else IslandState.FINISHED
+        return self._heard()
+
+    def _finish_on_arrival(self) -> list[Event]:
+        """Flush, or leave early with the last outcomes."""
+        self._state = IslandState.FLUSHING
+        self._connection.io.drive(self._loop.finishing())
+        is_stopped = self.is_leaving and self._stop_line.is_stop_asked
+        how = "left early" if self.is_leaving else "finished"
+        farewell = f"{how} after inner step {self.inner_step}"
+        self._connection.finished(farewell, is_stopped=is_stopped)
+        self._sum()
+        self._state = IslandState.STOPPED if is_stopped else IslandState.FINISHED
         return self._heard()
 
     @contextlib.contextmanager
@@ -365,6 +438,8 @@ class DiLoCo:
     def checkpoint_due(self) -> bool:
         """Whether a run checkpoint belongs after the step just made."""
         step, every = self.inner_step, self._checkpoint_every
+        if self._on_arrival:
+            return False
         if self.is_stopping:
             return True
         return (
@@ -387,6 +462,11 @@ class DiLoCo:
             DilocoError: If the syncer cannot keep the present versions, or the stop has failed.
         """
         self._insist_on_training(is_stepping=False)
+        if self._on_arrival:
+            raise ConfigError(
+                'with outer.merge = "on_arrival" there are no run checkpoints yet: save only what '
+                "is your own; an island that starts again takes what is published"
+            )
         self._connection.io.drive(self._loop.pinning())
         is_saved = False
         try:
@@ -452,6 +532,12 @@ class DiLoCo:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _is_due(self, inner_step: int) -> bool:
+        """Whether ranks compare notes after an inner step: at due ones, on arrival once a round."""
+        if self._on_arrival:
+            return inner_step % self._period == 0
+        return bool(self._schedule.due(inner_step))
+
     def _begin(self) -> None:
         """Begin to train, together."""
         self._stop_line.begin(self._loop.inner_step, self._loop.first_checkpoint_step)
@@ -475,7 +561,12 @@ class DiLoCo:
                 f"was saved there (model, optimizer, data), then outer.load_state_dict(...), "
                 f"before the first step"
             )
-        if is_stepping and self.inner_step >= self.inner_steps:
+        if is_stepping and self._on_arrival and self.is_over:
+            raise ConfigError(
+                f"inner step {self.inner_step + 1}: training ends here (outer.is_over): loop "
+                f"`while not outer.is_over`, then call outer.finish()"
+            )
+        if is_stepping and not self._on_arrival and self.inner_step >= self.inner_steps:
             raise ConfigError(
                 f"inner step {self.inner_step + 1}: the run has run.inner_steps = "
                 f"{self.inner_steps} (the coordinator's); loop over range(outer.start_step, "
@@ -521,6 +612,7 @@ class DiLoCo:
             bytes_up=moved[0],
             bytes_down=moved[1],
             blocked_s=self.blocked_s,
+            step_s=self._exchange.step_s,
         )
 
     def _hear(self, event: Event) -> None:

@@ -1,5 +1,8 @@
 """Verified lanes of published versions: fetch, hold against the digest, heal what differs.
 
+An island that is k versions behind takes k retained payloads where they are smaller than the whole,
+and otherwise the whole; only the last digest is held against the result.
+
 Staging changes neither anchor nor model.
 
 Source: protocol.md sections 1 and 6.
@@ -8,6 +11,7 @@ Source: protocol.md sections 1 and 6.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
@@ -19,9 +23,13 @@ from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError
 from diloco.outer.fragments import Fragment
 from diloco.rounds.publication import MOST_TOGETHER, apply_payload, lane_digest
 from diloco.sync.calls import SyncerCalls
-from diloco.telemetry.events import DigestMismatch, Event
+from diloco.telemetry.events import CaughtUp, DigestMismatch, Event
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
+
+
+class VersionGone(CoordinatorUnavailable):
+    """The syncer has published a version, and retains it no more."""
 
 
 async def stage_lanes(
@@ -29,33 +37,60 @@ async def stage_lanes(
     anchor: Mapping[int, Tensor],
     *,
     fragment: Fragment,
+    base: int,
     version: int,
     digests: Sequence[bytes],
+    codec: str,
     on_event: Callable[[Event], None],
 ) -> dict[int, Tensor]:
-    """Take lanes' step from their anchor to the next version, small ones together.
+    """Take lanes from their anchor to a later version, small ones together.
 
-    A lane that does not come out as published (the anchor, a codec or the payload is not what the
+    A lane that does not come out as published (the anchor, a codec or a payload is not what the
     syncer's was) is reported and taken as a whole instead.
 
     Args:
         calls: Way to the syncer.
-        anchor: Lane id -> the lane at `version` - 1, float32; unchanged.
+        anchor: Lane id -> the lane at `base`, float32; unchanged.
         fragment: The lanes' fragment, as planned.
-        version: Version to reach.
+        base: Version of the anchor.
+        version: Version to reach, > `base`.
         digests: Of the published fragment, by lane; empty when they are not known, which takes
             every lane as a whole.
-        on_event: Hears of a mismatch.
+        codec: Of payloads, to foresee their sizes where there are several.
+        on_event: Hears of a mismatch, and of versions leapt over.
 
     Raises:
         CodecError: If even a whole lane does not match.
+        VersionGone: If the syncer has it no more.
         DilocoError: If the syncer does not have it, or cannot be reached.
     """
-    staging = (
-        _stage_together(calls, anchor, fragment, version, lane_ids, digests, on_event)
-        for lane_ids in grouped(fragment, sorted(anchor))
+    lane_ids = sorted(anchor)
+    has_deltas = bool(digests) and (
+        version == base + 1 or is_smaller(fragment, lane_ids, version - base, codec)
     )
-    return {n: values for group in await asyncio.gather(*staging) for n, values in group.items()}
+    staging = (
+        _stage_together(
+            calls, anchor, fragment, base if has_deltas else None, version, some, digests, on_event
+        )
+        for some in grouped(fragment, lane_ids)
+    )
+    lanes: dict[int, Tensor] = {}
+    num_whole = 0
+    for values, fetched in await asyncio.gather(*staging):
+        lanes.update(values)
+        num_whole += fetched
+    if version > base + 1:
+        on_event(CaughtUp(fragment.fragment_id, base, version, "whole" if num_whole else "deltas"))
+    return lanes
+
+
+def is_smaller(fragment: Fragment, lane_ids: Iterable[int], num_deltas: int, codec: str) -> bool:
+    """Whether the payloads of so many versions are smaller than the values, 4 B each."""
+    numels = {lane_id: fragment.lanes[lane_id].numel for lane_id in lane_ids}
+    payload_bytes = sum(
+        lane_codec(codec, fragment, lane_id).wire_bytes(numel) for lane_id, numel in numels.items()
+    )
+    return num_deltas * payload_bytes < 4 * sum(numels.values())
 
 
 def grouped(fragment: Fragment, lane_ids: Iterable[int]) -> list[list[int]]:
@@ -76,22 +111,22 @@ async def _stage_together(
     calls: SyncerCalls,
     anchor: Mapping[int, Tensor],
     fragment: Fragment,
+    base: int | None,
     version: int,
     lane_ids: Sequence[int],
     digests: Sequence[bytes],
     on_event: Callable[[Event], None],
-) -> dict[int, Tensor]:
+) -> tuple[dict[int, Tensor], int]:
+    """Stage lanes by their deltas from `base` on, or whole; returns how many came whole, too."""
     staged = {}
-    if digests:
-        numel = sum(fragment.lanes[lane_id].numel for lane_id in lane_ids)
-        reply, payload = await _fetch(
-            calls, fragment.fragment_id, version, lane_ids, wire.FETCH_KIND_PAYLOAD, numel
-        )
-        for lane_id, values in _steps(reply.codec, payload, anchor, fragment, lane_ids):
-            if values is not None and lane_digest(values) == digests[lane_id]:
-                staged[lane_id] = values
-            else:
-                on_event(DigestMismatch(fragment.fragment_id, version, lane_id))
+    if base is not None:
+        with contextlib.suppress(VersionGone):  # then whole, or that is gone, too
+            stepped = await _stepped(calls, anchor, fragment, base, version, lane_ids)
+            for lane_id in lane_ids:
+                if lane_id in stepped and lane_digest(stepped[lane_id]) == digests[lane_id]:
+                    staged[lane_id] = stepped[lane_id]
+                else:
+                    on_event(DigestMismatch(fragment.fragment_id, version, lane_id))
     missing = [lane_id for lane_id in lane_ids if lane_id not in staged]
     fetching = (
         fetch_lane(
@@ -105,7 +140,31 @@ async def _stage_together(
         for lane_id in missing
     )
     staged.update(zip(missing, await asyncio.gather(*fetching), strict=True))
-    return staged
+    return staged, len(missing)
+
+
+async def _stepped(
+    calls: SyncerCalls,
+    anchor: Mapping[int, Tensor],
+    fragment: Fragment,
+    base: int,
+    version: int,
+    lane_ids: Sequence[int],
+) -> dict[int, Tensor]:
+    """Apply one payload after the other; lanes are left out that cannot be stepped.
+
+    Raises:
+        VersionGone: If the syncer retains one of them no more.
+    """
+    numel = sum(fragment.lanes[lane_id].numel for lane_id in lane_ids)
+    values = {lane_id: anchor[lane_id] for lane_id in lane_ids}
+    for step in range(base + 1, version + 1):
+        reply, payload = await _fetch(
+            calls, fragment.fragment_id, step, lane_ids, wire.FETCH_KIND_PAYLOAD, numel
+        )
+        steps = list(_steps(reply.codec, payload, values, fragment, lane_ids))
+        values = {lane_id: stepped for lane_id, stepped in steps if stepped is not None}
+    return values
 
 
 async def fetch_lane(
@@ -158,7 +217,8 @@ async def _fetch(
     if reply.status == wire.FETCH_STATUS_FENCED:
         raise calls.fenced(reply.message)
     if reply.status != wire.FETCH_STATUS_OK:
-        raise CoordinatorUnavailable(
+        is_gone = reply.status == wire.FETCH_STATUS_GONE
+        raise (VersionGone if is_gone else CoordinatorUnavailable)(
             f"version {version} of fragment {fragment_id}, lanes {list(lane_ids)}, cannot be had "
             f"from the syncer: {reply.message}"
         )
@@ -168,7 +228,7 @@ async def _fetch(
 def _steps(
     codec: str,
     payload: Buffer,
-    anchor: Mapping[int, Tensor],
+    values: Mapping[int, Tensor],
     fragment: Fragment,
     lane_ids: Sequence[int],
 ) -> Iterator[tuple[int, Tensor | None]]:
@@ -177,8 +237,8 @@ def _steps(
     for lane_id in lane_ids:
         try:
             its_codec = lane_codec(codec, fragment, lane_id)
-            size = its_codec.wire_bytes(anchor[lane_id].numel())
+            size = its_codec.wire_bytes(fragment.lanes[lane_id].numel)
             part, rest = rest[:size], rest[size:]
-            yield lane_id, apply_payload(its_codec, part, anchor[lane_id])
-        except DilocoError:
+            yield lane_id, apply_payload(its_codec, part, values[lane_id])
+        except (DilocoError, KeyError):  # no codec, no payload, or no step before this one
             yield lane_id, None

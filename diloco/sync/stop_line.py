@@ -26,9 +26,11 @@ class StopLine:
     `num_words` counts what was heard of the coordinator: while it grows, the coordinator lives.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        """Assign only."""
+    def __init__(self, schedule: Schedule, *, on_arrival: bool = False) -> None:
+        """Assign only; `on_arrival`: islands have no inner step in common to stop after."""
         self._schedule = schedule
+        self._on_arrival = on_arrival
+        self._is_asked = self._is_drained = False
         self._lock = threading.Lock()
         self._passed: int | None = None
         self._first_stop_step = 0
@@ -45,14 +47,23 @@ class StopLine:
 
         Returns:
             The first due step that training has not passed, `inner_steps` if none is left; None
-            before training begins, when there is nothing to hold yet.
+            before training begins, when there is nothing to hold yet, and on arrival.
         """
         with self._lock:
+            if self._on_arrival:
+                return None
             if self._promised is None and self._passed is not None:
                 self._promised = self._next_due(max(self._passed, self._first_stop_step - 1))
             return self._promised
 
-    def hear(self, stop_step: int | None, *, is_asked: bool, is_complete: bool) -> None:
+    def hear(
+        self,
+        stop_step: int | None,
+        *,
+        is_asked: bool,
+        is_complete: bool,
+        is_drained: bool = False,
+    ) -> None:
         """Hear what the coordinator says.
 
         Args:
@@ -61,9 +72,12 @@ class StopLine:
             is_asked: Whether the run is to stop at all; if not, or not any more, there is neither
                 promise nor stop step. A complete stop is never taken back.
             is_complete: Whether every island has its checkpoint: all may leave.
+            is_drained: Whether this island is to finish what is outstanding, and to leave for good.
         """
         with self._lock:
             self.num_words += 1
+            self._is_asked = is_asked
+            self._is_drained = is_drained
             if not is_asked:
                 self._promised = self._stop_step = None
             elif stop_step is not None:
@@ -95,6 +109,18 @@ class StopLine:
             self._passed = inner_step
             is_undecided = self._promised is not None and self._stop_step is None
             return is_undecided and inner_step >= (self._promised or 0)
+
+    @property
+    def is_stop_asked(self) -> bool:
+        """Whether the run is to stop."""
+        with self._lock:
+            return self._is_asked
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether an island that merges on arrival has to end now, for whichever reason."""
+        with self._lock:
+            return self._on_arrival and (self._is_asked or self._is_drained)
 
     @property
     def stop_step(self) -> int | None:

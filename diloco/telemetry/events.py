@@ -54,7 +54,9 @@ class FragmentSent(Event):
 class FragmentMerged(Event):
     """A published version replaced the anchor; `blocked_s` is what training waited for it.
 
-    `digest` is the syncer's word on its newest version; what the model holds, `IslandEnded` says.
+    `digest` is the syncer's word on that version; what the model holds, `IslandEnded` says.
+    `dropped_tokens` will be counted by no contribution; `overwritten_steps` are inner steps whose
+    local effect the merge replaced and the version does not have.
     """
 
     kind: ClassVar[str] = "fragment_merged"
@@ -67,6 +69,8 @@ class FragmentMerged(Event):
     digest: str
     contributors: tuple[str, ...]
     is_flush: bool
+    dropped_tokens: int = 0
+    overwritten_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,32 @@ class DigestMismatch(Event):
     fragment_id: int
     version: int
     lane_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp(Event):
+    """An island staged a version that is not the one after its own.
+
+    `how`: by retained "deltas", or "whole", as float32 values.
+    """
+
+    kind: ClassVar[str] = "caught_up"
+    fragment_id: int
+    from_version: int
+    version: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeHeard(Event):
+    """A contribution was not included, and why; written where it was heard of first."""
+
+    kind: ClassVar[str] = "outcome_heard"
+    fragment_id: int
+    version: int
+    attempt: int
+    outcome: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +255,11 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, slots=True)
 class IslandEnded(Event):
-    """Sums over an island's life; `digests`: what its model was found to hold of each fragment."""
+    """Sums over an island's life; `digests`: what its model was found to hold of each fragment.
+
+    Tokens of the whole island, by share of the parameters: `dropped_tokens` are in no version,
+    `left_tokens` were in none when it ended. An island that left early has no digests.
+    """
 
     kind: ClassVar[str] = "island_ended"
     inner_step: int
@@ -240,3 +274,5 @@ class IslandEnded(Event):
     bytes_up: int
     bytes_down: int
     digests: tuple[str, ...]
+    dropped_tokens: float = 0.0
+    left_tokens: float = 0.0

@@ -75,7 +75,7 @@ def test_the_smallest_staged_version_counts_and_the_leader_speaks() -> None:
         "both fail": 30,
         "smallest": [0, -1, 7],
         "on its way": Agreed(0, (Standing(8, None, 3),)),
-        "read later": Agreed(0, (Standing(0, Verdict.EXPIRED, 4),)),
+        "read later": Agreed(0, (Standing(-1, Verdict.EXPIRED, 4),)),
     }
 
 
@@ -83,7 +83,7 @@ def test_the_message_is_one_small_integer_vector() -> None:
     vector = Agreement(None)._encode(0, [Standing(0, None, 0)] * 24)
 
     assert vector.dtype == torch.int64
-    assert vector.numel() == 1 + 3 * 24
+    assert vector.numel() == 2 + 9 * 24
 
 
 def test_a_failure_is_raised_where_it_happened_and_told_elsewhere() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.rounds.terms import RoundKey
-from diloco.sync.ledger import FragmentLedger, Verdict
+from diloco.sync.ledger import FragmentLedger, Settled, Target, Verdict
 
 TOKENS = 100
 
@@ -30,31 +30,64 @@ def test_a_send_carries_key_and_counters_of_its_moment() -> None:
     assert not sent.is_flush
 
 
-# verdict, local_mix -> version, attempt, steps counted, steps overwritten
+# verdict, local_mix -> version, attempt, steps counted, steps overwritten, steps dropped
 TABLE = {
-    (Verdict.INCLUDED, 0.0): (4, 0, 2, 2),
-    (Verdict.INCLUDED, 0.5): (4, 0, 2, 0),
-    (Verdict.NOT_INCLUDED, 0.0): (4, 0, 0, 6),
-    (Verdict.NOT_INCLUDED, 0.5): (4, 0, 2, 0),
-    (Verdict.REFUSED, 0.0): (4, 0, 6, 6),
-    (Verdict.REFUSED, 0.5): (4, 0, 6, 0),
-    (Verdict.DECLINED, 0.0): (4, 0, 6, 6),
-    (Verdict.DECLINED, 0.5): (4, 0, 6, 0),
-    (Verdict.EXPIRED, 0.0): (3, 1, 6, 0),
-    (Verdict.EXPIRED, 0.5): (3, 1, 6, 0),
+    (Verdict.INCLUDED, 0.0): (4, 0, 2, 2, 0),
+    (Verdict.INCLUDED, 0.5): (4, 0, 2, 0, 0),
+    (Verdict.NOT_INCLUDED, 0.0): (4, 0, 0, 6, 6),
+    (Verdict.NOT_INCLUDED, 0.5): (4, 0, 2, 0, 4),
+    (Verdict.REFUSED, 0.0): (4, 0, 6, 6, 0),
+    (Verdict.REFUSED, 0.5): (4, 0, 6, 0, 0),
+    (Verdict.DECLINED, 0.0): (4, 0, 6, 6, 0),
+    (Verdict.DECLINED, 0.5): (4, 0, 6, 0, 0),
+    (Verdict.EXPIRED, 0.0): (3, 1, 6, 0, 0),
+    (Verdict.EXPIRED, 0.5): (3, 1, 6, 0, 0),
 }
 
 
 @pytest.mark.parametrize(("verdict", "local_mix"), TABLE, ids=str)
 def test_the_outcome_table(verdict: Verdict, local_mix: float) -> None:
-    version, attempt, steps, overwritten = TABLE[verdict, local_mix]
+    version, attempt, steps, overwritten, dropped = TABLE[verdict, local_mix]
     made = ledger()
 
-    assert made.settle(verdict, attempt=0, local_mix=local_mix) == overwritten
+    settled = made.settle(verdict, attempt=0, local_mix=local_mix)
 
+    assert settled == Settled(overwritten, dropped * TOKENS)
     assert (made.version, made.attempt) == (version, attempt)
     assert (made.steps, made.tokens) == (steps, steps * TOKENS)
     assert made.outstanding is None
+
+
+# (what came, local_mix) -> steps counted, steps overwritten, steps dropped, with carry and without
+LATE = {
+    (Verdict.NOT_INCLUDED, 0.0): ((6, 6, 0), (0, 6, 6)),
+    (Verdict.NOT_INCLUDED, 0.5): ((6, 0, 0), (2, 0, 4)),
+    (Verdict.ABSENT, 0.0): ((6, 6, 0), (0, 6, 6)),
+    (Verdict.ABSENT, 0.5): ((6, 0, 0), (6, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("is_carried", [True, False], ids=["carry", "drop"])
+@pytest.mark.parametrize(("verdict", "local_mix"), LATE, ids=str)
+def test_a_merge_several_versions_ahead_drops_or_keeps_late_work(
+    verdict: Verdict, local_mix: float, is_carried: bool
+) -> None:
+    steps, overwritten, dropped = LATE[verdict, local_mix][not is_carried]
+    made = ledger()
+    if verdict is Verdict.ABSENT:
+        made.outstanding = None
+
+    settled = made.settle(
+        verdict,
+        attempt=0,
+        local_mix=local_mix,
+        merged=Target(9, merged_tokens=77),
+        is_carried=is_carried,
+    )
+
+    assert settled == Settled(overwritten, dropped * TOKENS)
+    assert (made.version, made.attempt, made.merged_tokens) == (9, 0, 77)
+    assert (made.steps, made.tokens) == (steps, steps * TOKENS)
 
 
 def test_steps_overwritten_once_are_not_counted_again() -> None:
@@ -64,11 +97,11 @@ def test_steps_overwritten_once_are_not_counted_again() -> None:
     made.send(31, is_flush=False)
 
     assert made.steps == 7
-    assert made.settle(Verdict.DECLINED, attempt=0, local_mix=0.0) == 1
+    assert made.settle(Verdict.DECLINED, attempt=0, local_mix=0.0) == Settled(1, 0)
 
 
 def test_every_verdict_is_in_the_table() -> None:
-    assert {verdict for verdict, _ in TABLE} == set(Verdict)
+    assert {verdict for verdict, _ in (*TABLE, *LATE)} == set(Verdict)
 
 
 @pytest.mark.parametrize(

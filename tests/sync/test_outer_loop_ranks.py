@@ -34,10 +34,11 @@ from diloco.rounds.publication import PublicationRules
 from diloco.rounds.rules import SyncerRules
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
+from diloco.rounds.timing import TimingRules
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.io_thread import IoThread
-from diloco.sync.outer_loop import OuterLoop
+from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards, canonical_parameters, tensor_specs
 from diloco.telemetry.events import Event
 from tests.distributed import run_ranks
@@ -144,9 +145,15 @@ class Rank:
 
 @contextmanager
 def serving(
-    island_rank: int, plan: Plan, directory: str, *, timeline: int, num_ranks: int
+    island_rank: int,
+    plan: Plan,
+    directory: str,
+    *,
+    timeline: int,
+    num_ranks: int,
+    total_tokens: int = 0,
 ) -> Iterator[str]:
-    """Let rank 0 serve; gives its address to all ranks."""
+    """Let rank 0 serve; gives its address to all ranks. With tokens, a run on arrival."""
     address: list[str | None] = [None]
     thread = IoThread()
 
@@ -159,6 +166,9 @@ def serving(
                 PublicationRules("int4", "int4", OuterOptimizer("nesterov", 0.7, 0.9, 0), seed=0),
                 60.0,
                 1,
+                min_members=1 if total_tokens else None,
+                timing=TimingRules(6, 2, 0.5, 10.0, 5.0, 60.0) if total_tokens else None,
+                total_tokens=total_tokens,
             ),
             [FragmentStore(Path(directory), fragment, 4) for fragment in plan.fragments],
             syncer_epoch=1,
@@ -201,8 +211,12 @@ def island(
     num_ranks: int = 2,
     directory: str | None = None,
     kept: Kept | None = None,
+    total_tokens: int = 0,
 ) -> Iterator[Rank]:
-    """H = 6, tau = 2; version 0 founded, or gone on from what was `kept`."""
+    """H = 6, tau = 2; version 0 founded, or gone on from what was `kept`.
+
+    With `total_tokens` it sends and merges on arrival until they are merged.
+    """
     timeline = 0 if kept is None else 1
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)) if num_ranks == 2 else None
     model = nn.Module()
@@ -228,7 +242,12 @@ def island(
     with (
         tempfile.TemporaryDirectory() as fresh,
         serving(
-            island_rank, plan, directory or fresh, timeline=timeline, num_ranks=num_ranks
+            island_rank,
+            plan,
+            directory or fresh,
+            timeline=timeline,
+            num_ranks=num_ranks,
+            total_tokens=total_tokens,
         ) as address,
     ):
         groups: list[dist.ProcessGroup | None] = [None, None]
@@ -243,7 +262,14 @@ def island(
             control=GrpcTransport(address),
             data=data,
             grant=grant("island", 1 + timeline, timeline),
-            rules=ExchangeRules("int4", error_feedback, 30.0, unreachable_s, seed=0),
+            rules=ExchangeRules(
+                "int4",
+                error_feedback,
+                30.0,
+                unreachable_s,
+                seed=0,
+                on_arrival=bool(total_tokens),
+            ),
             rng=random.Random(island_rank),
             on_event=events.append,
         )
@@ -261,6 +287,7 @@ def island(
             local_mix=local_mix,
             clock=time.monotonic,
             on_event=events.append,
+            arrival=Arrival(total_tokens) if total_tokens else None,
         )  # fmt: skip
         if kept is None:
             io.drive(session.starting(overwrite_initial=False, last_inner_step=0))
@@ -336,6 +363,63 @@ def test_with_one_stream_cut_no_rank_merges_and_both_do_when_it_is_back() -> Non
         matrix = rank["whole"]["matrix"].flatten()
         assert torch.equal(published[: ROWS * COLUMNS], matrix)
         assert torch.equal(published[ROWS * COLUMNS :], rank["whole"]["norm"])
+
+
+# -- on arrival ----------------------------------------------------------------------------------
+
+
+def arrive_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
+    store = dist.distributed_c10d._get_default_store()
+    with island(island_rank, total_tokens=3000) as rank:
+        if island_rank == 1:
+            rank.data.cut = "fragment.fetch"
+
+        def until_staged() -> None:
+            if island_rank == 0:
+                until(lambda: rank.exchange.view(0).staged_version == 1)
+                store.set("rank 0 has staged", "yes")
+
+        watcher = beside(until_staged)
+        num_apart = 0
+        while num_apart < 10:  # both leave at the same step: rank 0's word is shared
+            time.sleep(0.01)
+            rank.train(1)
+            num_apart += is_known(rank, store)
+        watcher.join()
+        apart = rank.session.versions
+        rank.data.cut = None
+        while not rank.session.is_over:
+            time.sleep(0.005)
+            rank.train(1)
+        rank.io.drive(rank.session.finishing())
+        events = [
+            e.as_dict() for e in rank.events if e.kind in ("fragment_merged", "fragment_sent")
+        ]
+        keys = ("kind", "inner_step", "version")
+        return {
+            "apart": apart,
+            "when": [tuple(event[key] for key in keys) for event in events],
+            "blocked": rank.session.blocked_s,
+            "over at": rank.session.inner_step,
+            "step": rank.session.schedule_step,
+            "digests": rank.session.digests,
+        }
+
+
+def is_known(rank: Rank, store: Any) -> bool:
+    """Whether rank 0 has staged, as both ranks say at once."""
+    known = store.check(["rank 0 has staged"])
+    return bool(rank.session._agreement.smallest([int(known)])[0])
+
+
+def test_on_arrival_all_ranks_send_and_merge_at_the_same_steps_and_wait_for_no_stream() -> None:
+    first, second = run_ranks(arrive_with_a_cut_stream, 2)
+
+    assert first == second
+    assert first["apart"] == (0,), "ten steps were made while one rank had not staged"
+    assert first["blocked"] == 0.0
+    assert first["digests"] and first["step"] == 100
+    assert [what for what, *_ in first["when"][:4]] == ["fragment_sent", "fragment_merged"] * 2
 
 
 # -- replicated parameters -----------------------------------------------------------------------

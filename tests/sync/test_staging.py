@@ -53,8 +53,10 @@ def staged(syncer: Syncer, digests: Sequence[bytes], heard: list[Event]) -> dict
             syncer,  # type: ignore[arg-type]
             {lane_id: torch.zeros_like(values) for lane_id, values in LANES.items()},
             fragment=FRAGMENT,
+            base=0,
             version=1,
             digests=digests,
+            codec="float32",
             on_event=heard.append,
         )
     )

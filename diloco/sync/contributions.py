@@ -1,0 +1,274 @@
+"""A carrier's contributions: subtract, encode, submit or decline, until their outcome is known.
+
+Belongs to the exchange and its loop.
+
+Source: protocol.md section 5.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.compression.error_feedback import encode_with_feedback
+from diloco.compression.lanes import lane_codec
+from diloco.compression.random_bits import rounding_key
+from diloco.errors import AggregationError, CodecError
+from diloco.outer.fragments import Plan
+from diloco.outer.pseudo_gradient import l2_norm, pseudo_gradient_
+from diloco.rounds.messages import outcome_of
+from diloco.rounds.terms import Outcome, RoundKey
+from diloco.sync.calls import SyncerCalls
+from diloco.sync.captured import CapturedLanes
+from diloco.sync.carried import NOT_DURABLE, CarriedFragment, SentLane
+from diloco.sync.ledger import Outstanding, Verdict
+from diloco.sync.tasks import Tasks, wait_for
+from diloco.telemetry.events import Event, FragmentSent, OutcomeHeard
+from protos import fragment_pb2 as wire
+
+logger = logging.getLogger(__name__)
+
+_DECLINED = "declined:"
+_MAX_BROKEN_IN_A_ROW = 3
+_NOT_OPEN_WAIT_S = 0.25
+_DECLINE_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionRules:
+    """How contributions are made.
+
+    Args:
+        codec: Of contributions (`lane_codec`).
+        error_feedback: Whether the quantisation error joins the next contribution.
+        is_carried: Whether work that a round did not wait for joins the next contribution.
+        seed: Of the run; stochastic rounding draws from it.
+        island: Whose they are.
+    """
+
+    codec: str
+    error_feedback: bool
+    is_carried: bool
+    seed: int
+    island: str
+
+
+class Contributions:
+    """What one rank's lanes contribute."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rules: ContributionRules,
+        calls: SyncerCalls,
+        tasks: Tasks,
+        epoch: Callable[[], int],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Assign only; `epoch` gives the syncer's, by which lanes are submitted again."""
+        self._plan = plan
+        self._rules = rules
+        self._calls = calls
+        self._tasks = tasks
+        self._epoch = epoch
+        self._on_event = on_event
+        self._submits: dict[int, list[asyncio.Task[None]]] = {}
+
+    def send(
+        self, carried: CarriedFragment, sent: Outstanding, local: Mapping[int, Tensor]
+    ) -> None:
+        """Submit the pseudo-gradient of lanes; decline where it is not finite.
+
+        Args:
+            carried: The fragment.
+            sent: What is sent.
+            local: Lane id -> local values at the send; overwritten.
+        """
+        self._begin(carried, sent)
+        norms = []
+        try:
+            for lane_id in carried.lanes:  # all of one lane while it is in the CPU's caches
+                delta = pseudo_gradient_(local[lane_id], carried.anchor[lane_id])
+                norms.append(l2_norm(delta))
+                if not math.isfinite(norms[-1]):
+                    break
+                carried.sending[lane_id] = self._encode(carried, sent.key, lane_id, delta)
+        except CodecError as error:
+            self._tasks.fail(error)
+            return
+        norm = math.hypot(*norms)
+        if math.isfinite(norm):
+            carried.broken_in_a_row = 0
+            self._submit_all(carried, sent)
+            self._on_event(_sent_event(sent, norm))
+        else:
+            self._decline_broken(carried, sent, norm)
+
+    def decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
+        """Tell the syncer that there is nothing valid to contribute to this attempt."""
+        self._begin(carried, sent)
+        self._start_decline(carried, sent, reason)
+        self._on_event(_sent_event(sent, 0.0, reason))
+
+    def resume(self, carried: CarriedFragment, sent: Outstanding, lanes: CapturedLanes) -> None:
+        """Submit again what was outstanding when a checkpoint was taken."""
+        self._begin(carried, sent)
+        if lanes.is_declined:
+            reason = "declined before the checkpoint that is resumed"
+            self._start_decline(carried, sent, reason)
+            return
+        carried.sending = {
+            lane_id: SentLane.of(payload, lanes.residual_after.get(lane_id))
+            for lane_id, payload in lanes.payload.items()
+        }
+        self._submit_all(carried, sent)
+
+    def settle(self, fragment_id: int) -> None:
+        """Submit nothing more of what was outstanding."""
+        for stalled in self._submits.pop(fragment_id, []):
+            stalled.cancel()  # a lane on its way would come late, and in the way of newer ones
+
+    def take(self, carried: CarriedFragment, outcome: Outcome) -> None:
+        """Take the syncer's word on what is outstanding; its word on something else is old."""
+        sent = carried.outstanding
+        if sent is None or outcome.key != sent.key or carried.outcome is not None:
+            return
+        is_declined = outcome.reason.startswith(_DECLINED)
+        verdict = carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
+        if verdict in (*NOT_DURABLE, Verdict.NOT_INCLUDED):
+            logger.warning("contribution %s, key=%s: %s", verdict, sent.key, outcome.reason)
+            key = sent.key
+            self._on_event(
+                OutcomeHeard(
+                    key.fragment_id, key.version, key.attempt, verdict.value, outcome.reason
+                )
+            )
+
+    def _begin(self, carried: CarriedFragment, sent: Outstanding) -> None:
+        assert carried.outstanding is None, f"{sent.key} while {carried.outstanding} is out"
+        carried.outstanding, carried.outcome = sent, None
+        self._tasks.notify()
+
+    def _encode(
+        self, carried: CarriedFragment, key: RoundKey, lane_id: int, delta: Tensor
+    ) -> SentLane:
+        rules, residual = self._rules, None
+        if rules.error_feedback:
+            residual = carried.residual.setdefault(lane_id, torch.zeros_like(delta))
+        codec = lane_codec(rules.codec, self._plan.fragments[key.fragment_id], lane_id)
+        drawn_by = rounding_key(
+            rules.seed, key.fragment_id, lane_id, key.version, key.attempt, rules.island
+        )
+        late = carried.over.of(lane_id)
+        whole = delta if late is None else delta + late
+        lane = SentLane.of(*encode_with_feedback(codec, whole, residual, drawn_by))
+        if rules.is_carried:
+            lane.delta = delta.clone()  # the memory of `local` is used again
+        return lane
+
+    def _decline_broken(self, carried: CarriedFragment, sent: Outstanding, norm: float) -> None:
+        """Decline; end the island when its own numbers are broken three times in a row.
+
+        Counted where it is seen, on the ranks whose lanes are broken, and whatever became of the
+        rounds: when all islands diverge, each attempt expires and would hide the reason.
+        """
+        p = carried.fragment_id
+        reason = f"the pseudo-gradient of fragment {p} is not finite"
+        carried.sending = {}
+        self._start_decline(carried, sent, reason)
+        self._on_event(_sent_event(sent, norm, reason))
+        carried.broken_in_a_row += 1
+        if carried.broken_in_a_row >= _MAX_BROKEN_IN_A_ROW:
+            self._tasks.fail(
+                AggregationError(
+                    f"fragment {p}: {carried.broken_in_a_row} pseudo-gradients in a row were not "
+                    f"finite, the last after inner step {sent.sent_at_inner_step}. The training "
+                    f"diverged: lower inner.optimizer.lr, or start again from an earlier state"
+                )
+            )
+
+    def _start_decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
+        logger.warning("declining, key=%s: %s", sent.key, reason)
+        carried.decline_reason = reason
+        self._tasks.spawn(self._decline(carried, sent))
+
+    def _submit_all(self, carried: CarriedFragment, sent: Outstanding) -> None:
+        self._submits[carried.fragment_id] = [
+            self._tasks.spawn(self._submit(carried, sent, lane_id, lane))
+            for lane_id, lane in carried.sending.items()
+        ]
+
+    async def _submit(
+        self, carried: CarriedFragment, sent: Outstanding, lane_id: int, lane: SentLane
+    ) -> None:
+        """Have the lane received by whichever syncer runs, until the contribution is settled."""
+        while carried.outstanding is sent and self._tasks.failure is None:
+            news = self._tasks.news
+            if carried.outcome is not None or lane.received_epoch >= self._epoch():
+                await news.wait()
+                continue
+            reply = await self._calls.submit(
+                sent,
+                lane_id,
+                codec=self._rules.codec,
+                digest=lane.digest,
+                payload=lane.payload,
+            )
+            if carried.outstanding is not sent or reply.syncer_epoch < self._epoch():
+                continue  # settled, or the word of a syncer that is gone
+            self._take_submit_reply(carried, sent, lane_id, lane, reply)
+            if reply.status == wire.SUBMIT_STATUS_NOT_OPEN:
+                await wait_for(news, _NOT_OPEN_WAIT_S)
+
+    def _take_submit_reply(
+        self,
+        carried: CarriedFragment,
+        sent: Outstanding,
+        lane_id: int,
+        lane: SentLane,
+        reply: wire.SubmitReply,
+    ) -> None:
+        match reply.status:
+            case wire.SUBMIT_STATUS_NOT_OPEN:
+                pass
+            case wire.SUBMIT_STATUS_FENCED:
+                self._tasks.fail(self._calls.fenced(reply.message))
+            case wire.SUBMIT_STATUS_INVALID:
+                self._tasks.fail(
+                    CodecError(
+                        f"the syncer cannot accept lane {lane_id} of {sent.key}: {reply.message}"
+                    )
+                )
+            case _:  # received, now or before, or over
+                lane.received_epoch = reply.syncer_epoch
+                if reply.HasField("outcome"):
+                    self.take(carried, outcome_of(reply.outcome))
+                self._tasks.notify()
+
+    async def _decline(self, carried: CarriedFragment, sent: Outstanding) -> None:
+        """Repeat it until the contribution is settled: a restarted syncer has forgotten it."""
+        while carried.outstanding is sent and self._tasks.failure is None:
+            news = self._tasks.news
+            if carried.outcome is None:
+                await self._calls.decline(sent.key, carried.decline_reason)
+            await wait_for(news, _DECLINE_AGAIN_S)
+
+
+def _sent_event(sent: Outstanding, lanes_norm: float, declined: str = "") -> FragmentSent:
+    return FragmentSent(
+        sent.sent_at_inner_step,
+        sent.key.fragment_id,
+        sent.key.version,
+        sent.key.attempt,
+        sent.weight_tokens,
+        sent.weight_steps,
+        sent.is_flush,
+        lanes_norm,
+        declined,
+    )
