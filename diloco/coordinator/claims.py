@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from diloco.data.claims import SlotPosition
+from diloco.errors import ConfigError
 
 Entries = tuple[tuple[str, str], ...]
 
@@ -65,12 +66,23 @@ class Claims:
         return max(slot.revision for slot in self.slots)
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
-        """Take over what is durable; entries of others are passed over."""
+        """Take over what is durable; entries of others are passed over.
+
+        Raises:
+            ConfigError: If the text was divided into another number of slots.
+        """
         slots = list(self.slots)
         for key, value in entries:
             kind, _, number = key.partition("/")
             if kind == _KIND:
-                slots[int(number)] = Slot(**json.loads(value))
+                saved = json.loads(value)
+                if (there := saved.pop("num_slots")) != len(slots):
+                    raise ConfigError(
+                        f"run.max_islands: {len(slots)} here, and the text of this run was divided "
+                        f"for {there} islands for ever: set run.max_islands = {there}, or start a "
+                        f"new run from the weights: diloco export"
+                    )
+                slots[int(number)] = Slot(**saved)
         self.slots = tuple(slots)
 
     def shared_out(self, live: Collection[str], awaited: Collection[str] = ()) -> Entries:
@@ -174,7 +186,7 @@ class Claims:
     def _changes(self, slots: Iterable[Slot]) -> Entries:
         pairs = zip(self.slots, slots, strict=True)
         return tuple(
-            (f"{_KIND}/{number}", json.dumps(asdict(slot)))
+            (f"{_KIND}/{number}", json.dumps({**asdict(slot), "num_slots": len(self.slots)}))
             for number, (before, slot) in enumerate(pairs)
             if slot != before
         )
