@@ -44,7 +44,8 @@ def coordinator(
     Started again after a crash, with the same file, it goes on where it was, under the same
     address. Ctrl-C stops the run gracefully: every island goes on to one inner step, writes a
     checkpoint and leaves; --resume goes on from there. A second Ctrl-C stops coordinator and syncer
-    at once; nothing published is lost.
+    at once; nothing published is lost. Where islands merge on arrival they have no inner step in
+    common: the first one ends all of them at once, and the same command goes on where the run was.
     """
     from diloco.cli.doctor import tell_at_start
     from diloco.config.load import load_config

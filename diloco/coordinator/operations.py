@@ -21,9 +21,11 @@ from diloco.coordinator.membership import Membership
 from diloco.errors import ConfigError, Fenced
 from diloco.peer_texts import bounded_text
 
+#: The syncer asks so often.
+_HEARD = "the syncer hears it within 2 s"
 #: Keys that count while the run is under way, and from when on.
-_AT_SYNCER = "it counts from each fragment's next opening on; the records say under which revision"
-_AT_ISLANDS = "every island hears it with its next report"
+_AT_SYNCER = f"{_HEARD}, and it counts from each fragment's next opening on, as the records say"
+_AT_ISLANDS = "each island obeys it from its next start on"
 _HERE = "it counts from now on"
 LIVE_KEYS: Mapping[str, str] = {
     "outer.optimizer.lr": _AT_SYNCER,
@@ -105,8 +107,8 @@ def _pause(_: Mapping[str, str], membership: Membership, config: Config) -> Deci
         else "islands wait at their next merge"
     )
     return Decision(
-        f"paused: no round opens from now on, those that are open end as ever, and {waiting}. It "
-        f"stays so over restarts; it goes on with diloco unpause HOST:PORT",
+        f"paused: {_HEARD}, and opens no round from then on. Those that are open end as ever, and "
+        f"{waiting}. It stays so over restarts; it goes on with diloco unpause HOST:PORT",
         entries=membership.paused(True),
     )
 
@@ -114,7 +116,7 @@ def _pause(_: Mapping[str, str], membership: Membership, config: Config) -> Deci
 def _unpause(_: Mapping[str, str], membership: Membership, config: Config) -> Decision:
     if not membership.is_paused:
         return Decision("the run is not paused")
-    return Decision("rounds open again", entries=membership.paused(False))
+    return Decision(f"rounds open again: {_HEARD}", entries=membership.paused(False))
 
 
 def _drain(arguments: Mapping[str, str], membership: Membership, config: Config) -> Decision:
@@ -169,8 +171,8 @@ def _kick(arguments: Mapping[str, str], membership: Membership, config: Config) 
     reason = "kicked by an operator" + (f": {words}" if words else "")
     return Decision(
         f"{island} is out: incarnation {membership.members[island].incarnation} and those before "
-        f"are fenced, what it has sent to open rounds does not count, and it ends with exit code "
-        f"{Fenced.exit_code} at its next report. Its starts are refused until diloco kick "
+        f"are fenced, {_HEARD}, what is in open rounds of it does not count, and it ends with exit "
+        f"code {Fenced.exit_code} at its next report. Its starts are refused until diloco kick "
         f"HOST:PORT {island} --undo" + _least(membership, island),
         entries=membership.kicked([island], reason),
     )

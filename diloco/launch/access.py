@@ -128,7 +128,7 @@ def _guarded(method: str, rule: Rule, handler: Handler) -> Handler:
             _insist(call.caller, method, rule, message)
         elif rule.is_private and not call.is_local:
             raise Unauthorised(
-                f"{method} is told beyond the coordinator's machine only to callers that are "
+                f"{method} is answered beyond the coordinator's machine only to callers that are "
                 f"known, and this run asks nobody who he is: type it there (diloco status "
                 f"127.0.0.1:PORT), or make certificates (diloco certs init RUN.toml, "
                 f"transport.certs, --certs), or tokens (diloco certs token operator, "

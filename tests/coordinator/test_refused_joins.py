@@ -14,8 +14,9 @@ from diloco.coordinator.grants import sign
 from diloco.errors import ConfigError
 from diloco.launch.disk import num_unsure_checkpoints
 from protos import control_pb2 as control
-from tests.coordinator.test_daemon import IDENTITY, PLAN, SECRET, Desk, Play, joined, play
+from tests.coordinator.test_daemon import Play, play
 from tests.coordinator.test_membership import OTHER_PLAN
+from tests.coordinator_desk import IDENTITY, PLAN, SECRET, Desk, joined
 from tests.run_files import write_run
 from tests.transport.test_tokens import EAST, write_table
 from transport.contracts import PROTOCOL_VERSION
