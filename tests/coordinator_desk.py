@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from diloco.config.classes import identity_difference
 from diloco.config.load import with_settings
 from diloco.config.schema import Config
+from diloco.coordinator.claims import Claims
 from diloco.coordinator.daemon import Coordinator, Operations
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
@@ -45,9 +46,11 @@ class Desk:
     async def start(self) -> None:
         self.journal = Journal(self.path)
         self.journal.open()
+        names, is_shared = ("east", "west"), self.config and self.config.outer.is_on_arrival
         self.membership = Membership(
-            "demo", ("east", "west"), IDENTITY, identity_difference, 100, num_checkpoints=2
-        )
+            "demo", names, IDENTITY, identity_difference, 100, num_checkpoints=2,
+            claims=Claims(2, names) if is_shared else None,
+        )  # fmt: skip
         self.membership.apply(self.journal.entries().items())
         operations, terms = None, self.terms
         if self.config is not None:

@@ -70,6 +70,8 @@ FORBIDDEN = [
     pytest.param("diloco.rounds.timing", (*IMPURE, "torch"), (), id="rounds.timing-is-pure"),
     pytest.param("diloco.launch.diagnosis", (*IMPURE, "torch"), (), id="diagnosis-is-pure"),
     pytest.param("diloco.rounds.allreduce", (*IMPURE, "torch"), (), id="rounds.allreduce-is-pure"),
+    pytest.param("diloco.coordinator.claims", (*IMPURE, "torch"), (), id="held-slots-are-pure"),
+    pytest.param("diloco.data.claims", (*IMPURE, "torch"), (), id="claims-is-pure"),
     pytest.param("diloco.coordinator.membership", (*IMPURE, "torch"), (), id="membership-is-pure"),
     *(
         pytest.param(f"simulations.emulate.{name}", IMPURE, (), id=f"emulate.{name}-is-pure")

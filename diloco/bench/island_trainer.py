@@ -40,8 +40,8 @@ def island_trainer(config: Config, data: Data, batches: Batches) -> InnerTrainer
 def own_batches(config: Config, data: Data, island_slot: int) -> Batches:
     """Give the batches that the selected island has in an ordinary run."""
     return data.batches(
-        island_slot=island_slot,
-        num_islands=len(config.islands),
+        slots=(island_slot,),
+        num_slots=config.max_islands,
         batch_size=config.island.tokens_per_inner_step // config.data.sequence_length,
         dp_coordinate=0,
         dp_size=1,

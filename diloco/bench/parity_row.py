@@ -178,8 +178,8 @@ class RowTraining:
         config = config.model_copy(update={"island_id": SLOT.format(island_slot)})
         # One slot's batch, cut among the islands: the same sequences whatever their number.
         batches = data.batches(
-            island_slot=0,
-            num_islands=1,
+            slots=(0,),
+            num_slots=1,
             batch_size=task.sequences,
             dp_coordinate=island_slot,
             dp_size=num_islands,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from diloco.config.classes import Identity, Local, Section
+from diloco.config.classes import Identity, Local, Policy, Section
 from diloco.config.fields import tuples
 
 
@@ -113,6 +113,13 @@ class DataConfig(Section):
     )
     shuffle_window: Identity[int] = Field(
         default=512, ge=1, description="Sequences of a stream that are shuffled together; 1: none"
+    )
+    handover_samples: Policy[int] = Field(
+        default=8192,
+        ge=1,
+        description="Samples of an island that may be trained on twice when another goes on with "
+        "its text, with outer.merge on_arrival: it tells where it is each time half of them are "
+        "drawn, at least two inner steps'",
     )
 
     @model_validator(mode="before")

@@ -266,6 +266,18 @@ class Config(Section):
                 f"{outer.min_contributions if outer else '?'}: at most max_islands are allowed, "
                 "and the two others at most that"
             )
+        data = info.data.get("data")
+        if outer is not None and outer.is_on_arrival and data is not None:
+            name, tokens = max(
+                ((name, island.tokens_per_inner_step) for name, island in value.items()),
+                key=lambda island: island[1],
+            )
+            if 2 * (samples := tokens // data.sequence_length) > data.handover_samples:
+                raise ValueError(
+                    f"islands.{name} draws {samples} samples an inner step, and "
+                    f"data.handover_samples = {data.handover_samples} must be at least two steps': "
+                    f"set it to {2 * samples} or more"
+                )
         if outer is not None and outer.exchange == "allreduce" and len(value) > MAX_PEERS:
             raise ValueError(
                 f'{len(value)} islands, and outer.exchange = "allreduce" is for {MAX_PEERS} at '

@@ -219,6 +219,7 @@ class Coordinator:
             await asyncio.sleep(min(_WATCH_S, self._terms.lease_s / 4))
             self._leases.looked(_now())
             self._end_leases()
+            self._keep(self._membership.shared_out())
             too_long = self._terms.unreachable_s
             silent = [
                 i for i in self._membership.members if self._leases.silent_s(i, _now()) > too_long
@@ -322,6 +323,8 @@ class Coordinator:
             total_tokens=self._terms.total_tokens,
             lease_s=self._terms.lease_s,
         )
+        if self._membership.claims is not None:
+            reply.claims_json = self._membership.claims.of(request.island)
         if self.board.syncer_address:
             reply.syncers.append(
                 SyncerAssignment(
@@ -359,7 +362,9 @@ class Coordinator:
         self._keep(membership.keeps(grant.island, steps, inner_step=inner_step))
         if request.has_hold:
             self._keep(membership.promise(grant.island, request.hold_step))
+        claims_json = self._take_positions(grant.island, request.position_json)
         reply = ReportReply(
+            claims_json=claims_json,
             stop=bool(membership.fatal_reason),
             reason=membership.fatal_reason,
             exit_code=membership.fatal_exit_code,
@@ -377,6 +382,23 @@ class Coordinator:
             reply.stop, reply.exit_code = True, CoordinatorUnavailable.exit_code
             reply.reason = _HALTING
         return _reply(reply)
+
+    def _take_positions(self, island: str, position_json: str) -> str:
+        """Take note of how far an island's text is drawn; returns its slots where they are news.
+
+        Raises:
+            FrameError: If it says what no island says.
+        """
+        claims = self._membership.claims
+        if claims is None or not position_json:
+            return ""
+        try:
+            revision, said = claims.read_word(position_json)
+        except ValueError as error:
+            self.refused(island, Cause.FRAME)
+            raise FrameError(f"a report's positions: {bounded_text(str(error))}") from error
+        self._keep(claims.told(island, said))
+        return claims.of(island) if claims.revision > revision else ""
 
     def _last_inner_step(self, island: str) -> int:
         """Where the start of an island before this one was; what is durable may be a round older.
@@ -486,10 +508,11 @@ class Coordinator:
         self._operations.on_config(config)
 
     def _keep(self, entries: Entries) -> None:
-        """Make what membership decided durable, then true."""
-        if entries:
+        """Make what membership decided durable, then true; the text goes to those who are there."""
+        while entries:
             self._journal.write(entries)
             self._membership.apply(entries)
+            entries = self._membership.shared_out()
 
     def _end_if_over(self) -> None:
         if self._membership.is_finished or self._membership.is_stopped:

@@ -7,6 +7,7 @@ all can stop, and which run checkpoints are complete. Whatever it must never for
 fails has changed nothing.
 
     plan, corpus, tokenizer, start    what the first join fixed
+    slot/N            a `Slot` of the text, where islands come and go
     guests            islands that joined without being configured, in the order of their slots
     island/NAME       a `Member`
     position/NAME     {timeline, inner_step}: how far it has come
@@ -33,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.coordinator.admission import Entries, Joined, JoinVerdict, Shared, objection
+from diloco.coordinator.claims import Claims
 from diloco.coordinator.leases import Lease, LeaseEvent
 from diloco.coordinator.members import Member, MembershipRules, read_member
 from diloco.coordinator.roll import Roll
@@ -54,6 +56,7 @@ class Membership(Roll):
         inner_steps: Last inner step of the run.
         num_checkpoints: Complete run checkpoints that are remembered, the newest; at least 1.
         rules: Who may take part; may be replaced at any time.
+        claims: Who draws from which slots of the text; None: each island from its own.
 
     Attributes:
         timeline: Counter of resumes.
@@ -71,6 +74,7 @@ class Membership(Roll):
     inner_steps: int
     num_checkpoints: int
     rules: MembershipRules = field(default_factory=MembershipRules)
+    claims: Claims | None = None
     plan_json: str = ""
     corpus_sha256: str = ""
     tokenizer_digest: str = ""
@@ -97,6 +101,8 @@ class Membership(Roll):
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable: after a write, and after a restart all of it."""
         entries = list(entries)
+        if self.claims is not None:
+            self.claims.apply(entries)
         for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
             self.members.setdefault(guest, Member(len(self.members)))
         for key, value in entries:
@@ -135,6 +141,13 @@ class Membership(Roll):
                     self.members[name] = read_member(before.slot, value)
                     if self.members[name].incarnation > before.incarnation:
                         self._kept.pop(name, None)  # it may write some of them anew
+
+    def shared_out(self) -> Entries:
+        """Give the text to those who are there; none if they have it."""
+        if self.claims is None:
+            return ()
+        absent = [i for i in self.islands if self.standing(i) is Lease.ABSENT]
+        return self.claims.shared_out(self.holders, absent)
 
     # -- joins and departures ----------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ batch, so the text does not depend on how the island is laid out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from diloco.data.claims import SlotPosition
 from diloco.errors import ConfigError
 
 
@@ -81,6 +82,22 @@ class Batches(Protocol):
         """Go to where `inner_step` completed steps of this batch size lead, forward or back."""
         ...
 
+    def positions(self) -> dict[int, SlotPosition]:
+        """Give how far each slot that the island holds has been drawn."""
+        ...
+
+    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> None:
+        """Draw from these slots alone, each from its position on; a slot may stay where it is.
+
+        Args:
+            claims: Slot -> position at which to go on; at least one.
+            inner_step: Completed inner steps, so that the next batch passes nothing over.
+
+        Raises:
+            ConfigError: If a position is of other text.
+        """
+        ...
+
 
 class Data(Protocol):
     """The text of a run, as one rank has it.
@@ -131,8 +148,8 @@ class Data(Protocol):
     def batches(
         self,
         *,
-        island_slot: int,
-        num_islands: int,
+        slots: Collection[int],
+        num_slots: int,
         batch_size: int,
         dp_coordinate: int,
         dp_size: int,
@@ -140,8 +157,8 @@ class Data(Protocol):
         """Give an island's batches, of which this rank takes one coordinate's slice.
 
         Args:
-            island_slot: Index of the island, from 0.
-            num_islands: Islands among which the text is divided.
+            slots: Those that the island draws from, each from its start; at least one.
+            num_slots: Slots among which the text is divided (`diloco.data.claims`).
             batch_size: Sequences of the whole island, a multiple of `dp_size`.
             dp_coordinate: Which contiguous slice of a batch this rank takes.
             dp_size: Number of slices; ranks of one coordinate (tensor parallelism) share it.

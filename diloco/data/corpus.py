@@ -1,7 +1,8 @@
 """The built-in corpus, and which of its bytes an island sees at which inner step.
 
 It is the Python standard library's sources, found offline, bytes as tokens. A batch is a pure
-function of (seed, island slot, inner step, batch size), so the cursor needs nothing but the step.
+function of (seed, slot, slot step, batch size), so the cursor needs nothing but the steps. The slot
+step is the inner step of an island that has one slot and always had it.
 Nothing is cached on disk.
 """
 
@@ -11,7 +12,7 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from diloco.data.batches import Evaluation, Position, dp_slice, evaluation_starts
+from diloco.data.claims import SlotPosition, furthest_behind
 from diloco.data.counter_hash import counter_hash
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigError
@@ -30,6 +32,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 #: Token ids of a byte corpus are 0 to 255.
 BYTE_VOCAB_SIZE = 256
+#: Name under which its draws are counted, as of a source of streams.
+_SOURCE = "stdlib"
 #: Least share of the corpus, in whole documents from its end, that training never sees.
 HELD_OUT_FRACTION = 0.03
 
@@ -171,22 +175,22 @@ class TextData:
 
     def batch(
         self,
-        island_slot: int,
-        inner_step: int,
+        slot: int,
+        slot_step: int,
         batch_size: int,
         *,
         dp_coordinate: int = 0,
         dp_size: int = 1,
     ) -> Tensor:
-        """Draw an island's sequences of one inner step, or one coordinate's slice of them.
+        """Draw the sequences of one step of a slot, or one coordinate's slice of them.
 
-        Sample i of the batch starts at hash(seed, island slot, inner step, i) modulo the number of
-        places. So islands share no sample, whatever their batch sizes; a larger batch begins with
-        the smaller one; and several islands' batches in slot order are the data-parallel batch.
+        Sample i of the batch starts at hash(seed, slot, slot step, i) modulo the number of places.
+        So slots share no sample, whatever the batch sizes; a larger batch begins with the smaller
+        one; and several slots' batches in order are the data-parallel batch.
 
         Args:
-            island_slot: Index of the island, from 0.
-            inner_step: Completed inner steps, from 0.
+            slot: Index of the slot, from 0.
+            slot_step: Batches drawn from the slot before, from 0.
             batch_size: Sequences of the whole island, a multiple of `dp_size`.
             dp_coordinate: Which contiguous slice of the batch to return.
             dp_size: Number of slices; ranks of one coordinate (tensor parallelism) share it.
@@ -200,26 +204,22 @@ class TextData:
         rows = dp_slice(batch_size, dp_coordinate, dp_size)
         samples = np.arange(rows.start, rows.stop, dtype=np.uint64)
         places = len(self.corpus.train) - self.sequence_length
-        starts = counter_hash(self._seed, island_slot, inner_step, samples) % np.uint64(places)
+        starts = counter_hash(self._seed, slot, slot_step, samples) % np.uint64(places)
         return self._sequences(self.corpus.train, starts.astype(np.int64))
 
     def batches(
         self,
         *,
-        island_slot: int,
-        num_islands: int,
+        slots: Collection[int],
+        num_slots: int,
         batch_size: int,
         dp_coordinate: int,
         dp_size: int,
     ) -> TextBatches:
-        """Give one island's batches; `num_islands` does not matter, its slot draws its samples."""
+        """Give one island's batches; `num_slots` does not matter, a slot draws its samples."""
         dp_slice(batch_size, dp_coordinate, dp_size)
         return TextBatches(
-            self,
-            island_slot=island_slot,
-            batch_size=batch_size,
-            dp_coordinate=dp_coordinate,
-            dp_size=dp_size,
+            self, slots, batch_size=batch_size, dp_coordinate=dp_coordinate, dp_size=dp_size
         )
 
     def evaluation(self, num_sequences: int) -> Evaluation:
@@ -239,20 +239,20 @@ class TextData:
 
 
 class TextBatches:
-    """One island's batches of a corpus: the cursor is bookkeeping, any step can be drawn."""
+    """One island's batches of a corpus: each is of the slot that is furthest behind."""
 
     def __init__(
         self,
         data: TextData,
+        slots: Collection[int],
         *,
-        island_slot: int,
         batch_size: int,
         dp_coordinate: int,
         dp_size: int,
     ) -> None:
-        """Keep what chooses the samples; arguments are those of `TextData.batch`."""
+        """Stand at the start of each slot; other arguments are those of `TextData.batch`."""
         self._data = data
-        self._island_slot = island_slot
+        self._steps = dict.fromkeys(sorted(slots), 0)
         self._batch_size = batch_size
         self._dp_coordinate = dp_coordinate
         self._dp_size = dp_size
@@ -260,28 +260,58 @@ class TextBatches:
 
     def batch(self, inner_step: int) -> Tensor:
         """Draw the batch of the inner step that follows `inner_step` completed ones."""
-        self._position = self._position.after(inner_step + 1, self._batch_size)
-        return self._data.batch(
-            self._island_slot,
-            inner_step,
+        if inner_step != self._position.inner_step:
+            self.seek(inner_step)
+        slot = furthest_behind(self._steps)
+        drawn = self._data.batch(
+            slot,
+            self._steps[slot],
             self._batch_size,
             dp_coordinate=self._dp_coordinate,
             dp_size=self._dp_size,
         )
+        self._steps[slot] += 1
+        self._position = self._position.after(inner_step + 1, self._batch_size)
+        return drawn
+
+    def positions(self) -> dict[int, SlotPosition]:
+        """Give the position of each slot, in slot steps."""
+        return {slot: SlotPosition({_SOURCE: steps}) for slot, steps in self._steps.items()}
+
+    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> None:
+        """Draw from these slots alone, each from its position on."""
+        self._steps = {slot: claims[slot].num_drawn for slot in sorted(claims)}
+        self._position = Position(inner_step, self._position.samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor and the text's digest."""
-        return {**asdict(self._position), **self._data.content()}
+        slots = {str(slot): steps for slot, steps in self._steps.items()}
+        return {**asdict(self._position), **self._data.content(), "slots": slots}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a cursor.
+        """Go to a cursor; one of other slots, as of a warm start, gives its inner step only.
 
         Raises:
             ConfigError: If it was written for other text.
         """
         self._data.insist_on_content(state)
+        there = {int(slot): steps for slot, steps in state.get("slots", {}).items()}
+        if there.keys() == self._steps.keys():
+            self._steps = {slot: there[slot] for slot in self._steps}
+        else:
+            self.seek(state["inner_step"])
         self._position = Position(state["inner_step"], state["samples"])
 
     def seek(self, inner_step: int) -> None:
         """Go to where `inner_step` completed steps lead."""
+        if inner_step < self._position.inner_step:
+            self._steps = dict.fromkeys(self._steps, 0)
+            passed = inner_step
+        else:
+            passed = inner_step - self._position.inner_step
+        if len(self._steps) == 1:  # at once, however far it is
+            self._steps = {slot: steps + passed for slot, steps in self._steps.items()}
+        else:
+            for _ in range(passed):
+                self._steps[furthest_behind(self._steps)] += 1
         self._position = self._position.after(inner_step, self._batch_size)

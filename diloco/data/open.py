@@ -13,7 +13,7 @@ def open_data(config: Config) -> Data:
     """Open the run's text; what can be wrong with it without reading all of it is found here.
 
     Args:
-        config: `data`, `model.vocab_size`, `run.seed` and the number of islands are read.
+        config: `data`, `model.vocab_size`, `run.seed` and the most islands are read.
 
     Raises:
         ConfigError: If the text cannot be found or read, is too short, or has more token ids than
@@ -24,7 +24,7 @@ def open_data(config: Config) -> Data:
     if config.data.source == "stdlib":
         data = TextData(TextCorpus.from_stdlib(), sequence_length=length, seed=seed)
     else:
-        data = StreamData(config.data, seed=seed, num_islands=config.max_islands)
+        data = StreamData(config.data, seed=seed, num_slots=config.max_islands)
     if config.model.vocab_size < data.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size} is less than the text's "

@@ -1,9 +1,9 @@
-"""One island's share of one source, tokenised and packed into sequences.
+"""One slot's share of one source, tokenised and packed into sequences.
 
-Of the documents after the held-out ones, island slot s of M takes numbers s, s + M, s + 2 M, ...;
-so islands share none and leave none out, however files and row groups are cut. Its documents are
-joined, a separator after each, and cut every `sequence_length` tokens; a sequence has one token
-more, the first of the next, so every token is predicted once.
+Of the documents after the held-out ones, slot s of V has numbers s, s + V, s + 2 V, ...; so slots
+share none and leave none out, however files and row groups are cut. Its documents are joined, a
+separator after each, and cut every `sequence_length` tokens; a sequence has one token more, the
+first of the next, so every token is predicted once.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class SourceEndedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which documents of a source an island trains on.
+    """Which documents of a source are a slot's.
 
     Attributes:
         held_out: First documents, which nobody trains on.
-        island_slot: Index of the island.
-        num_islands: Islands among which the others are divided.
+        slot: Index of the slot.
+        num_slots: Slots among which the others are divided.
     """
 
     held_out: int
-    island_slot: int
-    num_islands: int
+    slot: int
+    num_slots: int
 
     def has(self, document: int) -> bool:
-        """Say whether the document of that number, from 0, is the island's."""
+        """Say whether the document of that number, from 0, is the slot's."""
         number = document - self.held_out
-        return number >= 0 and number % self.num_islands == self.island_slot
+        return number >= 0 and number % self.num_slots == self.slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _Group:
 
 
 class PackedSource:
-    """Sequences of an island's share of one source, in order.
+    """Sequences of a slot's share of one source, in order.
 
     Attributes:
         num_sequences: Sequences taken since the start.
@@ -88,7 +88,7 @@ class PackedSource:
 
         Args:
             source: Documents.
-            share: Those that are the island's.
+            share: Those that are the slot's.
             tokenizer: Gives ids and the separator.
             sequence_length: Predicted tokens of a sequence; it has one more.
             repeat: Whether to start again at the end.
@@ -116,7 +116,7 @@ class PackedSource:
 
         Raises:
             SourceEndedError: If the source has no further sequence and does not repeat.
-            ConfigError: If a document cannot be read, or the island has no text in all of it.
+            ConfigError: If a document cannot be read, or the slot has no text in all of it.
         """
         parts: list[Tokens] = []
         start, needed = self._offset, self._sequence_length + 1
@@ -175,7 +175,7 @@ class PackedSource:
         return {**self._reader.position(), "pass": self._pass}
 
     def _read_group(self) -> _Group:
-        """Read and tokenise the island's next documents that have text; at least one."""
+        """Read and tokenise the slot's next documents that have text; at least one."""
         start = self._position()
         texts: list[bytes] = []
         size = 0
@@ -199,16 +199,16 @@ class PackedSource:
     def _begin_pass(self) -> None:
         """Go back to the start after the last document, if that is wanted and of use."""
         share, setting = self._share, self._source.setting
-        island = f"island slot {share.island_slot} of {share.num_islands}"
+        slot = f"slot {share.slot} of {share.num_slots}"
         num_documents = self._reader.document
         if not self._has_text:
             raise ConfigError(
                 f"{setting}: {num_documents} documents, the first {share.held_out} of them held "
-                f"out, have no text for {island}; add text or lower data.held_out_documents"
+                f"out, have no text for {slot}; add text or lower data.held_out_documents"
             )
         if not self._repeat:
             raise SourceEndedError(
-                f"{setting} ended: {island} has trained once on its part of {num_documents} "
+                f"{setting} ended: {slot} was trained on once, its part of {num_documents} "
                 f"documents; set {setting}.repeat = true to go through them again, add text, or "
                 "lower run.inner_steps"
             )

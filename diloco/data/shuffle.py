@@ -1,7 +1,7 @@
-"""Mixes an island's sources by weight and shuffles their sequences in windows, without a generator.
+"""Mixes a slot's sources by weight and shuffles their sequences in windows, without a generator.
 
 Sequence i of the mixture belongs to window i // W. A window's order is that of the hashes of (seed,
-island slot, window, index), so it depends on nothing that was drawn before. While one window is
+slot, window, index), so it depends on nothing that was drawn before. While one window is
 given out the next is read, a sequence for a sequence, so no step waits for a whole window but the
 first. The cursor is that of the sources at the window's start, and the place in it.
 """
@@ -9,7 +9,7 @@ first. The cursor is that of the sources at the window's start, and the place in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,9 +17,16 @@ from diloco.data.counter_hash import counter_hash
 from diloco.data.packing import PackedSource, SourceEndedError
 from diloco.data.tokenizer import Tokens
 
+#: A sequence and its source.
+_Drawn: TypeAlias = tuple[str, Tokens]
+
 
 class Mixture:
-    """Sequences of several sources, each as near to its share of all as integers allow."""
+    """Sequences of several sources, each as near to its share of all as integers allow.
+
+    Attributes:
+        newest: Source of the sequence that was taken last; empty before the first.
+    """
 
     def __init__(self, sources: Mapping[str, PackedSource], weights: Mapping[str, float]) -> None:
         """Keep the sources.
@@ -31,6 +38,7 @@ class Mixture:
         self._sources = dict(sorted(sources.items()))
         total = sum(weights[name] for name in self._sources)
         self._shares = {name: weights[name] / total for name in self._sources}
+        self.newest = ""
 
     def next_sequence(self) -> Tokens:
         """Take a sequence of the source that is furthest behind its share, the first by name.
@@ -43,7 +51,9 @@ class Mixture:
             self._sources,
             key=lambda name: self._shares[name] * num_taken - self._sources[name].num_sequences,
         )
-        return self._sources[chosen].next_sequence()
+        sequence = self._sources[chosen].next_sequence()
+        self.newest = chosen
+        return sequence
 
     def cursor(self) -> dict[str, Any]:
         """Give the cursors of all sources."""
@@ -56,31 +66,36 @@ class Mixture:
 
 
 class WindowShuffle:
-    """Sequences of a mixture, in the order of their windows."""
+    """Sequences of a mixture, in the order of their windows: the text of one slot.
 
-    def __init__(self, mixture: Mixture, *, window: int, seed: int, island_slot: int) -> None:
+    Attributes:
+        drawn: Sequences taken since the start, by source.
+    """
+
+    def __init__(self, mixture: Mixture, *, window: int, seed: int, slot: int) -> None:
         """Stand at the mixture's start.
 
         Args:
             mixture: At its start.
             window: Sequences that are shuffled together; 1 keeps their order.
             seed: Seed of the run.
-            island_slot: Index of the island.
+            slot: Index of the slot.
         """
         self._mixture = mixture
         self._size = window
         self._seed = seed
-        self._island_slot = island_slot
+        self._slot = slot
         self._begin(-1, mixture.cursor())
         self._position = self._size  # of a window before the first
 
     def _begin(self, window: int, next_cursor: dict[str, Any]) -> None:
         """Stand in a window that has no sequences yet."""
         self._window = window
-        self._sequences: list[Tokens] = []
+        self._sequences: list[_Drawn] = []
         self._cursor: dict[str, Any] = {}
-        self._next: list[Tokens] = []
+        self._next: list[_Drawn] = []
         self._next_cursor = next_cursor
+        self.drawn = {name: source["sequences"] for name, source in next_cursor.items()}
         self._end: SourceEndedError | None = None
 
     def take(self) -> Tokens:
@@ -91,10 +106,16 @@ class WindowShuffle:
         """
         if self._position >= len(self._sequences):
             self._turn()
-        sequence = self._sequences[self._position]
+        source, sequence = self._sequences[self._position]
         self._position += 1
+        self.drawn[source] += 1
         self._read_ahead(1)
         return sequence
+
+    @property
+    def num_drawn(self) -> int:
+        """Sequences taken since the start, of all sources."""
+        return sum(self.drawn.values())
 
     def cursor(self) -> dict[str, Any]:
         """Give the position before the next sequence: JSON values."""
@@ -110,6 +131,8 @@ class WindowShuffle:
         if cursor and cursor["position"]:
             self._turn()
             self._position = cursor["position"]
+            for source, _ in self._sequences[: self._position]:
+                self.drawn[source] += 1
 
     def _turn(self) -> None:
         """Go to the next window, whose last sequences are read now."""
@@ -120,7 +143,7 @@ class WindowShuffle:
         self._window += 1
         indices = np.arange(len(self._next), dtype=np.uint64)
         order = np.argsort(
-            counter_hash(self._seed, self._island_slot, self._window, indices), kind="stable"
+            counter_hash(self._seed, self._slot, self._window, indices), kind="stable"
         )
         self._sequences = [self._next[index] for index in order]
         self._cursor, self._position = self._next_cursor, 0
@@ -131,7 +154,8 @@ class WindowShuffle:
         room = self._size - len(self._next)
         for _ in range(0 if self._end else min(num_sequences, room)):
             try:
-                self._next.append(self._mixture.next_sequence())
+                sequence = self._mixture.next_sequence()
             except SourceEndedError as end:
                 self._end = end
                 return
+            self._next.append((self._mixture.newest, sequence))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, astuple
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from diloco.config.classes import identity_difference, identity_json
 from diloco.config.data import DataConfig
 from diloco.data.batches import Evaluation, Position, dp_slice, evaluation_starts
+from diloco.data.claims import SlotPosition, furthest_behind
 from diloco.data.documents import Source, open_source
 from diloco.data.files import Part, first_difference
 from diloco.data.packing import PackedSource, Share, SourceEndedError
@@ -42,13 +43,13 @@ class StreamData:
     #: Streams are not counted.
     num_documents = 0
 
-    def __init__(self, config: DataConfig, *, seed: int, num_islands: int) -> None:
+    def __init__(self, config: DataConfig, *, seed: int, num_slots: int) -> None:
         """Open tokenizer and sources, and read the held-out documents.
 
         Args:
             config: With at least one source.
             seed: Seed of the run.
-            num_islands: Islands that need at least one document of each source.
+            num_slots: Slots that need at least one document of each source.
 
         Raises:
             ConfigError: If anything cannot be found or read, or a source has too few documents.
@@ -71,7 +72,7 @@ class StreamData:
         self._held_out = [
             text
             for source in self._sources.values()
-            for text in _held_out(source, config.held_out_documents, num_islands)
+            for text in _held_out(source, config.held_out_documents, num_slots)
         ]
 
     def content(self) -> dict[str, Any]:
@@ -132,8 +133,8 @@ class StreamData:
     def batches(
         self,
         *,
-        island_slot: int,
-        num_islands: int,
+        slots: Collection[int],
+        num_slots: int,
         batch_size: int,
         dp_coordinate: int,
         dp_size: int,
@@ -143,9 +144,17 @@ class StreamData:
         Raises:
             ConfigError: If `dp_size` does not divide `batch_size`, or a source cannot be opened.
         """
-        config = self._config
         rows = dp_slice(batch_size, dp_coordinate, dp_size)
-        share = Share(config.held_out_documents, island_slot, num_islands)
+        return StreamBatches(self, slots, num_slots=num_slots, batch_size=batch_size, rows=rows)
+
+    def text_of(self, slot: int, num_slots: int) -> WindowShuffle:
+        """Open the sequences of one slot, at their start.
+
+        Raises:
+            ConfigError: If a source cannot be opened.
+        """
+        config = self._config
+        share = Share(config.held_out_documents, slot, num_slots)
         packed = {
             name: PackedSource(
                 source,
@@ -157,13 +166,9 @@ class StreamData:
             for name, source in self._sources.items()
         }
         weights = {name: config.sources[name].weight for name in packed}
-        sequences = WindowShuffle(
-            Mixture(packed, weights),
-            window=config.shuffle_window,
-            seed=self._seed,
-            island_slot=island_slot,
+        return WindowShuffle(
+            Mixture(packed, weights), window=config.shuffle_window, seed=self._seed, slot=slot
         )
-        return StreamBatches(self, sequences, share, batch_size=batch_size, rows=rows)
 
     @cached_property
     def _held_out_tokens(self) -> tuple[Tokens, Tokens]:
@@ -180,29 +185,30 @@ class StreamData:
 
 
 class StreamBatches:
-    """One island's batches of its streams."""
+    """One island's batches of its slots: each sequence is of the slot that is furthest behind."""
 
     def __init__(
         self,
         data: StreamData,
-        sequences: WindowShuffle,
-        share: Share,
+        slots: Collection[int],
         *,
+        num_slots: int,
         batch_size: int,
         rows: slice,
     ) -> None:
         """Stand at the start.
 
         Args:
-            data: What the cursor is checked against.
-            sequences: The island's sequences, at their start.
-            share: The island's part of the documents.
+            data: Opens the slots, and checks cursors.
+            slots: Those that the island draws from.
+            num_slots: Slots of the run.
             batch_size: Sequences of the whole island and inner step.
             rows: Those that this rank takes.
         """
         self._data = data
-        self._sequences = sequences
-        self._share = share
+        self._num_slots = num_slots
+        self._texts = {slot: data.text_of(slot, num_slots) for slot in sorted(slots)}
+        self._ended: set[int] = set()
         self._batch_size = batch_size
         self._rows = rows
         self._position = Position()
@@ -211,7 +217,7 @@ class StreamBatches:
         """Give the batch of the inner step that follows `inner_step` completed ones.
 
         Raises:
-            ConfigError: If a source has ended, or a document cannot be read.
+            ConfigError: If the text of all slots has ended, or a document cannot be read.
         """
         if inner_step != self._position.inner_step:
             self.seek(inner_step)
@@ -222,7 +228,9 @@ class StreamBatches:
     def seek(self, inner_step: int) -> None:
         """Go to where `inner_step` completed steps lead, by reading all that lies between."""
         if inner_step < self._position.inner_step:
-            self._sequences.go_to(None)
+            for text in self._texts.values():
+                text.go_to(None)
+            self._ended.clear()
             self._position = Position()
         target = self._position.after(inner_step, self._batch_size)
         num_sequences = target.samples - self._position.samples
@@ -232,13 +240,35 @@ class StreamBatches:
             self._take()
         self._position = target
 
+    def positions(self) -> dict[int, SlotPosition]:
+        """Give the position of each slot, before its next sequence."""
+        return {
+            slot: SlotPosition(dict(text.drawn), text.cursor())
+            for slot, text in self._texts.items()
+        }
+
+    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> None:
+        """Draw from these slots alone, each from its position on.
+
+        Raises:
+            ConfigError: If the text is not what a position was written for.
+        """
+        held, self._texts = self._texts, {}
+        for slot, claim in sorted(claims.items()):
+            text = held.get(slot) or self._data.text_of(slot, self._num_slots)
+            if text.cursor() != claim.cursor:
+                text.go_to(claim.cursor or None)
+            self._texts[slot] = text
+        self._ended.clear()
+        self._position = Position(inner_step, self._position.samples)
+
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor, and what it holds for: configuration, sources and split."""
         return {
             **asdict(self._position),
             **self._data.content(),
-            "split": [self._share.island_slot, self._share.num_islands],
-            "sequences": self._sequences.cursor(),
+            "num_slots": self._num_slots,
+            "slots": {str(slot): text.cursor() for slot, text in self._texts.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,24 +278,37 @@ class StreamBatches:
             ConfigError: If the sources, or how they are cut, have changed since.
         """
         self._data.insist_on_content(state)
-        split = [self._share.island_slot, self._share.num_islands]
-        if state["split"] != split:
+        there = {int(slot): cursor for slot, cursor in state.get("slots", {}).items()}
+        if (there.keys(), state.get("num_slots")) != (self._texts.keys(), self._num_slots):
             logger.warning(
                 "the checkpoint's text was split among other islands, going to its inner step: "
-                "slot_and_islands=%s checkpoint=%s",
-                split,
-                state["split"],
-            )
+                "slots=%s of %d checkpoint=%s of %s",
+                sorted(self._texts), self._num_slots, sorted(there), state.get("num_slots"),
+            )  # fmt: skip
             self.seek(state["inner_step"])
             return
-        self._sequences.go_to(state["sequences"])
+        for slot, cursor in there.items():
+            self._texts[slot].go_to(cursor)
+        self._ended.clear()
         self._position = Position(state["inner_step"], state["samples"])
 
     def _take(self) -> Tokens:
-        try:
-            return self._sequences.take()
-        except SourceEndedError as end:
-            raise ConfigError(f"after inner step {self._position.inner_step}: {end}") from None
+        while True:
+            left = {
+                slot: text.num_drawn
+                for slot, text in self._texts.items()
+                if slot not in self._ended
+            }
+            slot = furthest_behind(left)
+            try:
+                return self._texts[slot].take()
+            except SourceEndedError as end:
+                if len(left) == 1:
+                    raise ConfigError(
+                        f"after inner step {self._position.inner_step}: {end}"
+                    ) from None
+                logger.warning("slot ended, others go on: %s", end)
+                self._ended.add(slot)
 
 
 def _recipe(config: DataConfig, seed: int, tokenizer: Tokenizer) -> str:
@@ -291,10 +334,10 @@ def _insist_on_one_source_each(sources: Mapping[str, Source]) -> None:
                 )
 
 
-def _held_out(source: Source, num_held_out: int, num_islands: int) -> Iterator[bytes]:
-    """Read the first documents and make sure that each island has one after them."""
+def _held_out(source: Source, num_held_out: int, num_slots: int) -> Iterator[bytes]:
+    """Read the first documents and make sure that each slot has one after them."""
     reader = source.read()
-    while reader.document < num_held_out + num_islands:
+    while reader.document < num_held_out + num_slots:
         is_held_out = reader.document < num_held_out
         text = reader.read()
         if text is None and not reader.document:
@@ -302,7 +345,7 @@ def _held_out(source: Source, num_held_out: int, num_islands: int) -> Iterator[b
         if text is None:
             raise ConfigError(
                 f"{source.setting} has {reader.document} documents: data.held_out_documents = "
-                f"{num_held_out} are held out, and each of {num_islands} islands needs one more; "
+                f"{num_held_out} are held out, and each of {num_slots} islands needs one more; "
                 "add text or lower data.held_out_documents"
             )
         if text and is_held_out:

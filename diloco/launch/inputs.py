@@ -68,4 +68,4 @@ def _open_files(config: Config) -> None:
     is_hub = is_hub_tokenizer(config.data.tokenizer)
     tokenizer = "bytes" if is_hub else config.data.tokenizer
     files = config.data.model_copy(update={"sources": sources, "tokenizer": tokenizer})
-    StreamData(files, seed=config.run.seed, num_islands=len(config.islands))
+    StreamData(files, seed=config.run.seed, num_slots=config.max_islands)

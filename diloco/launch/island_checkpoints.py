@@ -109,6 +109,11 @@ class IslandCheckpoints:
             if warm.data_state is not None:
                 self._batches.load_state_dict(warm.data_state)
 
+    def _seek(self) -> None:
+        """Go to where this start begins in the text, unless the coordinator says where that is."""
+        if not self._config.outer.is_on_arrival:
+            self._batches.seek(self._outer.start_step)
+
     def write(self) -> None:
         """Write the checkpoint of the present inner step.
 
@@ -218,7 +223,7 @@ class IslandCheckpoints:
                 logger.warning("checkpoint skipped, step=%d: %s", step, error)
                 continue
             if checkpoint.plan == self._outer.plan:
-                self._batches.seek(self._outer.start_step)
+                self._seek()
                 self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
                 self._taken("checkpoint", step, began)
                 return
@@ -226,10 +231,10 @@ class IslandCheckpoints:
             data, received_bytes = memory.load_()
             if data["inner_step"] <= self._outer.start_step:
                 self._batches.load_state_dict(data)  # so that no text is read once more
-            self._batches.seek(self._outer.start_step)
+            self._seek()
             self._taken("memory", copied, began, received_bytes)
             return
-        self._batches.seek(self._outer.start_step)
+        self._seek()
         logger.warning(
             "no checkpoint of island %s in %s, no copy in memory: its inner optimizer begins anew "
             "(set checkpoint.every_inner_steps or islands.%s.memory_checkpoint_steps to keep it "

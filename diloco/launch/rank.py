@@ -49,6 +49,7 @@ from diloco.launch.record import RankRecord
 from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
 from diloco.launch.status import ask_standing
+from diloco.launch.text_share import TextShare
 from diloco.launch.warm_start import WarmStart, find_warm_start
 from diloco.sync.connection import Connection
 from diloco.sync.groups import make_groups
@@ -179,6 +180,7 @@ class _Rank:
             on_event=self.record.write,
         )
         self._checkpoints.take_up(warm)
+        self._text = self._open_text(connection, batches)
         if self._is_leader:
             self._write_manifest(data)
         logger.info("training begins: %r plan=%s", self._outer, self._outer.plan.fingerprint())
@@ -244,12 +246,31 @@ class _Rank:
     def _build_batches(self, mesh: IslandMesh, data: Data) -> Batches:
         config = self._config
         return data.batches(
-            island_slot=self._outer.island_slot,
-            num_islands=config.max_islands,
+            slots=(self._outer.island_slot,),
+            num_slots=config.max_islands,
             batch_size=config.island.tokens_per_inner_step // data.sequence_length,
             dp_coordinate=mesh.dp_coordinate,
             dp_size=mesh.dp_size,
         )
+
+    def _open_text(self, connection: Connection, batches: Batches) -> TextShare | None:
+        """Take up this island's slots of the text; None where it has one of its own for ever."""
+        config = self._config
+        if not self._reply.claims_json:
+            return None
+        is_by_batch = config.data.source == "stdlib"
+        batch_size = config.island.tokens_per_inner_step // config.data.sequence_length
+        text = TextShare(
+            batches,
+            groups=make_groups(None, patience_s=config.transport.unreachable_s),
+            handover_samples=config.data.handover_samples,
+            samples_per_draw=batch_size if is_by_batch else 1,
+            on_event=self.record.write,
+            check=connection.insist_on_going_on,
+        )
+        connection.report_text(text)
+        text.take_up(self._reply.claims_json, inner_step=self._outer.inner_step)
+        return text
 
     def _build_trainer(
         self, model: Llama, mesh: IslandMesh, data: Data, batches: Batches
@@ -329,6 +350,8 @@ class _Rank:
             outer.step(num_tokens=metrics.num_tokens)
             record.moved(*outer.island_bytes)
             record.renew(IslandState.TRAINING, outer)
+            if self._text is not None:
+                self._text.settle(outer.inner_step)
             if self._is_evaluated_after(outer.inner_step):
                 self._evaluate("published", outer.global_parameters())
             if outer.checkpoint_due:
@@ -340,6 +363,8 @@ class _Rank:
     def _finish(self) -> None:
         """Evaluate, flush, and evaluate what is published; after a stop, only leave."""
         outer, record = self._outer, self.record
+        if self._text is not None:
+            self._text.close(outer.inner_step)
         if outer.is_stopping:
             outer.finish()
             record.renew(IslandState.STOPPED, outer)

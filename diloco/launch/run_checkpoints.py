@@ -18,6 +18,7 @@ from pathlib import Path
 from diloco.config.classes import identity_difference, identity_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.coordinator.claims import Claims
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.terms import terms_of
@@ -65,6 +66,7 @@ def read_membership(config: Config, journal: Journal) -> Membership:
         inner_steps=config.run.inner_steps,
         num_checkpoints=config.checkpoint.keep,
         rules=terms_of(config).rules,
+        claims=Claims(config.max_islands, config.islands) if config.outer.is_on_arrival else None,
     )
     try:
         membership.apply(journal.entries().items())

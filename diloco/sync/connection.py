@@ -32,7 +32,7 @@ from diloco.errors import ConfigError, DilocoError
 from diloco.outer.fragments import Plan
 from diloco.sync.exchange import Exchange, ExchangeRules, Moved
 from diloco.sync.io_thread import IoThread
-from diloco.sync.registration import Island, IslandState, Progress, Registration
+from diloco.sync.registration import Island, IslandState, Progress, Registration, TextWord
 from diloco.sync.shards import LaneShards
 from diloco.sync.stop_line import StopLine
 from diloco.telemetry.events import Event
@@ -287,6 +287,20 @@ class Connection:
             assert self._exchange is not None
             start = self._registration.start_reporting
             self.io.post(start, lambda: self.progress(), self._exchange.fail, stop_line)
+
+    def insist_on_going_on(self) -> None:
+        """Raise what ended this start in the thread of the network.
+
+        Raises:
+            DilocoError: If the rank cannot go on, or the coordinator has said that the run is over.
+        """
+        if self._exchange is not None and self._exchange.failure is not None:
+            raise self._exchange.failure
+
+    def report_text(self, text: TextWord) -> None:
+        """Let reports tell of the island's text, and hear of it; the leader's do."""
+        if self._registration is not None:
+            self._registration.text = text
 
     def report_checkpoints(self, steps: Iterable[int]) -> None:
         """Let reports name the checkpoints that this island keeps; the leader's do."""

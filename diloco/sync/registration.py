@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from diloco.errors import (
     ConfigError,
@@ -106,11 +107,22 @@ class Island:
     needs_syncer: bool = True
 
 
+class TextWord(Protocol):
+    """What an island tells and hears of its text, where it is shared out anew as islands come."""
+
+    def say(self) -> str:
+        """Give ReportRequest.position_json."""
+
+    def hear(self, claims_json: str) -> None:
+        """Take ReportReply.claims_json, the answer to what was said last."""
+
+
 class Registration:
     """The leader's channel to the coordinator; everything but the constructor runs in one loop.
 
     `checkpoint_steps` are the complete checkpoints that the island keeps, ascending, as its reports
-    say; whoever keeps them replaces the tuple, from any thread. `complete_checkpoints` are those of
+    say; whoever keeps them replaces the tuple, from any thread. `text` is what reports say of the
+    island's text, if anything. `complete_checkpoints` are those of
     the run that every island has, as the coordinator last said; None before it has.
     """
 
@@ -131,6 +143,7 @@ class Registration:
         self._rng = rng
         self.checkpoint_steps: tuple[int, ...] = ()
         self.complete_checkpoints: tuple[int, ...] | None = None
+        self.text: TextWord | None = None
         self._grant = Grant()
         self._stop_line: StopLine | None = None
         self._is_held = False
@@ -265,10 +278,16 @@ class Registration:
         promise = self._stop_line.promise() if self._is_held and self._stop_line else None
         if promise is not None:
             request.has_hold, request.hold_step = True, promise
-        reply = await self._transport.call(
+        text = self.text
+        if text is not None:
+            request.position_json = text.say()
+        answer = await self._transport.call(
             "control.report", request.SerializeToString(), deadline_s=self._rpc_deadline_s
         )
-        return ReportReply.FromString(reply.header)
+        reply = ReportReply.FromString(answer.header)
+        if text is not None and not reply.stop:
+            text.hear(reply.claims_json)
+        return reply
 
     async def _report_forever(
         self,

@@ -227,6 +227,23 @@ class InnerStateTaken(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SlotDrawn(Event):
+    """What this start has drawn from a slot of the text under one grant, so far; of the leader.
+
+    `begun` and `drawn` are draws of the slot by source, those of others before it included;
+    `untold` are draws of the island, of all slots, that the coordinator has not heard of.
+    """
+
+    kind: ClassVar[str] = "slot_drawn"
+    inner_step: int
+    slot: int
+    grant: int
+    begun: dict[str, int]
+    drawn: dict[str, int]
+    untold: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluated(Event):
     """Held-out loss in nats a byte; `parameters` is "published" or "local"."""
 

@@ -41,6 +41,7 @@ POLICY = {
     "run.inner_steps outer.flush outer.weighting outer.min_contributions outer.round_deadline",
     "outer.round_deadline_floor outer.grace outer.grace_share outer.grace_cap outer.late",
     "run.min_islands run.max_islands run.open coordinator.lease",
+    "data.handover_samples",
     "outer.on_member_lost outer.optimizer.name outer.optimizer.lr outer.optimizer.momentum",
     "outer.optimizer.momentum_ramp_rounds outer.uplink_codec outer.downlink_codec",
     "outer.codec_by_name outer.clip_norm_ratio outer.reject_norm_ratio outer.optimizer.betas",

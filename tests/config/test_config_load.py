@@ -188,6 +188,18 @@ def test_ratios_are_taken_where_a_median_is(tmp_path: Path) -> None:
     assert FEWEST_OF_A_MEDIAN == MIN_JUDGED
 
 
+def test_a_hand_over_of_less_than_two_steps_is_refused_where_there_are_any(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    decoupled = "outer={preset='decoupled', inner_steps_per_round=5, num_fragments=1}"
+
+    message = refusal(path, decoupled, "data.handover_samples=3")
+
+    assert "islands.a draws 2 samples an inner step, and data.handover_samples = 3" in message
+    assert "set it to 4 or more" in message
+    assert load_config(path, overrides=[decoupled, "data.handover_samples=4"])
+    assert load_config(path, overrides=["data.handover_samples=3"])  # nothing is handed over
+
+
 def test_codecs_by_name_are_a_part_of_both_directions(tmp_path: Path) -> None:
     given = ["outer.uplink_codec=int4", 'outer.codec_by_name=["*norm=float32", "a=b=int8"]']
 

@@ -219,16 +219,14 @@ def test_stdlib_without_sources_is_refused(tmp_path, monkeypatch):
 
 def test_batches_are_the_islands_samples_and_the_ranks_slice():
     data = make_data()
-    batches = data.batches(island_slot=1, num_islands=3, batch_size=12, dp_coordinate=2, dp_size=4)
+    batches = data.batches(slots=(1,), num_slots=3, batch_size=12, dp_coordinate=2, dp_size=4)
 
     for step in (0, 1, 5):
         assert torch.equal(batches.batch(step), data.batch(1, step, 12)[6:9])
 
 
 def open_batches(data, batch_size=4):
-    return data.batches(
-        island_slot=0, num_islands=1, batch_size=batch_size, dp_coordinate=0, dp_size=1
-    )
+    return data.batches(slots=(0,), num_slots=1, batch_size=batch_size, dp_coordinate=0, dp_size=1)
 
 
 def test_cursor_counts_steps_and_samples_over_a_change_of_batch():
@@ -242,7 +240,7 @@ def test_cursor_counts_steps_and_samples_over_a_change_of_batch():
     larger.batch(3)
 
     assert (state["inner_step"], state["samples"]) == (3, 12)
-    assert {**state, "inner_step": 4, "samples": 22} == larger.state_dict()
+    assert {**state, "inner_step": 4, "samples": 22, "slots": {"0": 4}} == larger.state_dict()
     larger.seek(6)
     assert larger.state_dict()["samples"] == 42
     larger.seek(2)
@@ -261,7 +259,7 @@ def test_cursor_of_other_text_is_refused():
 
 def test_indivisible_batches_are_refused():
     with pytest.raises(ConfigError, match=r"a batch of 10 sequences .* among 4"):
-        make_data().batches(island_slot=0, num_islands=1, batch_size=10, dp_coordinate=0, dp_size=4)
+        make_data().batches(slots=(0,), num_slots=1, batch_size=10, dp_coordinate=0, dp_size=4)
 
 
 def test_evaluation_has_a_byte_a_token():

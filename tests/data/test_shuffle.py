@@ -32,7 +32,7 @@ class CountingSource:
 def make_shuffle(window, *, length=10_000, seed=1, slot=0):
     sources = {"a": CountingSource(length=length), "b": CountingSource(base=100_000)}
     mixture = Mixture(sources, {"a": 2.0, "b": 1.0})
-    return WindowShuffle(mixture, window=window, seed=seed, island_slot=slot)
+    return WindowShuffle(mixture, window=window, seed=seed, slot=slot)
 
 
 def take(shuffle, number):
@@ -78,7 +78,7 @@ def test_order_of_the_tables_does_not_matter():
 def test_window_of_one_keeps_the_order():
     mixture = Mixture({"a": CountingSource()}, {"a": 1.0})
 
-    assert take(WindowShuffle(mixture, window=1, seed=1, island_slot=0), 9) == list(range(9))
+    assert take(WindowShuffle(mixture, window=1, seed=1, slot=0), 9) == list(range(9))
 
 
 def test_each_window_has_its_sequences_in_another_order():
@@ -135,7 +135,7 @@ def test_all_that_was_read_is_given_out_before_a_source_ends():
 
 def test_one_step_reads_about_what_it_takes():
     source = CountingSource()
-    shuffle = WindowShuffle(Mixture({"a": source}, {"a": 1.0}), window=8, seed=1, island_slot=0)
+    shuffle = WindowShuffle(Mixture({"a": source}, {"a": 1.0}), window=8, seed=1, slot=0)
     shuffle.take()
     read = []
     for _ in range(40):

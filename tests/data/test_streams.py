@@ -25,8 +25,8 @@ BATCH = 6
 
 def open_batches(data, *, slot=0, num_islands=1, batch_size=BATCH, coordinate=0, size=1) -> Batches:
     return data.batches(
-        island_slot=slot,
-        num_islands=num_islands,
+        slots=(slot,),
+        num_slots=num_islands,
         batch_size=batch_size,
         dp_coordinate=coordinate,
         dp_size=size,
@@ -80,7 +80,7 @@ def test_sequences_are_the_documents_in_order_with_separators_each_token_predict
 
 @pytest.mark.parametrize("num_islands", [1, 2, 3])
 def test_islands_share_no_document_and_leave_none_out(num_islands, table):
-    data = open_streams({"web": {"files": table}}, num_islands=num_islands, shuffle_window=1)
+    data = open_streams({"web": {"files": table}}, num_slots=num_islands, shuffle_window=1)
 
     shares = [
         texts_of(open_batches(data, slot=slot, num_islands=num_islands, batch_size=1))
@@ -126,7 +126,7 @@ def test_resumes_bit_for_bit_at_every_step_over_files_row_groups_and_passes(
     name = "bytes" if tokenizer == "bytes" else str(write_tokenizer(tmp_path / "tokenizer"))
 
     def start():
-        data = open_streams(sources, num_islands=2, shuffle_window=16, tokenizer=name)
+        data = open_streams(sources, num_slots=2, shuffle_window=16, tokenizer=name)
         return open_batches(data, slot=1, num_islands=2)
 
     whole = start()
@@ -134,7 +134,7 @@ def test_resumes_bit_for_bit_at_every_step_over_files_row_groups_and_passes(
     for step in range(150 if tokenizer == "bytes" else 75):
         states.append(json.dumps(whole.state_dict()))
         batches.append(whole.batch(step))
-    assert json.loads(states[-1])["sequences"]["sources"]["table"]["start"]["pass"] >= 1
+    assert json.loads(states[-1])["slots"]["1"]["sources"]["table"]["start"]["pass"] >= 1
 
     resumed = start()
     for step, state in enumerate(states):
@@ -194,7 +194,7 @@ def test_weights_are_shares_of_the_tokens(tmp_path):
 def test_held_out_documents_are_in_the_evaluation_and_in_no_batch(tmp_path):
     texts = ["H" * 100] * HELD_OUT + ["t" * 100] * 100
     source = {"files": str(write_jsonl(tmp_path / "a.jsonl", texts)), "repeat": True}
-    data = open_streams({"web": source}, num_islands=2)
+    data = open_streams({"web": source}, num_slots=2)
 
     evaluation = data.evaluation(12)
     batches = [open_batches(data, slot=slot, num_islands=2) for slot in (0, 1)]
@@ -231,8 +231,8 @@ def _available(data):
 
 
 def test_evaluation_is_the_same_on_all_islands_and_seeds(table):
-    first = open_streams({"web": {"files": table}}, num_islands=2)
-    other = open_streams({"web": {"files": table}}, num_islands=3, seed=99)
+    first = open_streams({"web": {"files": table}}, num_slots=2)
+    other = open_streams({"web": {"files": table}}, num_slots=3, seed=99)
 
     assert torch.equal(first.evaluation(7).tokens, other.evaluation(7).tokens)
 
@@ -268,7 +268,7 @@ def test_empty_documents_leave_no_trace(tmp_path):
 
 
 def test_end_of_a_source_is_refused_with_the_remedy(table):
-    data = open_streams({"web": {"files": table}}, num_islands=2)
+    data = open_streams({"web": {"files": table}}, num_slots=2)
     batches = open_batches(data, slot=1, num_islands=2)
     found = []
 
@@ -277,8 +277,8 @@ def test_end_of_a_source_is_refused_with_the_remedy(table):
             found.append(batches.batch(step))
 
     message = str(caught.value)
-    assert message.startswith(f"after inner step {len(found)}: data.sources.web ended: island slot")
-    assert "1 of 2 has trained once on its part of 120 documents" in message
+    assert message.startswith(f"after inner step {len(found)}: data.sources.web ended: slot 1 of 2")
+    assert "was trained on once, its part of 120 documents" in message
     assert "set data.sources.web.repeat = true" in message
     assert "lower run.inner_steps" in message
 
@@ -310,18 +310,16 @@ def test_too_few_documents_are_refused_at_the_start(texts, num_islands, answer, 
     path = write_parquet(tmp_path / "a.parquet", texts)
 
     with pytest.raises(ConfigError, match=answer):
-        open_streams({"web": {"files": str(path)}}, num_islands=num_islands)
+        open_streams({"web": {"files": str(path)}}, num_slots=num_islands)
 
 
 @pytest.mark.parametrize("repeat", [False, True])
 def test_share_without_text_is_refused(repeat, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["x"] * 5 + ["", "x" * 99] * 9)
     source = {"files": str(path), "repeat": repeat}
-    batches = open_batches(open_streams({"web": source}, num_islands=2), slot=0, num_islands=2)
+    batches = open_batches(open_streams({"web": source}, num_slots=2), slot=0, num_islands=2)
 
-    with pytest.raises(
-        ConfigError, match=r"23 documents, the first 5 .* no text for island slot 0"
-    ):
+    with pytest.raises(ConfigError, match=r"23 documents, the first 5 .* no text for slot 0"):
         batches.batch(0)
 
 
@@ -428,7 +426,7 @@ def test_repeat_may_be_set_when_a_run_goes_on(table):
 
 
 def test_cursor_of_another_split_gives_its_inner_step(table, caplog):
-    data = open_streams({"web": {"files": table}}, num_islands=2)
+    data = open_streams({"web": {"files": table}}, num_slots=2)
     alone = open_batches(data)
     for step in range(5):
         alone.batch(step)

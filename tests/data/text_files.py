@@ -75,6 +75,6 @@ def data_config(sources: dict[str, dict[str, Any]], **settings: Any) -> DataConf
 
 
 def open_streams(
-    sources: dict[str, dict[str, Any]], *, num_islands: int = 1, seed: int = SEED, **settings: Any
+    sources: dict[str, dict[str, Any]], *, num_slots: int = 1, seed: int = SEED, **settings: Any
 ) -> StreamData:
-    return StreamData(data_config(sources, **settings), seed=seed, num_islands=num_islands)
+    return StreamData(data_config(sources, **settings), seed=seed, num_slots=num_slots)

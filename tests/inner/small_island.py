@@ -78,8 +78,8 @@ def make_trainer(
         make_model(mesh, is_tied=is_tied),
         mesh=mesh,
         batches=data.batches(
-            island_slot=1,
-            num_islands=2,
+            slots=(1,),
+            num_slots=2,
             batch_size=batch_size,
             dp_coordinate=mesh.dp_coordinate,
             dp_size=mesh.dp_size,

@@ -1,0 +1,192 @@
+"""Who draws from which slots of the text, and how far each has been drawn: a pure machine.
+
+Every slot has at most one holder. It goes on to another where the holder has lost its lease or has
+left: at once, from the last position that was told, to the live island with the fewest slots. Where
+a live island has two slots more than another, as after a join, one is asked back: its holder draws
+no more from it and tells the final position, then the other goes on there, and nothing is repeated.
+
+    told        position of a slot by its holder, under the grant by which it holds it
+    grant       counter of the slot's holders: what an earlier holder tells does not count
+    heir        who gets the slot once its holder has told the final position
+    revision    counter of all changes of holders and heirs: who knows the newest needs no news
+
+An island of the file that has not joined yet keeps its slots, but for what others would have less
+of. With nobody live all stay as they are. What must never be forgotten comes back as entries, a
+key-value pair a slot, for the caller to write durably and then to apply.
+
+Source: protocol.md section 9; `diloco.data.claims` says what a slot is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from diloco.data.claims import SlotPosition
+from diloco.errors import ConfigError
+
+Entries = tuple[tuple[str, str], ...]
+
+_KIND = "slot"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One slot: who draws from it, who will, since which revision, and how far it is drawn."""
+
+    holder: str
+    grant: int = 0
+    heir: str = ""
+    revision: int = 0
+    position: Mapping[str, Any] | None = None
+
+    @property
+    def destined(self) -> str:
+        """Who has it, or will have it once it is told."""
+        return self.heir or self.holder
+
+
+class Claims:
+    """All slots of one run.
+
+    Attributes:
+        slots: By index.
+    """
+
+    def __init__(self, num_slots: int, islands: Iterable[str]) -> None:
+        """Share the slots out among the configured islands in turn; `num_slots` is not less."""
+        names = sorted(islands)
+        self.slots = tuple(Slot(names[slot % len(names)]) for slot in range(num_slots))
+
+    @property
+    def revision(self) -> int:
+        """Counter of all changes of holders and heirs."""
+        return max(slot.revision for slot in self.slots)
+
+    def apply(self, entries: Iterable[tuple[str, str]]) -> None:
+        """Take over what is durable; entries of others are passed over.
+
+        Raises:
+            ConfigError: If the text was divided into another number of slots.
+        """
+        slots = list(self.slots)
+        for key, value in entries:
+            kind, _, number = key.partition("/")
+            if kind == _KIND:
+                saved = json.loads(value)
+                if (there := saved.pop("num_slots")) != len(slots):
+                    raise ConfigError(
+                        f"run.max_islands: {len(slots)} here, and the text of this run was divided "
+                        f"for {there} islands for ever: set run.max_islands = {there}, or start a "
+                        f"new run from the weights: diloco export"
+                    )
+                slots[int(number)] = Slot(**saved)
+        self.slots = tuple(slots)
+
+    def shared_out(self, live: Collection[str], awaited: Collection[str] = ()) -> Entries:
+        """Give every slot a live holder, and the live about equally many.
+
+        Args:
+            live: Islands that hold a lease.
+            awaited: Islands that have not joined yet and keep as much as the live have.
+        """
+        if not live:
+            return ()
+        slots, revision = list(self.slots), self.revision + 1
+
+        def load(island: str) -> int:
+            return sum(slot.destined == island for slot in slots)
+
+        for number, slot in enumerate(slots):
+            if slot.heir and slot.heir not in live:
+                slots[number] = slot = replace(slot, heir="", revision=revision)
+            if slot.holder not in live and (slot.heir or slot.holder not in awaited):
+                holder = slot.heir or min(live, key=lambda island: (load(island), island))
+                slots[number] = replace(
+                    slot, holder=holder, grant=revision, heir="", revision=revision
+                )
+        while True:
+            least = min(live, key=lambda island: (load(island), island))
+            most = max((*live, *awaited), key=lambda island: (load(island), island))
+            if load(most) - load(least) < 2:
+                return self._changes(slots)
+            # What it does not have yet goes first, so that nobody is left without any slot.
+            number = max(
+                (number for number, slot in enumerate(slots) if slot.destined == most),
+                key=lambda number: (bool(slots[number].heir), number),
+            )
+            slot = slots[number]
+            if slot.holder in awaited:  # it has not begun
+                slots[number] = Slot(least, revision, revision=revision, position=slot.position)
+            else:
+                heir = "" if slot.holder == least else least
+                slots[number] = replace(slot, heir=heir, revision=revision)
+
+    def told(self, island: str, said: Mapping[int, Mapping[str, Any]]) -> Entries:
+        """Take note of how far an island has drawn its slots.
+
+        Args:
+            island: Who says so; its newest start.
+            said: What `read_word` has given.
+        """
+        slots, revision = list(self.slots), self.revision + 1
+        for number, word in said.items():
+            slot = slots[number]
+            if (slot.holder, slot.grant) != (island, word["grant"]):
+                continue  # it was taken away meanwhile: whoever has it began where it had been told
+            slot = replace(slot, position=word["position"])
+            if word["is_final"] and slot.heir:
+                slot = replace(slot, holder=slot.heir, grant=revision, heir="", revision=revision)
+            slots[number] = slot
+        return self._changes(slots)
+
+    def read_word(self, position_json: str) -> tuple[int, dict[int, dict[str, Any]]]:
+        """Read what an island says of its slots: the newest revision it knows, and positions.
+
+        Raises:
+            ValueError: If it is nothing that an island says.
+        """
+        try:
+            said = json.loads(position_json)
+            revision, words = said["revision"], said["slots"]
+            found = {}
+            for number, word in words.items():
+                slot, grant, is_final = int(number), word["grant"], word["is_final"]
+                position = SlotPosition.from_json(word["position"])
+                if not (0 <= slot < len(self.slots) and type(grant) is int):
+                    raise ValueError(f"slot {slot} of {len(self.slots)}")
+                if type(is_final) is not bool:
+                    raise ValueError("is_final is true or false")
+                found[slot] = {
+                    "grant": grant,
+                    "is_final": is_final,
+                    "position": position.as_json(),
+                }
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        if type(revision) is not int:
+            raise ValueError("the revision is a number")
+        return revision, found
+
+    def of(self, island: str) -> str:
+        """Say which slots an island is to draw from and where from, and which it owes: JSON.
+
+        One that is asked back is owed until its final position was told.
+        """
+        said: dict[str, dict[str, Any]] = {"slots": {}, "owed": {}}
+        for number, slot in enumerate(self.slots):
+            if slot.holder == island:
+                position = slot.position or SlotPosition().as_json()
+                claim = {"grant": slot.grant, "position": position}
+                said["owed" if slot.heir else "slots"][str(number)] = claim
+        return json.dumps({"revision": self.revision, **said})
+
+    def _changes(self, slots: Iterable[Slot]) -> Entries:
+        pairs = zip(self.slots, slots, strict=True)
+        return tuple(
+            (f"{_KIND}/{number}", json.dumps({**asdict(slot), "num_slots": len(self.slots)}))
+            for number, (before, slot) in enumerate(pairs)
+            if slot != before
+        )

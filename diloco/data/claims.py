@@ -1,0 +1,140 @@
+"""Which slots of the text an island draws from and how far, and what all draws came to: pure.
+
+The text is divided for ever into V slots (`run.max_islands`): of the documents of a source after
+the held-out ones, slot s has numbers s, s + V, s + 2 V, ... The sequences of a slot are one stream
+in a fixed order, whoever draws it, so what a slot has given is one number a source, and whoever
+goes on with it needs that position and nothing else. An island holds a set of slots and draws from
+the one that is furthest behind.
+
+The unit of a draw is a sequence. The standard library is drawn by hash and with replacement: there
+nothing repeats by identity, the source is one, "stdlib", and the unit is the slot step, a batch of
+the slot. A slot that changes hands goes on at the last position that its holder told: what that one
+drew afterwards is drawn twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPosition:
+    """How far a slot has been drawn.
+
+    Attributes:
+        drawn: Draws by source; a source that is left out has given none.
+        cursor: JSON values from which its stream is opened there; empty at its start.
+    """
+
+    drawn: Mapping[str, int] = field(default_factory=dict)
+    cursor: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_drawn(self) -> int:
+        """Draws from all sources."""
+        return sum(self.drawn.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON values for `from_json`."""
+        return {"drawn": dict(self.drawn), "cursor": dict(self.cursor)}
+
+    @classmethod
+    def from_json(cls, values: Any) -> SlotPosition:
+        """Read what somebody else has said.
+
+        Raises:
+            ValueError: If it is no position.
+        """
+        # Any: it comes from elsewhere.
+        if not isinstance(values, dict) or values.keys() != {"drawn", "cursor"}:
+            raise ValueError("a position has drawn and cursor")
+        drawn, cursor = values["drawn"], values["cursor"]
+        if not isinstance(drawn, dict) or not isinstance(cursor, dict):
+            raise ValueError("drawn and cursor are objects")
+        if not all(type(count) is int and 0 <= count < 2**63 for count in drawn.values()):
+            raise ValueError("drawn has numbers from 0 on")
+        return cls(drawn, cursor)
+
+
+def furthest_behind(drawn: Mapping[int, int]) -> int:
+    """Choose the slot to draw from: the one with the fewest draws, of several the first.
+
+    Args:
+        drawn: Slot -> draws so far; not empty.
+    """
+    return min(drawn, key=lambda slot: (drawn[slot], slot))
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one start of an island has drawn from one slot in a row.
+
+    Attributes:
+        slot: The slot.
+        begun: Draws by source at which it took the slot.
+        ended: Draws by source that it came to.
+    """
+
+    slot: int
+    begun: Mapping[str, int]
+    ended: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the draws from one source came to.
+
+    `trained` is all that were trained on, `repeated` those of them that had been trained on before,
+    `skipped` what nobody trained on though later ones were: trained - repeated + skipped is how far
+    the source was gone through.
+    """
+
+    trained: int
+    repeated: int
+    skipped: int
+
+
+def account(holdings: Iterable[Holding]) -> dict[str, Account]:
+    """Add up who has drawn what.
+
+    For each slot and source with intervals [b_i, e_i):
+
+        trained  = sum_i (e_i - b_i)
+        repeated = trained - |union|
+        skipped  = max(e_i, b_i) - min(b_i) - |union|
+
+    What lies before the first b_i was not of these holdings: a run that took up another's weights
+    and cursor begins there.
+
+    Args:
+        holdings: Of all islands, in any order; none gives an empty account.
+
+    Returns:
+        Source -> account, sorted by source.
+    """
+    intervals: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for holding in holdings:
+        for source in holding.begun.keys() | holding.ended.keys():
+            begun, ended = holding.begun.get(source, 0), holding.ended.get(source, 0)
+            intervals.setdefault((source, holding.slot), []).append((begun, max(begun, ended)))
+    accounts: dict[str, Account] = {}
+    for (source, _), spans in sorted(intervals.items()):
+        before = accounts.get(source, Account(0, 0, 0))
+        trained, repeated, skipped = _add_up(spans)
+        accounts[source] = Account(
+            before.trained + trained, before.repeated + repeated, before.skipped + skipped
+        )
+    return accounts
+
+
+def _add_up(spans: list[tuple[int, int]]) -> tuple[int, int, int]:
+    trained = repeated = skipped = 0
+    reached = min(begun for begun, _ in spans)
+    for begun, ended in sorted(spans):
+        trained += ended - begun
+        repeated += max(0, min(reached, ended) - begun)
+        skipped += max(0, begun - reached)
+        reached = max(reached, ended)
+    return trained, repeated, skipped
