@@ -370,6 +370,8 @@ class Histories(RuleBasedStateMachine):
         self.alive: dict[str, int] = {}  # island -> incarnation of a process that reports
         self.frozen: dict[str, int] = {}
         self.out: set[str] = set()  # drained or kicked
+        for island in NAMES:
+            self.start(island)
 
     def start(self, island: str) -> None:
         self.num_starts += 1
@@ -402,11 +404,21 @@ class Histories(RuleBasedStateMachine):
         if island in self.alive:
             self.frozen[island] = self.alive.pop(island)
 
-    @rule(island=names)
-    def thaws(self, island: str) -> None:
-        if island in self.frozen and self.report(island, self.frozen[island]):
-            self.alive[island] = self.frozen[island]
-        self.frozen.pop(island, None)
+    @precondition(lambda self: self.frozen)
+    @rule(data=st.data())
+    def thaws(self, data: st.DataObject) -> None:
+        island = data.draw(st.sampled_from(sorted(self.frozen)))
+        incarnation = self.frozen.pop(island)
+        if self.report(island, incarnation):
+            self.alive[island] = incarnation
+
+    @rule(island=names, seconds=st.sampled_from([6, 12]))
+    def stands_still(self, island: str, seconds: int) -> None:
+        if island in self.alive:
+            incarnation = self.alive.pop(island)
+            self.time_passes(seconds)
+            assert self.report(island, incarnation), "it was fenced because it stood still"
+            self.alive[island] = incarnation
 
     @rule(island=names, exit_code=st.sampled_from([0, 40]))
     def leaves(self, island: str, exit_code: int) -> None:
@@ -433,7 +445,7 @@ class Histories(RuleBasedStateMachine):
     def pauses(self, paused: bool) -> None:
         self.run.do(self.run.membership.paused(paused))
 
-    @rule(seconds=st.integers(1, 25))
+    @rule(seconds=st.sampled_from([1, 6, 12]))
     def time_passes(self, seconds: int) -> None:
         for _ in range(seconds):
             self.now += 1.0
