@@ -17,7 +17,10 @@ Event = Mapping[str, Any]  # JSON values, as a sink wrote them
 
 
 def effective(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out what an island's later starts have made anew or given up."""
+    """Leave out what an island's later starts have made anew or given up.
+
+    Text that was drawn for it was drawn.
+    """
     begins = _begins(events)
     stands_until = {
         start: min((step for later, step in begins.items() if later > start), default=None)
@@ -26,7 +29,9 @@ def effective(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         event
         for event in events
-        if (until := stands_until[_start(event)]) is None or event.get("inner_step", 0) <= until
+        if (until := stands_until[_start(event)]) is None
+        or event.get("inner_step", 0) <= until
+        or event["kind"] == "slot_drawn"
     ]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from diloco.config.island import IslandConfig
 from diloco.config.schema import Config
 from diloco.launch.lives import IslandLife, effective
+from diloco.launch.text_account import TextSummary, text_summary
 from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
@@ -137,6 +138,7 @@ class Summary:
     resumed_after: tuple[int, ...]
     max_nats_per_byte: float
     arrival: ArrivalSummary | None = None
+    text: TextSummary | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -200,6 +202,8 @@ class Summary:
             lines += _island_lines(island, self.islands)
         if self.arrival is not None:
             lines.append(f"  {_arrival_text(self.arrival, self.islands, self.fragments)}")
+        if self.text is not None:
+            lines.append(f"  {self.text.as_text()}")
         versions = ", ".join(f"{f.fragment_id}: v{f.version}" for f in self.fragments)
         lines.append(
             f"  Published versions {versions}; digests "
@@ -280,6 +284,7 @@ def summarise(
         arrival=_arrival_summary(config.total_tokens, events)
         if config.outer.is_on_arrival
         else None,
+        text=text_summary(config, events),
     )
 
 

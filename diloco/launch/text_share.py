@@ -120,6 +120,9 @@ class TextShare:
         """Let the next report tell all positions: nothing is drawn any more."""
         self._is_last = True
         self._note(inner_step)
+        for number, slot in sorted(self._word.slots.items()):
+            begun, drawn = dict(slot.begun), dict(slot.position.drawn)
+            logger.info("text at the end, slot=%d begun=%s drawn=%s", number, begun, drawn)
 
     def _note(self, inner_step: int) -> None:
         positions = self._batches.positions()

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.data.claims import Account
 from diloco.errors import ConfigError
+from diloco.launch.lives import effective
 from diloco.launch.summary import Summary, read_events, summarise
 from diloco.rounds.store import FragmentStore
 from diloco.telemetry.events import (
@@ -23,6 +25,7 @@ from diloco.telemetry.events import (
     IslandEnded,
     IslandRejoined,
     IslandResumed,
+    SlotDrawn,
 )
 from tests.run_files import write_run
 from tests.virtual_run import Setting, VirtualRun
@@ -356,3 +359,31 @@ def test_steps_that_were_no_slower_beside_exchanges_bound_utilisation(run: Run) 
     assert (east.utilisation, west.utilisation, west.goodput) == (0.5, 0.5, 0.5)
     assert (east.is_shared, west.is_shared) == (False, True)
     assert "Utilisation is at most that" in run.summary().as_text()
+
+
+def test_text_that_changed_hands_is_added_up_over_starts_and_islands(run: Run) -> None:
+    def drawn(slot: int, grant: int, begun: int, ended: int, untold: int = 0) -> SlotDrawn:
+        return SlotDrawn(ended, slot, grant, {"web": begun}, {"web": ended}, untold)
+
+    run.events["east"] += island_events("east", 0, [drawn(0, 0, 0, 7, 3), drawn(0, 0, 0, 12)])
+    run.events["west"] += island_events("west", 0, [drawn(1, 0, 0, 5), drawn(0, 4, 10, 20)])
+
+    summary = run.summary()
+
+    assert summary.text is not None
+    assert summary.text.accounts == {"web": Account(trained=27, repeated=2, skipped=0)}
+    text = summary.as_text()
+    assert "Text in batches: web: 27 trained, 2 of them again, 0 skipped. Slots were taken" in text
+    assert "taken up 3 times; an island was at most 3 ahead of what it had told" in text
+    assert summary.as_dict()["text"]["accounts"]["web"]["repeated"] == 2
+
+
+def test_text_of_a_start_whose_steps_were_lost_counts_as_drawn() -> None:
+    context = {"island": "east", "island_rank": 0, "timeline": 0}
+    events = [
+        {**context, "incarnation": 1, "kind": "inner_step", "inner_step": 9},
+        {**context, "incarnation": 1, "kind": "slot_drawn", "inner_step": 9},
+        {**context, "incarnation": 2, "kind": "island_rejoined", "inner_step": 4},
+    ]
+
+    assert [event["kind"] for event in effective(events)] == ["slot_drawn", "island_rejoined"]
