@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from diloco.sync import exchange, staging
+from diloco.sync import contributions, staging
 from diloco.sync.shards import LaneShards
 
 _P = ParamSpec("_P")
@@ -20,9 +20,9 @@ CRITICAL_PHASES = {
     "distribute": (LaneShards, "distribute"),
 }
 IO_PHASES = {
-    "pseudo-gradient": (exchange, "pseudo_gradient_"),
-    "norm": (exchange, "l2_norm"),
-    "encode": (exchange, "encode_with_feedback"),
+    "pseudo-gradient": (contributions, "pseudo_gradient_"),
+    "norm": (contributions, "l2_norm"),
+    "encode": (contributions, "encode_with_feedback"),
     "decode and add": (staging, "apply_payload"),
     "digest of lanes": (staging, "lane_digest"),
 }

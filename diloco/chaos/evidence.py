@@ -63,7 +63,7 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
                 event
                 for path in sorted(config.telemetry_dir.glob("events-*.jsonl"))
                 for event in _json_lines(path)
-                if event["island"] == island
+                if event.get("island") == island
             ]
             for island in sorted(config.islands)
         },

@@ -115,7 +115,8 @@ def test_two_ranks_write_what_one_reads_and_share_a_full_disk() -> None:
 
 
 def checkpoints_of(trained: Trained, directory: Path, **outer: Any) -> IslandCheckpoints:
-    config = SimpleNamespace(checkpoint_dir=directory, island_id=ISLAND)
+    outer_config = SimpleNamespace(is_on_arrival=False)
+    config = SimpleNamespace(checkpoint_dir=directory, island_id=ISLAND, outer=outer_config)
     site: Any = SimpleNamespace(config=config, report_checkpoints=lambda steps: None)
     joined: Any = SimpleNamespace(plan=trained.plan(), versions=[1], **outer)
     batches: Any = SimpleNamespace(seek=lambda step: None)

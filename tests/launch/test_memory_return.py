@@ -73,7 +73,11 @@ def test_the_newer_of_memory_and_storage_is_taken(
     trained, memory, batches = Trained(seed=2, num_steps=0), Memory(newest), Batches()
     told: list[Event] = []
     site: Any = SimpleNamespace(
-        config=SimpleNamespace(checkpoint_dir=tmp_path, island_id=ISLAND),
+        config=SimpleNamespace(
+            checkpoint_dir=tmp_path,
+            island_id=ISLAND,
+            outer=SimpleNamespace(is_on_arrival=False),
+        ),
         report_checkpoints=lambda steps: None,
     )
     outer: Any = SimpleNamespace(

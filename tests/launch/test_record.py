@@ -47,6 +47,7 @@ def outer(**values: Any) -> Any:
         "num_in_flight": 0,
         "blocked_s": 0.0,
         "overwritten_steps": 0.0,
+        "dropped_tokens": 0.0,
         "digests": (),
         "bytes_up": 0,
         "bytes_down": 0,
