@@ -196,8 +196,11 @@ def test_a_coordinator_that_verifies_what_it_resumes_is_given_its_time(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_START_S", 0.0)
+    slow = make(f"sleep 0.6; {STOPS}")
     with pytest.raises(CoordinatorUnavailable, match="did not start"):
-        make(f"sleep 0.6; {STOPS}").start()
+        slow.start()
+    assert slow.coordinator is not None
+    slow.coordinator.kill()  # or it may write its address over that of the next one
 
     run = make(f"sleep 0.6; {STOPS}", resume_step=5)
     run.start()
