@@ -64,7 +64,7 @@ class LoopbackResult:
         figure: What `Training.evaluate` says of the published parameters, which all hold alike.
         virtual_s: Virtual seconds until the last island was done.
         steps: Inner steps of each island.
-        busy: Share of its virtual time that each spent in inner steps.
+        busy: Share of the virtual time until its last inner step that each spent in inner steps.
         dropped_tokens: Of each, by share of the parameters.
         num_rounds: Published versions of all fragments, flushes left out.
         num_solo: Those of them that one island alone made.
@@ -136,7 +136,7 @@ async def _run(
         figure,
         virtual_s,
         {island.name: island.outer.inner_step - start_step for island in islands},
-        {island.name: island.busy_s / virtual_s for island in islands},
+        {island.name: island.busy_s / island.trained_s for island in islands},
         {island.name: island.outer.dropped_tokens for island in islands},
         len(versions),
         sum(count == 1 for count in versions.values()),
@@ -172,7 +172,7 @@ class _Island:
         start_step: int,
     ) -> None:
         self.name = name
-        self.busy_s = 0.0
+        self.busy_s = self.trained_s = 0.0
         self._training = training
         self._start_step = start_step
         self._runner = _LoopRunner()
@@ -216,13 +216,15 @@ class _Island:
         await self._runner.drive(
             self.outer.starting(overwrite_initial=False, last_inner_step=self._start_step)
         )
-        outer = self.outer
+        outer, clock = self.outer, asyncio.get_running_loop().time
+        began = clock()
         while not outer.is_over:
             takes_s = step_s(self.name, outer.inner_step)
             await asyncio.sleep(takes_s)
             self.busy_s += takes_s
             num_tokens = self._training.inner_step(outer.inner_step, outer.schedule_step)
             await self._runner.drive(outer.stepping(num_tokens))
+        self.trained_s = clock() - began
         await self._runner.drive(self.outer.finishing())
 
 

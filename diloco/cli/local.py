@@ -283,6 +283,13 @@ def _stopped_text(config: Config, command: str) -> str:
     if standing is not None and standing.is_finished:
         root = config.coordinator.state_dir
         return f"{_FINISHED_BEFORE} Take its parameters: diloco export {shlex.quote(root)}"
+    if standing is not None and standing.is_stopped and config.outer.is_on_arrival:
+        root = config.coordinator.state_dir
+        return (
+            f"stopped: every island has left, without a checkpoint, as outer.merge = "
+            f'"on_arrival" has none yet, so the run ends here. What it published: diloco export '
+            f"{shlex.quote(root)}"
+        )
     if standing is not None and standing.is_stopped:
         return (
             f"stopped after inner step {standing.stop_step} of {config.run.inner_steps}, every "

@@ -79,7 +79,7 @@ class FragmentRounds(Standing):
         """Time at which `tick` must be called, infinity when nothing is awaited."""
         match self.phase:
             case Phase.WAITING if self._can_open():
-                return self._timing.opens_at(self.live)
+                return self._opens_at
             case Phase.OPEN:
                 return self._deadline
             case Phase.GRACE:
@@ -368,12 +368,15 @@ class FragmentRounds(Standing):
         self._is_held = is_held
         return self._open_if_due(now)
 
+    @property
+    def _opens_at(self) -> float:
+        """When the next attempt may open; a first flush at once: its islands would train on."""
+        if self.is_finishing and not self._expired_in_a_row:
+            return -math.inf
+        return self._timing.opens_at(self.live)
+
     def _open_if_due(self, now: float) -> list[Instruction]:
-        if (
-            self.phase is not Phase.WAITING
-            or not self._can_open()
-            or now < self._timing.opens_at(self.live)
-        ):
+        if self.phase is not Phase.WAITING or not self._can_open() or now < self._opens_at:
             return []
         self.phase = Phase.OPEN
         self.members = self._eligible()

@@ -298,7 +298,7 @@ def test_a_silent_member_is_not_opened_for_though_nobody_says_so(setting: Settin
     """The coordinator may be away: the last roster stays, and silence speaks (R3)."""
 
     async def scenario() -> None:
-        run, (a, b, c) = await begun(setting)
+        run, (a, b, c) = await begun(replace(setting, total_tokens=100))
         await order(run, "a", "b", "c")
         await a.contribute(KEY)
         key = replace(KEY, version=1)
