@@ -209,9 +209,9 @@ def test_a_coordinator_that_verifies_what_it_resumes_is_given_its_time(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_START_S", 0.0)
-    with make(f"sleep 0.6; {STOPS}") as late:
-        with pytest.raises(CoordinatorUnavailable, match="did not start"):
-            late.start()
+    late = make(f"sleep 0.6; {STOPS}")
+    with late, pytest.raises(CoordinatorUnavailable, match="did not start"):
+        late.start()
 
     run = make(f"sleep 0.6; {STOPS}", resume_step=5)
     run.start()
