@@ -2,13 +2,14 @@
 
 Three islands whose inner step is a sleep of 0.1 s, behind a link of 5 Mbit/s each, as processes
 beside a real coordinator and syncer. One is killed in the middle of a send and started again at
-once; one is frozen. In scheduled mode the others wait for it, and no bar is set; where `preset =
-"decoupled"` is there they do not, and are judged. Then coordinator and syncer are killed again and
+once; one is frozen. In scheduled mode the others wait for it, and no bar is set; in decoupled mode
+they do not, and are judged. Then coordinator and syncer are killed again and
 again under `diloco chaos`, and bytes written and time to recover are measured by size and policy.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import signal
 import statistics
 import tempfile
@@ -17,19 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import ValidationError
-
-from diloco.bench.recovery_site import Event, Site, running
+from diloco.bench.recovery_site import SYNCER, Event, Site, running
 from diloco.bench.report import Column, Report, Requirement
 from diloco.chaos.experiment import run_plan, syncer_import_s
 from diloco.chaos.plan import Plan, PlanConfig
 from diloco.config.load import resolved_toml
-from diloco.config.outer import OuterConfig
 from diloco.config.schema import Config
+from diloco.errors import ConfigError
 from diloco.launch.ending import Request
 from diloco.launch.forecast import forecast
+from transport.units import parse_duration
 
 _ISLANDS = ("east", "north", "west")
 _VICTIM = "west"
@@ -95,52 +95,64 @@ SETTING = Setting(
 )
 
 
-def run_recovery(setting: Setting, *, on_progress: Callable[[str, int, int], None]) -> Report:
-    """Measure every row.
+def run_recovery(
+    setting: Setting,
+    patterns: Sequence[str],
+    *,
+    on_progress: Callable[[str, int, int], None],
+) -> Report:
+    """Measure rows.
 
     Args:
         setting: The rows.
+        patterns: Names of rows with `*` and `?`; none: all rows.
         on_progress: Hears what is measured next, and of measurements done and in all.
 
     Raises:
+        ConfigError: If a pattern matches no row.
         DilocoError: If a process of a run fails; says what its log does.
     """
     began = time.monotonic()
-    presets = [name for name in ("streaming", "decoupled") if has_preset(name)]
-    policies = store_policies()
-    total = 2 * len(presets) + 1 + len(setting.sizes) * len(policies)
+    measures = _measures(setting)
+    for pattern in patterns:
+        if not fnmatch.filter(measures, pattern):
+            raise ConfigError(f"--rows {pattern} matches no row; rows are {', '.join(measures)}")
+    wanted = [
+        name
+        for name in measures
+        if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    ]
     rows: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
-    num_done = 0
-
-    def measured(row: str, measure: Callable[[Path], list[Figure]]) -> None:
-        nonlocal num_done
-        on_progress(row, num_done, total)
+    for number, row in enumerate(wanted):
+        on_progress(row, number, len(wanted))
         with tempfile.TemporaryDirectory(prefix="diloco-recovery-") as directory:
-            for figure in measure(Path(directory)):
+            for figure in measures[row](Path(directory)):
                 rows.append(
                     {"row": row, "what": figure.what, "value": figure.value, "unit": figure.unit}
                 )
                 if figure.limit is not None:
                     what = f"{row}: {figure.what}"
                     requirements.append(Requirement(what, figure.value, figure.limit, figure.unit))
-        num_done += 1
-
-    for preset in presets:
-        measured(f"kill, {preset}", partial(_kill, setting, preset))
-        measured(f"freeze, {preset}", partial(_freeze, setting, preset))
-    measured("control plane", partial(_control_plane, setting))
-    for size, model in setting.sizes.items():
-        for policy in policies:
-            measured(f"durable, {policy}, {size}", partial(_durable, setting, model, policy))
     described = {
         "step_s": setting.step_s,
         "link": setting.link,
         "inner_steps_per_round": setting.inner_steps_per_round,
-        "presets": presets,
-        "policies": policies,
     }
     return Report("recovery", described, _COLUMNS, rows, requirements, time.monotonic() - began)
+
+
+def _measures(setting: Setting) -> dict[str, Callable[[Path], list[Figure]]]:
+    """Name every row, and what measures it in a directory."""
+    measures: dict[str, Callable[[Path], list[Figure]]] = {}
+    for preset in ("streaming", "decoupled"):
+        measures[f"kill-{preset}"] = partial(_kill, setting, preset)
+        measures[f"freeze-{preset}"] = partial(_freeze, setting, preset)
+    measures["control-plane"] = partial(_control_plane, setting)
+    for size, model in setting.sizes.items():
+        for policy in ("snapshot", "log"):
+            measures[f"durable-{policy}-{size}"] = partial(_durable, setting, model, policy)
+    return measures
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,23 +163,6 @@ class Figure:
     value: float
     unit: str
     limit: float | None = None
-
-
-def has_preset(preset: str) -> bool:
-    """Whether this version has it."""
-    try:
-        OuterConfig.model_validate(
-            {"preset": preset, "inner_steps_per_round": 4, "num_fragments": 2}
-        )
-    except ValidationError:
-        return False
-    return True
-
-
-def store_policies() -> list[str]:
-    """How a syncer of this version can keep versions."""
-    field = OuterConfig.model_fields.get("store")
-    return list(get_args(field.annotation)) if field is not None else ["snapshot"]
 
 
 def _config(
@@ -204,9 +199,16 @@ def _config(
 # -- islands -------------------------------------------------------------------------------------
 
 
+def _ways(preset: str) -> dict[str, Any]:
+    """Section [outer] of a preset; a send takes longer than tau steps, which leave no grace."""
+    return {"preset": preset, "num_fragments": 4} | (
+        {"grace": "1s"} if preset == "decoupled" else {}
+    )
+
+
 def _kill(setting: Setting, preset: str, place: Path) -> list[Figure]:
     """Kill one of three islands in the middle of a send, and start it again at once."""
-    config = _config(setting, place, setting.model, {"preset": preset}, link=setting.link)
+    config = _config(setting, place, setting.model, _ways(preset), link=setting.link)
     is_judged = preset == "decoupled"
     with running(config, place, setting.step_s) as site:
         _warm_up(site)
@@ -218,12 +220,16 @@ def _kill(setting: Setting, preset: str, place: Path) -> list[Figure]:
         killed = site.kill(_VICTIM)
         started = site.start(_VICTIM)
 
-        def later(island: str, kind: str) -> list[Event]:
-            return [e for e in site.events(island, kind) if e["unix_s"] > killed]
+        def later(who: str, kind: str) -> list[Event]:
+            return [e for e in site.events(who, kind) if e["unix_s"] > killed]
 
         def included() -> list[Event]:
-            merged = later(_VICTIM, "fragment_merged")
-            return [event for event in merged if event["outcome"] == "included"]
+            begun = [event["unix_s"] for event in later(_VICTIM, "timed_step")[:1]]
+            return [
+                event
+                for event in later(SYNCER, "round_closed")
+                if begun and event["unix_s"] > begun[0] and _VICTIM in event["contributors"]
+            ]
 
         site.wait_for(lambda: bool(included()), "a contribution of the next start", _WAIT_S)
         survivors = [island for island in _ISLANDS if island != _VICTIM]
@@ -243,20 +249,21 @@ def _kill(setting: Setting, preset: str, place: Path) -> list[Figure]:
             for e in told
             if killed < e["unix_s"] <= until
         )
-        first = later(_VICTIM, "timed_step")[0]
-        own_steps = included()[0]["inner_step"] - first["inner_step"] + 1
+        own = [event["unix_s"] for event in later(_VICTIM, "timed_step")]
+        own_steps = sum(unix_s <= until for unix_s in own)
         next_merge_s = max(
             later(island, "fragment_merged")[0]["unix_s"] - killed for island in survivors
         )
         expired = sum(len(later(island, "round_expired")) for island in survivors)
-    grace_s = float(getattr(config.outer, "grace_cap_s", 0.0))
-    bars = (1.0 + grace_s, 1.0, float(config.outer.inner_steps_per_round + 2), 0.0)
+    outer = config.outer
+    grace_s = parse_duration(outer.grace)
+    bars = (1.0 + grace_s, 1.0, float(outer.inner_steps_per_round + outer.overlap_steps), 0.0)
     limits = bars if is_judged else (None,) * len(bars)
     return [
         Figure("the others' next merge after the kill", next_merge_s, "s", limits[0]),
         Figure("their longest step, over 1.05 x the usual one + 20 ms",
                longest_s / (1.05 * usual_s + 0.020), "x", limits[1]),
-        Figure("start to the victim's first step", first["unix_s"] - started, "s"),
+        Figure("start to the victim's first step", own[0] - started, "s"),
         Figure("its own steps until it is included again", own_steps, "steps", limits[2]),
         Figure("rounds of the others that expired", expired, "rounds", limits[3]),
     ]  # fmt: skip
@@ -264,7 +271,7 @@ def _kill(setting: Setting, preset: str, place: Path) -> list[Figure]:
 
 def _freeze(setting: Setting, preset: str, place: Path) -> list[Figure]:
     """Freeze one of three islands for a while."""
-    config = _config(setting, place, setting.model, {"preset": preset}, link=setting.link)
+    config = _config(setting, place, setting.model, _ways(preset), link=setting.link)
     is_judged = preset == "decoupled"
     freeze_s = setting.freeze_s if is_judged else setting.scheduled_freeze_s
     with running(config, place, setting.step_s) as site:
@@ -357,8 +364,9 @@ def _control_plane(setting: Setting, place: Path) -> list[Figure]:
 
 def _durable(setting: Setting, model: Mapping[str, Any], policy: str, place: Path) -> list[Figure]:
     """Count what a syncer writes, and time how long another one takes to serve it."""
-    stored = {"store": policy} if "store" in OuterConfig.model_fields else {}
-    outer = {"preset": "streaming", "num_fragments": 4, "inner_steps_per_round": 8, **stored}
+    outer = {
+        "preset": "streaming", "num_fragments": 4, "inner_steps_per_round": 8, "store": policy,
+    }  # fmt: skip
     islands = ("east", "west")
     config = _config(setting, place, model, outer, islands=islands)
     with running(config, place, setting.step_s) as site:

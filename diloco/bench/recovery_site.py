@@ -24,6 +24,8 @@ from diloco.launch.logs import tail
 from diloco.launch.state_dir import StateDir, holder, read_endpoint
 
 _LOOK_S = 0.02
+#: Whose events are those of rounds.
+SYNCER = "syncer"
 
 Event = dict[str, Any]  # JSON values
 
@@ -86,9 +88,11 @@ class Site:
         lines = (Path("/proc") / str(holder(self.state.store_lock)) / "io").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("wchar:")))
 
-    def events(self, island: str, kind: str) -> list[Event]:
-        """Events of one kind that an island has written so far."""
-        path = self._directory / f"events-{island}-0.jsonl"
+    def events(self, who: str, kind: str) -> list[Event]:
+        """Events of one kind that an island, or the syncer, has written so far."""
+        path = self._directory / f"events-{who}-0.jsonl"
+        if who == SYNCER:
+            path = self.state.root / "telemetry" / "events-syncer.jsonl"
         found = []
         for line in path.read_text().split("\n") if path.exists() else ():
             with contextlib.suppress(ValueError):  # torn by a kill

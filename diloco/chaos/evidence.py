@@ -63,7 +63,7 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
                 event
                 for path in sorted(config.telemetry_dir.glob("events-*.jsonl"))
                 for event in _json_lines(path)
-                if event.get("island") == island
+                if "island_rank" in event and event["island"] == island  # a rank's, no syncer's
             ]
             for island in sorted(config.islands)
         },

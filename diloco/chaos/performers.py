@@ -4,8 +4,9 @@ A performance is asked to `begin` again and again until its target is there, and
 is over; both say whether they are done. It has `fired` when what it did is known to have met its
 target: the process is dead or stopped, a call was met, a publication was kept back.
 
-What files may be damaged is what the rules say a run survives: the rest of a record that was being
-written, a record that is not the newest. The newest record is the truth itself.
+What files may be damaged is what the rules say a run survives: the rest of a record or frame that
+was being written, a record that is not the newest. The newest record, and the frames that follow
+it, are the truth itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Timed
 from diloco.chaos.world import World, held_still, is_frozen, send
 from diloco.durable import read_json, write_json
 from diloco.launch.chaos import clock_path, fired, links_path
-from diloco.rounds.record import fragment_directory, record_path
+from diloco.rounds.log import frames_in, segment_path, segments_in
+from diloco.rounds.record import fragment_directory, locate, record_path, versions_in
 from transport.faulty import Fault, Gate
 
 #: Seconds after which processes have read, or told, what they do once a second.
@@ -117,23 +119,31 @@ class _Damage(Performance):
     def begin(self) -> bool:
         """Kill the syncer and damage a file before there is another one."""
         pid = self.world.serving_pid(SYNCER)
-        newest = {p: versions for p, versions in self.world.versions().items() if versions}
-        if pid is None or not newest:
+        fragments = [
+            directory
+            for p in self.world.versions()
+            if self.may(directory := fragment_directory(self.world.state.store, p))
+        ]
+        if pid is None or not fragments:
             return False
-        fragment = sorted(newest)[self.fault.seed % len(newest)]
-        directory = fragment_directory(self.world.state.store, fragment)
+        directory = fragments[self.fault.seed % len(fragments)]
         with held_still(self.world.pid(COORDINATOR)):
             send(pid, signal.SIGKILL)
             until = time.monotonic() + _DEAD_S
             while self.world.pid(SYNCER) == pid and time.monotonic() < until:
                 time.sleep(_LOOK_S)
-            versions = self.world.versions()[fragment]
-            self.fired = self.world.pid(SYNCER) is None and self.damage(directory, versions)
+            if self.world.pid(SYNCER) is None and self.may(directory):
+                self.damage(directory)
+                self.fired = True
         return True
 
     @abstractmethod
-    def damage(self, directory: Path, versions: list[int]) -> bool:
-        """Damage a file of a fragment; false if there is none that may be."""
+    def may(self, directory: Path) -> bool:
+        """Whether a fragment has a file that may be damaged."""
+
+    @abstractmethod
+    def damage(self, directory: Path) -> None:
+        """Damage that file."""
 
     def end(self) -> bool:
         """Leave it damaged."""
@@ -141,34 +151,49 @@ class _Damage(Performance):
 
 
 class Truncate(_Damage):
-    """The syncer dies while it writes: a torn temporary file, and a torn record of no version."""
+    """The syncer dies while it writes: a torn temporary file, and a torn record of no version.
 
-    def damage(self, directory: Path, versions: list[int]) -> bool:
-        """Leave parts of the newest record where the next one would be written."""
-        whole = record_path(directory, versions[-1]).read_bytes()
-        torn = record_path(directory, versions[-1] + 1)
+    In a store that keeps a log, a torn frame is at its end, too.
+    """
+
+    def may(self, directory: Path) -> bool:
+        """Whether there is anything to copy a part of."""
+        return bool(versions_in(directory))
+
+    def damage(self, directory: Path) -> None:
+        """Leave parts of what was written last where the next version would be written."""
+        frames = frames_in(directory)
+        version = max([*versions_in(directory), *frames])
+        last = frames.get(version) or locate(record_path(directory, version))
+        whole = last.path.read_bytes()[last.start : last.end]
+        torn = record_path(directory, version + 1)
         kept = whole[: self.fault.seed % len(whole)]
         torn.write_bytes(kept)
         torn.with_name(torn.name + ".tmp").write_bytes(kept)
         self.note = f"{torn.name} of {directory.name} has {len(kept)} of {len(whole)} bytes"
-        return True
+        if frames:
+            segment = segment_path(directory, segments_in(directory)[-1])
+            with segment.open("ab") as file:
+                file.write(kept)
+            self.note += f", and so has the end of {segment.name}"
 
 
 class Flip(_Damage):
     """A bit of the oldest record rots."""
 
-    def damage(self, directory: Path, versions: list[int]) -> bool:
-        """Flip one of its bits; not of the newest, which is the only copy of the truth."""
-        if len(versions) < 2:
-            return False
-        path = record_path(directory, versions[0])
+    def may(self, directory: Path) -> bool:
+        """Whether it is not the newest record as well, the only copy of the truth."""
+        return len(versions_in(directory)) > 1
+
+    def damage(self, directory: Path) -> None:
+        """Flip one of its bits."""
+        path = record_path(directory, versions_in(directory)[0])
         body = bytearray(path.read_bytes())
         where = self.fault.seed % len(body)
         body[where] ^= 1 << self.fault.seed % 8
         path.unlink()  # a pin may be a link to the same bytes
         path.write_bytes(body)
         self.note = f"{path.name} of {directory.name}, byte {where}"
-        return True
 
 
 class DiskFull(Performance):

@@ -23,7 +23,6 @@ from diloco.errors import ConfigError, DilocoError
 from diloco.launch.chaos import VARIABLE
 from diloco.launch.ending import Request
 from diloco.launch.local import LocalRun
-from diloco.rounds.record import RecordInvalid, fragment_directory, insist_on_whole, record_path
 from transport.units import parse_duration
 
 _LOOK_S = 0.05
@@ -226,12 +225,8 @@ class Director:
 
     def _see_versions(self) -> None:
         for fragment, versions in self._world.versions().items():
-            directory = fragment_directory(self._world.state.store, fragment)
             for version in versions:
-                if version <= self._newest.get(fragment, -1):
-                    continue
-                with contextlib.suppress(RecordInvalid):  # torn on purpose: no version
-                    insist_on_whole(record_path(directory, version))
+                if version > self._newest.get(fragment, -1):
                     self._newest[fragment] = version
                     self._truth.write("published", fragment=fragment, version=version)
 

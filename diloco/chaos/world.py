@@ -17,7 +17,8 @@ from pathlib import Path
 from diloco.chaos.plan import COORDINATOR, SYNCER
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import StateDir, holder, read_endpoint
-from diloco.rounds.record import versions_in
+from diloco.rounds.log import frames_in
+from diloco.rounds.record import RecordInvalid, insist_on_whole, record_path, versions_in
 
 _FRAGMENTS = "fragment-[0-9]*"
 
@@ -66,11 +67,20 @@ class World:
         return pid if is_its_own else None
 
     def versions(self) -> dict[int, list[int]]:
-        """Versions on disk of each fragment, ascending."""
+        """Versions of each fragment that have a whole record or frame on disk, ascending."""
         return {
-            int(directory.name.removeprefix("fragment-")): versions_in(directory)
+            int(directory.name.removeprefix("fragment-")): _whole_versions(directory)
             for directory in sorted(self.state.store.glob(_FRAGMENTS))
         }
+
+
+def _whole_versions(directory: Path) -> list[int]:
+    found = set(frames_in(directory))
+    for version in versions_in(directory):
+        with contextlib.suppress(RecordInvalid):  # torn on purpose, or forgotten meanwhile
+            insist_on_whole(record_path(directory, version))
+            found.add(version)
+    return sorted(found)
 
 
 def ranks_of(supervisor: int) -> dict[int, int]:

@@ -302,7 +302,14 @@ def wan(
 
 
 @bench.command()
-def recovery(json_target: JsonTarget = "", require: Require = False) -> None:
+def recovery(
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only these rows, with * and ?; repeatable."),
+    ] = None,
+    json_target: JsonTarget = "",
+    require: Require = False,
+) -> None:
     """Measure what an accident costs those whom it does not befall, and the victim.
 
     Real processes; an inner step is a sleep of 0.1 s, links carry 5 Mbit/s. One of three islands is
@@ -314,13 +321,13 @@ def recovery(json_target: JsonTarget = "", require: Require = False) -> None:
     Read "next merge after the kill" and "longest step": what the others lost; "its own steps until
     it is included again": after the victim's start, whose time stands apart; "syncer back" is
     judged against the time that importing its modules takes here. Scheduled islands wait for each
-    other, so only rows of preset decoupled have bars, where this version has it.
+    other, so only rows of preset decoupled have bars.
     """
     from diloco.bench.recovery import SETTING, run_recovery
     from diloco.cli.progress import counting
 
     with counting(_console(json_target)) as show:
-        report = run_recovery(SETTING, on_progress=show)
+        report = run_recovery(SETTING, rows or [], on_progress=show)
     _show(report, json_target, require=require)
 
 

@@ -64,6 +64,8 @@ from transport.errors import FrameError
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
+#: Seconds since its last word for which an island that is away at the end of a run is waited for.
+RETURN_S = 30.0
 _MAX_START_ID = 64
 #: Characters of an operator's command with its arguments.
 _MOST_COMMAND = 4096
@@ -220,6 +222,7 @@ class Coordinator:
             self._leases.looked(_now())
             self._end_leases()
             self._keep(self._membership.shared_out())
+            self._end_if_over()
             too_long = self._terms.unreachable_s
             silent = [
                 i for i in self._membership.members if self._leases.silent_s(i, _now()) > too_long
@@ -515,7 +518,10 @@ class Coordinator:
             entries = self._membership.shared_out()
 
     def _end_if_over(self) -> None:
-        if self._membership.is_finished or self._membership.is_stopped:
+        """End with the run; an island that may be starting again is to hear of its end, too."""
+        membership, now = self._membership, _now()
+        is_awaited = any(self._leases.silent_s(i, now) < RETURN_S for i in membership.away)
+        if membership.is_stopped or (membership.is_finished and not is_awaited):
             self.ended.set()
 
     def _failed(self, reason: str, exit_code: int) -> Entries:

@@ -37,6 +37,11 @@ class Roll:
         return self._standing(Lease.ACTIVE, Lease.DRAINING)
 
     @property
+    def away(self) -> tuple[str, ...]:
+        """Islands whose lease has ended and that have not left, sorted: they may come back."""
+        return self._standing(Lease.LAPSED)
+
+    @property
     def live(self) -> tuple[str, ...]:
         """Islands that rounds open with, sorted."""
         if self.rules.is_elastic:

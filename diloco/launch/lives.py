@@ -35,6 +35,12 @@ def effective(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def has_ended(events: Sequence[Event]) -> bool:
+    """Whether the newest start that an island's events tell of came to its end."""
+    newest = max(map(_start, events), default=0)
+    return any(e["kind"] == "island_ended" and _start(e) == newest for e in events)
+
+
 @dataclass(frozen=True, slots=True)
 class IslandLife:
     """Sums over the starts of an island, of what stands.

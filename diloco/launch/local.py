@@ -232,7 +232,8 @@ class LocalRun:
     def _has_stopped(self) -> bool:
         """Look after the coordinator; true when it has ended as it was asked to, seconds ago.
 
-        One that died is started again: at once if it was killed, else after a wait.
+        True, too, when a run has finished that did not wait for the islands that are left. One that
+        died is started again: at once if it was killed, else after a wait.
 
         Raises:
             CoordinatorUnavailable: If it ended otherwise while islands go on, or dies too often.
@@ -246,6 +247,9 @@ class LocalRun:
             if self._asked_pid == self.coordinator.pid:
                 return now - self._seen_alive > _GONE_S
             if now - self._seen_alive > _END_S:
+                if code == 0 and self.config.outer.is_on_arrival:
+                    logger.warning("the run has ended without islands that are away")
+                    return True
                 raise self._coordinator_failed("ended before the islands", code)
             return False
         if not self._restart_at:

@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco.config.island import IslandConfig
 from diloco.config.schema import Config
-from diloco.launch.lives import IslandLife, effective
+from diloco.launch.lives import IslandLife, effective, has_ended
 from diloco.launch.text_account import TextSummary, text_summary
 from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan
@@ -127,7 +127,9 @@ class Alternative:
 class Summary:
     """A finished run; `resumed_after`: inner steps of the checkpoints it was resumed from.
 
-    `max_nats_per_byte` is what the run file says that the loss must stay below; 0: nothing.
+    `away` are islands that did not come back before a run ended that waited for nobody; they are
+    not among `islands`. `max_nats_per_byte` is what the run file says that the loss must stay
+    below; 0: nothing.
     """
 
     run: str
@@ -139,6 +141,7 @@ class Summary:
     max_nats_per_byte: float
     arrival: ArrivalSummary | None = None
     text: TextSummary | None = None
+    away: tuple[str, ...] = ()
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -200,6 +203,8 @@ class Summary:
             )
         for island in self.islands:
             lines += _island_lines(island, self.islands)
+        if self.away:
+            lines.append(f"  Away when the run ended, and not counted: {', '.join(self.away)}.")
         if self.arrival is not None:
             lines.append(f"  {_arrival_text(self.arrival, self.islands, self.fragments)}")
         if self.text is not None:
@@ -246,9 +251,15 @@ def summarise(
     Raises:
         ConfigError: If the events of an island are not those of one run from beginning to end.
     """
+    away = (
+        [island for island in sorted(events) if not has_ended(events[island])]
+        if config.outer.is_on_arrival
+        else []
+    )
     lives = {
         island: IslandLife.of(island, config.islands[island].ranks, events[island])
         for island in sorted(events)
+        if island not in away
     }
     resumed = {step for life in lives.values() for step in life.resumed_after}
     start_step = min(life.inner_steps - life.num_steps for life in lives.values())
@@ -285,6 +296,7 @@ def summarise(
         if config.outer.is_on_arrival
         else None,
         text=text_summary(config, events),
+        away=tuple(away),
     )
 
 

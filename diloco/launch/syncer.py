@@ -19,7 +19,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -147,9 +147,10 @@ async def _serve(
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
             num_parameters = sum(tensor.numel for tensor in plan.tensors)
             insist_on_room(config, num_parameters, islands=(), is_new=True)
-        events = _open_events(config, state, epoch, timeline)
+        clock = wall_clock(os.environ, "syncer")
+        events = _open_events(config, state, epoch, timeline, clock)
         syncer = _build_syncer(
-            config, state, plan, secret, epoch, timeline, reporter, worker, events
+            config, state, plan, secret, epoch, timeline, reporter, worker, events, clock
         )
         await worker.run(lambda: _warm_up(config, plan))
         await syncer.start()
@@ -187,7 +188,13 @@ async def _serve(
             events.close()
 
 
-def _open_events(config: Config, state: StateDir, epoch: int, timeline: Timeline) -> Sink:
+def _open_events(
+    config: Config,
+    state: StateDir,
+    epoch: int,
+    timeline: Timeline,
+    clock: Callable[[], float],
+) -> Sink:
     """Open the file of what happens to rounds; a run that is under way goes on without.
 
     Raises:
@@ -195,10 +202,7 @@ def _open_events(config: Config, state: StateDir, epoch: int, timeline: Timeline
     """
     directory = Path(config.telemetry.dir) if config.telemetry.dir else state.root / "telemetry"
     context = {"run": config.run.name, "syncer_epoch": epoch, "timeline": timeline.number}
-    sink = BackgroundSink(
-        "rounds",
-        JsonlSink(directory / "events-syncer.jsonl", context, wall_clock(os.environ, "syncer")),
-    )
+    sink = BackgroundSink("rounds", JsonlSink(directory / "events-syncer.jsonl", context, clock))
     try:
         sink.open()
     except OSError as error:
@@ -271,6 +275,7 @@ def _build_syncer(
     reporter: Reporter,
     worker: TensorThread,
     events: Sink,
+    clock: Callable[[], float],
 ) -> Syncer:
     import torch
 
@@ -280,7 +285,6 @@ def _build_syncer(
 
     torch.set_num_threads(1)  # of one operation; lanes are merged side by side
     outer = config.outer
-    clock = wall_clock(os.environ, "syncer")
     stores = [
         FragmentStore(
             state.store,

@@ -53,15 +53,17 @@ def segments_in(directory: Path) -> list[int]:
 def frames_of(path: Path) -> Iterator[StoredRecord]:
     """Find the frames of a segment by their headers, up to the first that is torn or damaged.
 
-    Their versions follow one another; the sections are not read.
+    Their versions follow one another; the sections are not read. A segment that the syncer forgets
+    meanwhile ends there.
     """
     at, version = 0, version_of(path)
     while True:
         try:
             frame = locate(path, at)
-        except RecordInvalid:
+            size = path.stat().st_size
+        except (RecordInvalid, FileNotFoundError):
             return
-        if frame.header["version"] != version + 1 or frame.end > path.stat().st_size:
+        if frame.header["version"] != version + 1 or frame.end > size:
             return
         yield frame
         at, version = frame.end, version + 1

@@ -334,18 +334,16 @@ def insist_on_whole(path: Path) -> None:
     Raises:
         RecordInvalid: If the file is missing, torn, or its header is damaged.
     """
-    stored = locate(path)
-    if (size := path.stat().st_size) != stored.end:
-        raise RecordInvalid(f"{path} has {size} bytes, its header announces {stored.end}")
+    _insist_on_end(locate(path))
 
 
 def _insist_on_end(stored: StoredRecord) -> None:
     try:
-        rest = stored.path.stat().st_size - stored.end
-    except FileNotFoundError as error:
+        size = stored.path.stat().st_size
+    except FileNotFoundError as error:  # a syncer forgot it meanwhile
         raise RecordInvalid(f"{stored.path} does not exist") from error
-    if rest:
-        raise RecordInvalid(f"{stored.path} has {rest} bytes after its last section")
+    if size != stored.end:
+        raise RecordInvalid(f"{stored.path} has {size} bytes, its header announces {stored.end}")
 
 
 @contextlib.contextmanager

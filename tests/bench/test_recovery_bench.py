@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.bench.recovery import SETTING, has_preset, run_recovery, store_policies
+from diloco.bench.recovery import SETTING, run_recovery
+from diloco.errors import ConfigError
 
 TINY = {"preset": "tiny"}
 SMALL = replace(
@@ -16,10 +17,9 @@ SMALL = replace(
 )  # fmt: skip
 
 
-def test_what_this_version_has_is_found() -> None:
-    assert has_preset("streaming")
-    assert not has_preset("reckless")
-    assert "snapshot" in store_policies()
+def test_a_row_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="--rows kill-all matches no row; rows are kill-str"):
+        run_recovery(SMALL, ["kill-all"], on_progress=lambda *_: None)
 
 
 @pytest.mark.slow
@@ -27,15 +27,15 @@ def test_what_this_version_has_is_found() -> None:
 def test_every_row_is_measured() -> None:
     begun: list[tuple[str, int, int]] = []
 
-    report = run_recovery(SMALL, on_progress=lambda *told: begun.append(told))
+    report = run_recovery(SMALL, [], on_progress=lambda *told: begun.append(told))
 
     rows = {(row["row"], row["what"]): row["value"] for row in report.rows}
     assert [told[0] for told in begun] == list(dict.fromkeys(row["row"] for row in report.rows))
-    assert rows["kill, streaming", "rounds of the others that expired"] == 0
-    assert rows["kill, streaming", "the others' next merge after the kill"] > 0
+    assert rows["kill-streaming", "rounds of the others that expired"] == 0
+    assert rows["kill-streaming", "the others' next merge after the kill"] > 0
     # Everybody waits for the frozen island, so its share of the time is lost to all.
-    assert rows["freeze, streaming", "the others' time a step rises by"] > 0.5
-    assert rows["control plane", "kills that took effect"] == 2
-    assert rows["control plane", "invariants that broke"] == 0
+    assert rows["freeze-streaming", "the others' time a step rises by"] > 0.5
+    assert rows["control-plane", "kills that took effect"] == 2
+    assert rows["control-plane", "invariants that broke"] == 0
     # theta, published and momentum, contributions and payload, in a record of a tiny model.
-    assert 12 < rows["durable, snapshot, tiny", "written a parameter and round"] < 30
+    assert 12 < rows["durable-snapshot-tiny", "written a parameter and round"] < 30

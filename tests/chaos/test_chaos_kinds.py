@@ -25,20 +25,26 @@ from diloco.launch import chaos
 from diloco.launch.chaos import VARIABLE, ChaoticLinks, links_path, wall_clock
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import Endpoint, acquire, write_pid
+from diloco.rounds.log import segment_path
 from diloco.rounds.record import fragment_directory, record_path, versions_in
+from diloco.rounds.store import FragmentStore
+from tests.rounds.test_store import FRAGMENT, assert_same, commit
 from tests.run_files import write_run
 from transport.contracts import Reply, Transport
 
 READ_S = 0.05
 SLEEPS = "import time; time.sleep(60)"
-#: Writes a version every now and then, and goes on when it cannot: its number is then tried again.
+#: Writes what version 0 is as the next one every now and then, and goes on when it cannot: its
+#: number is then tried again.
 WRITES = """
 import os, sys, time
+with open(f"{sys.argv[1]}/v000000000000.record", "rb") as file:
+    body = file.read()
 version = 3
 while True:
     try:
         with open(f"{sys.argv[1]}/v{version:012d}.record", "wb") as file:
-            file.write(b"x")
+            file.write(body)
         version += 1
     except OSError:
         os.unlink(f"{sys.argv[1]}/v{version:012d}.record")
@@ -57,6 +63,11 @@ class Scene:
         self.fragment = fragment_directory(run.state.store, 0)
         self.fragment.mkdir()
         self.processes: list[subprocess.Popen[bytes]] = []
+
+    def store(self, *, snapshot_rounds: int) -> FragmentStore:
+        store = FragmentStore(self.world.state.store, FRAGMENT, 2, snapshot_rounds=snapshot_rounds)
+        store.recover()
+        return store
 
     def hold(self, target: str, script: str = SLEEPS) -> subprocess.Popen[bytes]:
         state = self.world.state
@@ -170,46 +181,68 @@ def test_a_rank_is_killed_and_its_island_frozen(scene: Scene) -> None:
 
 def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
     process = scene.hold(SYNCER)
-    record_path(scene.fragment, 6).write_bytes(bytes(1000))
+    store = scene.store(snapshot_rounds=1)
+    newest = commit(store, 2)[-1]
     performance = scene.perform(Kind.TRUNCATE, SYNCER)
 
     assert performance.begin()
 
     assert performance.fired
     assert process.wait(30.0) == -signal.SIGKILL
-    assert versions_in(scene.fragment) == [6, 7]
-    assert record_path(scene.fragment, 7).stat().st_size == 77
-    assert record_path(scene.fragment, 6).read_bytes() == bytes(1000), "the truth is untouched"
+    assert record_path(scene.fragment, 3).stat().st_size == 77
+    assert scene.world.versions() == {0: [0, 1, 2]}
+    assert_same(store.recover().record, newest)
 
 
-def test_a_bit_of_an_old_record_rots_and_the_newest_is_spared(scene: Scene) -> None:
+def test_a_frame_that_was_being_written_is_torn(scene: Scene) -> None:
     scene.hold(SYNCER)
-    for version in (5, 6):
-        record_path(scene.fragment, version).write_bytes(bytes(1000))
+    store = scene.store(snapshot_rounds=4)
+    newest = commit(store, 6)[-1]
+    segment = segment_path(scene.fragment, 4)
+    whole = segment.read_bytes()
+    performance = scene.perform(Kind.TRUNCATE, SYNCER)
+
+    assert performance.begin()
+
+    assert performance.fired
+    assert segment.read_bytes()[: len(whole)] == whole
+    assert segment.stat().st_size == len(whole) + 77
+    assert scene.world.versions() == {0: [4, 5, 6]}
+    assert_same(store.recover().record, newest)
+
+
+@pytest.mark.parametrize(("snapshot_rounds", "oldest"), [(1, 0), (4, 4)], ids=["record", "log"])
+def test_a_bit_of_an_old_record_rots_and_the_newest_is_spared(
+    scene: Scene, snapshot_rounds: int, oldest: int
+) -> None:
+    scene.hold(SYNCER)
+    store = scene.store(snapshot_rounds=snapshot_rounds)
+    newest = commit(store, oldest + snapshot_rounds)[-1]
+    before = record_path(scene.fragment, oldest).read_bytes()
     performance = scene.perform(Kind.FLIP, SYNCER)
 
     assert performance.begin()
 
     assert performance.fired
-    rotten = record_path(scene.fragment, 5).read_bytes()
-    assert sum(byte.bit_count() for byte in rotten) == 1
-    assert record_path(scene.fragment, 6).read_bytes() == bytes(1000)
+    rotten = record_path(scene.fragment, oldest).read_bytes()
+    assert sum((a ^ b).bit_count() for a, b in zip(before, rotten, strict=True)) == 1
+    assert_same(store.recover().record, newest)
 
 
-def test_the_only_record_is_not_damaged(scene: Scene) -> None:
-    scene.hold(SYNCER)
-    record_path(scene.fragment, 5).write_bytes(bytes(1000))
+def test_the_only_record_is_not_damaged_and_its_syncer_lives(scene: Scene) -> None:
+    process = scene.hold(SYNCER)
+    commit(scene.store(snapshot_rounds=4), 2)
     performance = scene.perform(Kind.FLIP, SYNCER)
 
-    assert performance.begin()
+    assert not performance.begin()
 
-    assert not performance.fired
-    assert record_path(scene.fragment, 5).read_bytes() == bytes(1000)
+    assert process.poll() is None
 
 
 def test_a_full_disk_takes_no_record_and_then_does_again(scene: Scene) -> None:
+    commit(scene.store(snapshot_rounds=1), 0)
     scene.hold(SYNCER, WRITES)
-    eventually(lambda: versions_in(scene.fragment))
+    eventually(lambda: versions_in(scene.fragment)[-1] > 0)
     performance = scene.perform(Kind.DISK_FULL, SYNCER, lasts_s=0.2)
 
     assert performance.begin()
@@ -225,8 +258,9 @@ def test_a_disk_that_takes_everything_is_not_full(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(performers.resource, "prlimit", lambda *_: (0, 0))
+    commit(scene.store(snapshot_rounds=1), 0)
     scene.hold(SYNCER, WRITES)
-    eventually(lambda: versions_in(scene.fragment))
+    eventually(lambda: versions_in(scene.fragment)[-1] > 0)
     performance = scene.perform(Kind.DISK_FULL, SYNCER, lasts_s=0.2)
 
     assert performance.begin()

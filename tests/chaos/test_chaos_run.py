@@ -12,7 +12,7 @@ import pytest
 
 from tests.run_files import write_run
 
-QUICK = Path(__file__).resolve().parents[2] / "configs" / "chaos" / "quick.toml"
+PLANS = Path(__file__).resolve().parents[2] / "configs" / "chaos"
 SHORT = """
 run = "run.toml"
 set = ["islands.west.restart_wait=100ms"]
@@ -71,8 +71,9 @@ def test_a_run_that_is_given_up_breaks_and_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_every_kind_of_fault_takes_effect_on_a_real_run(tmp_path: Path) -> None:
-    done = chaos(QUICK, "--require")
+@pytest.mark.parametrize("plan", ["quick", "decoupled-quick"])
+def test_every_kind_of_fault_takes_effect_on_a_real_run(plan: str) -> None:
+    done = chaos(PLANS / f"{plan}.toml", "--require")
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "faults: 22 planned, 22 took effect" in done.stdout

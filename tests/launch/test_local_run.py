@@ -28,6 +28,8 @@ echo '{"address": "127.0.0.1:1", "pid": '$$'}' > coordinator.json.new
 mv coordinator.json.new coordinator.json
 while :; do sleep 0.05; done
 """
+#: Binds an address, then ends as one does whose run has finished.
+FINISHES = STOPS.replace("while :; do sleep 0.05; done", "sleep 0.5")
 Make = Callable[..., LocalRun]
 
 
@@ -86,6 +88,17 @@ def test_a_coordinator_that_died_once_is_replaced(make: Make) -> None:
     assert run.wait(lambda: None) == 0
 
     assert run.coordinator_restarts == 2
+
+
+def test_a_run_that_ended_without_an_island_that_was_away_has_not_failed(make: Make) -> None:
+    run = make(FINISHES)
+    run.start()
+    with pytest.raises(CoordinatorUnavailable, match="ended before the islands"):
+        run.wait(lambda: None)
+    outer = run.config.outer.model_copy(update={"merge": "on_arrival"})
+    run.config = run.config.model_copy(update={"outer": outer})
+
+    assert run.wait(lambda: None) == 0
 
 
 def test_a_coordinator_that_is_killed_again_and_again_takes_nothing_of_the_budget(
@@ -196,11 +209,9 @@ def test_a_coordinator_that_verifies_what_it_resumes_is_given_its_time(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_START_S", 0.0)
-    slow = make(f"sleep 0.6; {STOPS}")
-    with pytest.raises(CoordinatorUnavailable, match="did not start"):
-        slow.start()
-    assert slow.coordinator is not None
-    slow.coordinator.kill()  # or it may write its address over that of the next one
+    late = make(f"sleep 0.6; {STOPS}")
+    with late, pytest.raises(CoordinatorUnavailable, match="did not start"):
+        late.start()
 
     run = make(f"sleep 0.6; {STOPS}", resume_step=5)
     run.start()

@@ -183,6 +183,23 @@ def test_a_run_that_started_warm_is_compared_from_there(run: Run) -> None:
     assert [a.bytes_up for a in summary.alternatives] == [1536, 32]
 
 
+def test_an_island_that_was_away_when_a_run_ended_that_waited_for_nobody_is_named(
+    run: Run,
+) -> None:
+    run.events["west"] = island_events("west", 0, run.leader[:3])
+    with pytest.raises(ConfigError, match="island west are not those of one run to its end"):
+        run.summary()
+    outer = run.config.outer.model_copy(update={"merge": "on_arrival"})
+    run.config = run.config.model_copy(update={"outer": outer})
+
+    summary = run.summary()
+
+    assert summary.away == ("west",)
+    assert [island.island for island in summary.islands] == ["east"]
+    assert summary.problems == ()
+    assert "Away when the run ended, and not counted: west." in summary.as_text()
+
+
 def test_an_island_with_other_bytes_is_told(run: Run) -> None:
     run.events["west"] = run.of("west", 0, digests=(run.ended.digests[0], "00"))
 

@@ -135,6 +135,16 @@ def test_a_segment_torn_anywhere_ends_at_the_last_whole_frame(store: FragmentSto
         assert path.stat().st_size == ([0, *ends][whole]), "what never existed is cut off"
 
 
+def test_a_segment_that_is_forgotten_while_it_is_read_ends_there(store: FragmentStore) -> None:
+    commit(store, 3)
+    frames = frames_of(segment(store))
+
+    assert next(frames).header["version"] == 1
+    segment(store).unlink()
+
+    assert list(frames) == []
+
+
 @pytest.mark.parametrize("fill", [b"\x00", b"\xff", b"DILOREC2"])
 def test_what_a_killed_writer_left_after_the_last_frame_never_existed(
     store: FragmentStore, fill: bytes

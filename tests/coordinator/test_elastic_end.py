@@ -1,0 +1,57 @@
+"""The end of a run in which islands come and go, at a real coordinator over a loopback network."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from diloco.config.load import load_config
+from diloco.coordinator.daemon import RETURN_S
+from tests.coordinator_desk import Desk, tell
+from tests.run_files import write_run
+
+
+def test_an_island_that_starts_again_at_the_end_still_hears_of_it(tmp_path: Path) -> None:
+    config = load_config(
+        write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
+    )
+
+    async def story(desk: Desk) -> None:
+        east, west = await desk.join("east"), await desk.join("west")
+        watching = asyncio.create_task(desk.coordinator.watch())
+        await desk.leave(west.grant, exit_code=1)  # it dies, and its supervisor starts it again
+        await desk.leave(east.grant)
+        await asyncio.sleep(RETURN_S / 2)
+        assert not desk.coordinator.ended.is_set()
+
+        again = await desk.join("west", "b")
+        await asyncio.sleep(RETURN_S)
+        assert not desk.coordinator.ended.is_set(), "it is at work"
+        await desk.leave(again.grant)
+
+        assert desk.coordinator.ended.is_set()
+        watching.cancel()
+
+    tell(tmp_path, story, config=config)
+
+
+def test_an_island_that_stays_away_does_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
+    config = load_config(
+        write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
+    )
+
+    async def story(desk: Desk) -> None:
+        east, _ = await desk.join("east"), await desk.join("west")
+        watching = asyncio.create_task(desk.coordinator.watch())
+        for _ in range(int(config.lease_s) + 2):  # its lease ends, the other's does not
+            await asyncio.sleep(1.0)
+            await desk.report(east.grant)
+        await desk.leave(east.grant)
+        assert not desk.coordinator.ended.is_set()
+
+        await asyncio.sleep(RETURN_S)
+
+        assert desk.coordinator.ended.is_set()
+        watching.cancel()
+
+    tell(tmp_path, story, config=config)
