@@ -346,6 +346,7 @@ class VirtualRun:
         self.epoch = 0
         self.timeline = 0
         self.retained_versions = 4
+        self.keeps_all = False
 
     async def start_syncer(self) -> Syncer:
         self.epoch += 1
@@ -360,6 +361,7 @@ class VirtualRun:
                     fragment,
                     self.retained_versions,
                     snapshot_rounds=setting.snapshot_rounds,
+                    keeps_all=self.keeps_all,
                 )
                 for fragment in plan.fragments
             ],

@@ -19,10 +19,9 @@ from diloco.coordinator.journal import Journal
 from diloco.launch.state_dir import StateDir
 from diloco.outer.fragments import Plan
 from diloco.rounds.log import headers_in
-from diloco.rounds.publication import PublicationRules
-from diloco.rounds.record import RecordInvalid, fragment_directory
+from diloco.rounds.record import fragment_directory
+from diloco.rounds.replay import FragmentReplay, Verdict
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.version import recompute
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +43,10 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
             continue
         p = record.fragment_id
         newest[p] = Newest(record.version, record.digest.hex())
-        while record.version > 0 and record.contributions:
-            try:
-                before = store.load(record.version - 1)
-            except RecordInvalid as error:
-                if record.version == newest[p].version:
-                    recomputed.append(Recomputed(p, record.version, str(error)))
-                break  # forgotten, or damaged on purpose
-            rules = PublicationRules.from_json(record.rules)
-            same = recompute(before, record, rules, store.fragment) == record.lane_digests
-            problem = "" if same else "comes to other digests"
-            recomputed.append(Recomputed(p, record.version, problem))
-            record = before
+        for each in FragmentReplay(store.store_dir, plan, p).run():
+            is_made = each.verdict in (Verdict.RECOMPUTED, Verdict.DIFFERENT)
+            if is_made or each.version == record.version:  # others: forgotten, damaged on purpose
+                recomputed.append(Recomputed(p, each.version, each.detail))
     return Evidence(
         story=read_story([*lines], faults),
         events={

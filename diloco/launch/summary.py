@@ -23,9 +23,8 @@ from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.rounds.publication import PublicationRules
-from diloco.rounds.record import RecordInvalid
+from diloco.rounds.replay import FragmentReplay, Verdict
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.version import VersionRecord, recompute
 from diloco.telemetry.meter import utilisation
 from transport.link import LinkProfile
 from transport.units import format_bandwidth, format_bytes, format_duration
@@ -86,9 +85,8 @@ class IslandSummary:
 class FragmentSummary:
     """A fragment's last version and whether it could be recomputed from its contributions.
 
-    `is_bit_equal` is None where there was nothing to recompute: nothing was published since the run
-    began or was resumed, or an all-reduce handed on the mean of many islands. `problem` says why
-    a retained version could not be read.
+    `is_bit_equal` is None where there was nothing to recompute: nothing was published, or an
+    all-reduce handed on the mean of many islands. `problem` says what is not as it was published.
     """
 
     fragment_id: int
@@ -243,7 +241,7 @@ def summarise(
         config: The run's configuration.
         plan: Its plan.
         schedule: Its schedule.
-        rules: How versions were published.
+        rules: How an all-reduce published versions; a syncer's records name theirs.
         stores: Store of each fragment, in plan order.
         events: Island id -> effective events of all its ranks (`read_events`).
         link: Profile of the shaped link, None for the real one.
@@ -269,7 +267,10 @@ def summarise(
         islands=tuple(
             _island_summary(island, config.islands[island], life) for island, life in lives.items()
         ),
-        fragments=_fragment_summaries(stores, rules, config.outer.retained_versions),
+        fragments=tuple(
+            _fragment_summary(store, plan, rules, config.outer.retained_versions)
+            for store in stores
+        ),
         alternatives=()
         if config.outer.is_on_arrival  # of a schedule, and nobody had one
         else (
@@ -417,66 +418,33 @@ def _island_summary(island: str, config: IslandConfig, life: IslandLife) -> Isla
     )
 
 
-def _fragment_summaries(
-    stores: Sequence[FragmentStore], rules: PublicationRules, retained_versions: int
-) -> tuple[FragmentSummary, ...]:
-    """Recompute what this timeline published: an earlier one may have had other rules."""
-    recovered = [store.recover() for store in stores]
-    newest = [found.record for found in recovered if found is not None]
-    assert len(newest) == len(stores), "a finished run has a durable version of every fragment"
-    timeline = max(record.timeline for record in newest)
-    return tuple(
-        _fragment_summary(store, record, rules, retained_versions, timeline)
-        for store, record in zip(stores, newest, strict=True)
-    )
-
-
 def _fragment_summary(
-    store: FragmentStore,
-    last: VersionRecord,
-    rules: PublicationRules,
-    retained_versions: int,
-    timeline: int,
+    store: FragmentStore, plan: Plan, rules: PublicationRules, retained_versions: int
 ) -> FragmentSummary:
-    record = last
-    recomputed: list[int] = []
-    is_equal: bool | None = None
-    problem = ""
-    while (
-        record.version > 0
-        and record.timeline == timeline
-        and len(recomputed) < retained_versions
-        and record.contributions  # none where the mean of many islands was gathered
-    ):
-        try:
-            before = store.load(record.version - 1)
-        except RecordInvalid as error:
-            is_equal = False
-            problem = f"version {record.version} has lost its predecessor: {error}"
-            break
-        made_by = PublicationRules.from_json(record.rules) if record.rules else rules
-        is_same = recompute(before, record, made_by, store.fragment) == record.lane_digests
-        is_equal = is_same and is_equal is not False
-        recomputed.append(record.version)
-        record = before
+    """Make the last versions again (`diloco.rounds.replay`)."""
+    recovered = store.recover()
+    assert recovered is not None, "a finished run has a durable version of every fragment"
+    last = recovered.record
+    replay = FragmentReplay(store.store_dir, plan, last.fragment_id, unnamed=rules)
+    replayed = list(replay.run(max(1, last.version - retained_versions + 1)))
+    made = [each for each in replayed if each.verdict in (Verdict.RECOMPUTED, Verdict.DIFFERENT)]
+    wrong = [each for each in replayed if each.is_wrong]
     return FragmentSummary(
         fragment_id=last.fragment_id,
         version=last.version,
         digest=last.digest.hex(),
         contributors=tuple(c.island for c in last.contributors),
-        recomputed_versions=tuple(recomputed),
-        is_bit_equal=is_equal,
-        problem=problem,
+        recomputed_versions=tuple(each.version for each in reversed(made)),
+        is_bit_equal=not wrong if made or wrong else None,
+        problem="; ".join(f"version {each.version}: {each.detail}" for each in wrong),
         merged_tokens=last.merged_tokens,
     )
 
 
 def _recomputed_text(fragments: Sequence[FragmentSummary]) -> str:
     """Say what recomputing came to, without praise for what was not done."""
-    if problems := [f"fragment {f.fragment_id}: {f.problem}" for f in fragments if f.problem]:
-        return f"NOT POSSIBLE, {'; '.join(problems)}"
-    if any(fragment.is_bit_equal is False for fragment in fragments):
-        return "NOT EQUAL"
+    if problems := [f"fragment {f.fragment_id} {f.problem}" for f in fragments if f.problem]:
+        return f"NOT EQUAL, {'; '.join(problems)}"
     num_done = sum(len(fragment.recomputed_versions) for fragment in fragments)
     if not num_done:
         return "there are none"

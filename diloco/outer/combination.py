@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 import struct
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -97,6 +98,18 @@ class Combination:
             for first, last, coefficients in zip(starts, self.ends, self.coefficients, strict=False)
             if first < end and last > start
         )
+
+    def distance(self, other: Combination) -> float:
+        """Return the largest |c - c'| / max(1, |c'|) of any range and contribution."""
+        return max(
+            abs(mine - theirs) / max(1.0, abs(theirs))
+            for end in {*self.ends, *other.ends}
+            for mine, theirs in zip(self._until(end), other._until(end), strict=True)
+        )
+
+    def _until(self, end: int) -> tuple[float, ...]:
+        """Return the coefficients of what ends there."""
+        return self.coefficients[bisect_left(self.ends, end)]
 
     def to_json(self) -> dict[str, Any]:
         """Write it for a record's header; a coefficient is 8 hex digits, float32, little-endian."""

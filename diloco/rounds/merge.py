@@ -13,30 +13,27 @@ Source: protocol.md section 4 (reduction, commit point).
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from diloco.compression.base import to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.durable import DiskFull
 from diloco.errors import AggregationError
-from diloco.outer.aggregate import inner_products
 from diloco.outer.combination import Combination, judge, mean_of
 from diloco.outer.fragments import Fragment
 from diloco.outer.units import Unit
+from diloco.rounds.grams import grams_of
 from diloco.rounds.publication import (
     LanePublication,
     LaneState,
     PublicationRules,
-    decode_contribution,
     publish_lane_,
 )
 from diloco.rounds.record import RecordDraft
@@ -171,54 +168,21 @@ class Merger:
             is_plain = weights == [c.weight_tokens for c in contributors]
             combination = mean_of(weights, self.fragment.padded_numel)
             return _Merge(contributors, combination, not is_plain, {})
-        # Where only norms count, a lane holds one contribution at a time, as in the plain mean.
-        products = self._products if rule.is_radial(is_flush=is_flush) else self._squares
-        by_lane = pool.map(
-            lambda i: (self._units_in(i), products(i, contributors, spool)),
-            range(len(self.fragment.lanes)),
+        grams = grams_of(
+            lambda lane_id: (spool[c.island][lane_id].read() for c in contributors),
+            len(contributors),
+            self.fragment,
+            self.units,
+            self.rules.uplink_codec,
+            is_radial=rule.is_radial(is_flush=is_flush),
+            across=pool.map,
         )
-        # Added in the order of lanes, whichever was ready first.
-        grams = torch.zeros(len(self.units), *(2 * [len(contributors)]), dtype=torch.float64)
-        for (indices, _), found in by_lane:
-            grams[indices] += found
-        judged = judge(grams.tolist(), self.units, weights, rule, is_flush=is_flush)
+        judged = judge(grams, self.units, weights, rule, is_flush=is_flush)
         rejected = {contributors[m].island: why for m, why in judged.rejected.items()}
         for island, why in rejected.items():
             logger.warning("contribution rejected, key=%s island=%s: %s", close.key, island, why)
         counted = tuple(c for c in contributors if c.island not in rejected)
         return _Merge(counted, judged.combination, True, rejected)
-
-    def _products(
-        self, lane_id: int, contributors: Sequence[Contributor], spool: Spooled
-    ) -> Tensor:
-        """Multiply the contributions to one lane with one another, by unit."""
-        deltas = [self._decoded(lane_id, c, spool) for c in contributors]
-        return inner_products(deltas, self._units_in(lane_id)[1])
-
-    def _squares(self, lane_id: int, contributors: Sequence[Contributor], spool: Spooled) -> Tensor:
-        """Do as `_products` does for products with themselves; all others are zero."""
-        places = self._units_in(lane_id)[1]
-        squares = [
-            inner_products([self._decoded(lane_id, c, spool)], places)[:, 0, 0]
-            for c in contributors
-        ]
-        return torch.diag_embed(torch.stack(squares, dim=1))
-
-    def _decoded(self, lane_id: int, contributor: Contributor, spool: Spooled) -> Tensor:
-        codec = lane_codec(self.rules.uplink_codec, self.fragment, lane_id)
-        payload = spool[contributor.island][lane_id].read()
-        return decode_contribution(codec, payload, self.fragment.lanes[lane_id].numel)
-
-    def _units_in(self, lane_id: int) -> tuple[slice, list[slice]]:
-        """Return which units a lane has a part in, and where in the lane these are."""
-        lane = self.fragment.lanes[lane_id]
-        borders = itertools.pairwise((0, *(unit.end for unit in self.units)))
-        places = {
-            index: slice(max(start, lane.start) - lane.start, min(end, lane.end) - lane.start)
-            for index, (start, end) in enumerate(borders)
-            if start < lane.end and end > lane.start
-        }
-        return slice(min(places), max(places) + 1), list(places.values())
 
     def _restore(self, base: VersionRecord) -> None:
         for lane_id, state in enumerate(base.lanes):

@@ -16,11 +16,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from diloco import durable
 from diloco.outer.fragments import Fragment, Plan
+from diloco.rounds.log import frames_of, segment_path, segments_in
 from diloco.rounds.record import (
     RecordInvalid,
     fragment_directory,
@@ -32,6 +34,7 @@ from diloco.rounds.record import (
 
 logger = logging.getLogger(__name__)
 
+_PIECE_BYTES = 1 << 20
 _ABANDONED = re.compile(r"abandoned-timeline-\d+-after-(\d{12,})")
 
 
@@ -144,9 +147,11 @@ def set_aside(store_dir: Path, plan: Plan, *, step: int, abandoned_timeline: int
 
 def _restore_fragment(directory: Path, pinned: Path, aside: str) -> None:
     version = version_of(pinned)
+    for start in segments_in(directory):
+        if start < version:
+            _cut(segment_path(directory, start), version, directory / aside)
     later = [path for path in directory.glob("v*.*") if version_of(path) > version]
-    # The frames of a log lead on from earlier snapshots too; the pinned record needs none of them.
-    later += [path for path in directory.glob("v*.log") if version_of(path) <= version]
+    later += [path for path in [segment_path(directory, version)] if path.exists()]
     own = record_path(directory, version)
     if own.exists() and not own.samefile(pinned):
         later.append(own)
@@ -154,6 +159,29 @@ def _restore_fragment(directory: Path, pinned: Path, aside: str) -> None:
     with contextlib.suppress(FileExistsError):
         durable.link(pinned, own)
     durable.sync_directory(directory)
+
+
+def _cut(path: Path, version: int, aside: Path) -> None:
+    """Let a segment of a log end with a version; the whole of it goes aside.
+
+    What leads to the version stays, for whoever makes it again.
+    """
+    ends = {frame.header["version"]: frame.end for frame in frames_of(path)}
+    if max(ends, default=version) <= version:
+        return
+    durable.make_directory(aside)
+    with contextlib.suppress(FileExistsError):  # of a start that was killed here
+        durable.link(path, aside / path.name)
+    durable.sync_directory(aside)
+    durable.sync_directory(aside.parent)
+    with path.open("rb") as whole:
+        durable.write_durably(path, _pieces(whole, ends[version]))
+
+
+def _pieces(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+    while num_bytes:
+        yield (piece := file.read(min(num_bytes, _PIECE_BYTES)))
+        num_bytes -= len(piece)
 
 
 def _clear(directory: Path, aside: str) -> None:

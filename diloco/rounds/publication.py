@@ -1,8 +1,8 @@
 """From the contributions of a closed round to the next published version: pure arithmetic.
 
-The syncer calls `publish_lane_` once a lane at the close of a round; whoever wants to check a
-version calls `publish_lane` with the retained contributions and the coefficients that the version
-was made with, and must get the same bytes.
+The syncer calls `publish_lane_` once a lane at the close of a round; whoever makes a version again
+(`rebuild`) calls it with the retained contributions and the coefficients that the version was made
+with, and must get the same bytes.
 
 Source: protocol.md sections 1, 3 (flush), 4 (reduction) and 12.
 """
@@ -139,30 +139,6 @@ def decode_contribution(codec: Codec, payload: Buffer, numel: int) -> Tensor:
         CodecError: If the payload is malformed or holds a value that is not finite.
     """
     return codec.decode(from_bytes(payload), numel)
-
-
-def publish_lane(
-    state: LaneState,
-    payloads: Iterable[Buffer],
-    combination: Combination,
-    rules: PublicationRules,
-    *,
-    fragment: Fragment,
-    lane_id: int,
-    key: RoundKey,
-    is_flush: bool,
-) -> LanePublication:
-    """Do as `publish_lane_` does, and leave `state` untouched."""
-    return publish_lane_(
-        state.clone(),
-        payloads,
-        combination,
-        rules,
-        fragment=fragment,
-        lane_id=lane_id,
-        key=key,
-        is_flush=is_flush,
-    )
 
 
 def publish_lane_(

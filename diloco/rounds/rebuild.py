@@ -1,7 +1,8 @@
-"""The state of a version that is kept as a frame: a snapshot before it, and the frames up to it.
+"""A version made again out of what it was made of; the state of one that is kept as a frame.
 
-Every frame is merged again by the code that published it, with the rules that it names, and must
-come to the digests that it names: one that does not is damaged.
+That state is computed from a snapshot before it and the frames up to it: every frame is merged
+again by the code that published it, with the rules that it names, and must come to the digests
+that it names: one that does not is damaged.
 
 Source: protocol.md section 4 (`log`: recovery replays it through the same pure code).
 """
@@ -20,7 +21,12 @@ from diloco.errors import AggregationError, CodecError
 from diloco.outer.combination import Combination, mean_of
 from diloco.outer.fragments import Fragment
 from diloco.rounds.log import frames_in
-from diloco.rounds.publication import LaneState, PublicationRules, publish_lane_
+from diloco.rounds.publication import (
+    LanePublication,
+    LaneState,
+    PublicationRules,
+    publish_lane_,
+)
 from diloco.rounds.record import (
     RecordInvalid,
     StoredRecord,
@@ -72,41 +78,32 @@ def _lane(
     snapshot: StoredRecord, chain: Sequence[StoredRecord], fragment: Fragment, lane_id: int
 ) -> LaneState:
     """Take one lane from a snapshot through the frames after it."""
-    state = LaneState(
-        *(
-            from_bytes(snapshot.read(f"{name}/{lane_id}")).view(torch.float32)
-            for name in state_sections(snapshot.sections)
-        )
-    )
+    state = lane_of(snapshot, lane_id)
     for frame in chain:
         state = _next(frame, state, fragment, lane_id)
     return state
 
 
+def lane_of(record: StoredRecord, lane_id: int) -> LaneState:
+    """Read the state of one lane from a whole record; nothing else has the memory.
+
+    Raises:
+        RecordInvalid: If it is torn, damaged, or not there.
+    """
+    return LaneState(
+        *(
+            from_bytes(record.read(f"{name}/{lane_id}")).view(torch.float32)
+            for name in state_sections(record.sections)
+        )
+    )
+
+
 def _next(frame: StoredRecord, state: LaneState, fragment: Fragment, lane_id: int) -> LaneState:
     """Take one lane from the version before a frame to the frame's; `state` is moved in place."""
     header = frame.header
-    contributors = header["contributors"]
-    merge = header.get("merge")
-    combination = (
-        Combination.from_json(merge)
-        if merge
-        else mean_of([c["weight_tokens"] for c in contributors], fragment.padded_numel)
-    )
-    key = RoundKey(
-        header["timeline"], header["fragment_id"], header["version"] - 1, header["attempt"]
-    )
+    rules = PublicationRules.from_json(header["rules"])
     try:
-        made = publish_lane_(
-            state,
-            (frame.read(f"contribution/{c['island']}/{lane_id}") for c in contributors),
-            combination,
-            PublicationRules.from_json(header["rules"]),
-            fragment=fragment,
-            lane_id=lane_id,
-            key=key,
-            is_flush=header["is_flush"],
-        )
+        made = made_again_(frame, state, rules, fragment, lane_id)
     except (AggregationError, CodecError) as error:
         raise RecordInvalid(f"{frame.path}, version {header['version']}: {error}") from error
     if made.digest.hex() != header["lane_digests"][lane_id]:
@@ -115,3 +112,47 @@ def _next(frame: StoredRecord, state: LaneState, fragment: Fragment, lane_id: in
             f"{made.digest.hex()}, the frame says {header['lane_digests'][lane_id]}"
         )
     return made.state
+
+
+def made_again_(
+    stored: StoredRecord,
+    state: LaneState,
+    rules: PublicationRules,
+    fragment: Fragment,
+    lane_id: int,
+) -> LanePublication:
+    """Make one lane of a version again, out of its contributions and with its coefficients.
+
+    Args:
+        stored: What is kept of the version.
+        state: The lane at the version before; all but published is moved in place.
+        rules: By which it was made.
+        fragment: Of the run's plan.
+        lane_id: The lane.
+
+    Raises:
+        RecordInvalid: If a contribution is torn or damaged; `state` is worth nothing then, nor
+            after the following.
+        AggregationError: If the result is not finite.
+        CodecError: If a contribution is malformed.
+    """
+    header = stored.header
+    contributors = header["contributors"]
+    merge = header.get("merge")
+    combination = (
+        Combination.from_json(merge)
+        if merge
+        else mean_of([c["weight_tokens"] for c in contributors], fragment.padded_numel)
+    )
+    return publish_lane_(
+        state,
+        (stored.read(f"contribution/{c['island']}/{lane_id}") for c in contributors),
+        combination,
+        rules,
+        fragment=fragment,
+        lane_id=lane_id,
+        key=RoundKey(
+            header["timeline"], header["fragment_id"], header["version"] - 1, header["attempt"]
+        ),
+        is_flush=header["is_flush"],
+    )

@@ -16,10 +16,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from diloco import durable
+from diloco.errors import AggregationError, CodecError
 from diloco.outer.fragments import Fragment
 from diloco.rounds.log import frames_in, frames_of, locate_version, segment_path, segments_in
 from diloco.rounds.pins import pin_directory, pinned_steps
 from diloco.rounds.publication import PublicationRules
+from diloco.rounds.rebuild import made_again_
 from diloco.rounds.record import (
     RecordInvalid,
     StoredRecord,
@@ -30,7 +32,7 @@ from diloco.rounds.record import (
     versions_in,
 )
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.version import published_from, record_of
+from diloco.rounds.version import record_of
 
 
 class Condition(StrEnum):
@@ -111,13 +113,17 @@ def _make_again(store: FragmentStore, stored: StoredRecord, version: int) -> Non
     if version == 0 or "rules" not in header:
         raise RecordInvalid(f"{stored.path} does not say by which rules version {version} is made")
     before = store.load(version - 1)
-    sections = {n: stored.read(n) for n in stored.sections if n.startswith("contribution/")}
-    sections |= {f"payload/{lane.lane_id}": bytearray() for lane in fragment.lanes}
-    unmade = record_of(header, sections, fragment, before.lanes)
     rules = PublicationRules.from_json(header["rules"])
-    made = published_from(before, unmade, rules, fragment)
-    if tuple(lane.digest for lane in made) != unmade.lane_digests:
+    try:
+        made = [
+            made_again_(stored, state, rules, fragment, lane_id)
+            for lane_id, state in enumerate(before.lanes)
+        ]
+    except (AggregationError, CodecError) as error:
+        raise RecordInvalid(f"{stored.path}: {error}") from error
+    if [lane.digest.hex() for lane in made] != header["lane_digests"]:
         raise RecordInvalid(f"version {version - 1} does not lead to the digests of {version}")
+    sections = {n: stored.read(n) for n in stored.sections if n.startswith("contribution/")}
     sections |= {f"payload/{i}": bytearray(lane.payload) for i, lane in enumerate(made)}
     lanes = tuple(lane.state for lane in made)
     store.commit(record_of(header, sections, fragment, lanes))

@@ -15,16 +15,9 @@ import torch
 from torch import Tensor
 
 from diloco.compression.base import from_bytes, to_bytes
-from diloco.outer.combination import Combination, mean_of
+from diloco.outer.combination import Combination
 from diloco.outer.fragments import Fragment
-from diloco.rounds.publication import (
-    LanePublication,
-    LaneState,
-    PublicationRules,
-    lane_digest,
-    publish_lane,
-    version_digest,
-)
+from diloco.rounds.publication import LaneState, lane_digest, version_digest
 from diloco.rounds.record import state_sections
 from diloco.rounds.terms import Contributor, Inclusion, RoundKey
 from transport.contracts import Buffer
@@ -135,50 +128,6 @@ def founding_record(
         payload_codec="float32",
         lane_digests=tuple(lane_digest(lane.published) for lane in lanes),
         lanes=tuple(lanes),
-    )
-
-
-def recompute(
-    previous: VersionRecord, record: VersionRecord, rules: PublicationRules, fragment: Fragment
-) -> tuple[bytes, ...]:
-    """Recompute the lane digests of `record` from its predecessor and its contributions.
-
-    They are merged with the coefficients that the record names, whatever made these.
-
-    Returns:
-        The digests of the recomputed published lanes; equal to `record.lane_digests` if and
-        only if every step from the contributions on is reproduced to the bit.
-    """
-    return tuple(lane.digest for lane in published_from(previous, record, rules, fragment))
-
-
-def published_from(
-    previous: VersionRecord, record: VersionRecord, rules: PublicationRules, fragment: Fragment
-) -> tuple[LanePublication, ...]:
-    """Compute every lane of `record` from its predecessor and its contributions; changes neither.
-
-    Raises:
-        ValueError: If `previous` is not its predecessor.
-    """
-    if record.key is None or previous.version != record.key.version:
-        raise ValueError(
-            f"version {record.version} cannot be recomputed from version {previous.version}"
-        )
-    combination = record.combination or mean_of(
-        [c.weight_tokens for c in record.contributors], fragment.padded_numel
-    )
-    return tuple(
-        publish_lane(
-            state,
-            [record.contributions[c.island][lane_id] for c in record.contributors],
-            combination,
-            rules,
-            fragment=fragment,
-            lane_id=lane_id,
-            key=record.key,
-            is_flush=record.is_flush,
-        )
-        for lane_id, state in enumerate(previous.lanes)
     )
 
 

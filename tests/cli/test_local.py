@@ -32,7 +32,7 @@ from diloco.launch.state_dir import StateDir, hold, holder
 from diloco.launch.traffic import data_parallel_traffic
 from diloco.outer.fragments import Plan
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.version import recompute
+from tests.remaking import recompute
 from tests.run_files import write_run
 
 pytestmark = pytest.mark.timeout(180)

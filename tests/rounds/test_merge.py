@@ -20,13 +20,14 @@ from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import merge_units
 from diloco.rounds.merge import Merger, Spooled
-from diloco.rounds.publication import LaneState, PublicationRules, lane_digest, publish_lane
+from diloco.rounds.publication import LaneState, PublicationRules, lane_digest
 from diloco.rounds.record import RecordDraft, record_path
 from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import Close, Contributor, Inclusion, RoundKey
-from diloco.rounds.version import VersionRecord, founding_record, recompute
+from diloco.rounds.version import VersionRecord, founding_record
 from diloco.telemetry.syncer_meter import SyncerMeter
+from tests.remaking import publish_lane, recompute
 
 PLAN = make_plan([TensorSpec("w", (70_000,))], num_fragments=1)
 FRAGMENT = PLAN.fragments[0]

@@ -21,9 +21,9 @@ from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.merge import Merger
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import OutcomeKind, RoundKey
-from diloco.rounds.version import recompute
 from protos import fragment_pb2 as wire
 from tests.raw_island import KEY, NUMEL, Dead, RawIsland, SlowWorker, founded, restart
+from tests.remaking import recompute
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
 from transport.errors import PeerReset
 from transport.loopback import run_virtual

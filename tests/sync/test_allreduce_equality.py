@@ -13,7 +13,8 @@ from torch import Tensor
 
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.version import VersionRecord, recompute
+from diloco.rounds.version import VersionRecord
+from tests.remaking import recompute
 from tests.virtual_allreduce import AllReduceRun
 from tests.virtual_run import Setting, VirtualRun
 from transport.loopback import run_virtual

@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.compression.registry import CODECS
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.version import recompute
+from tests.remaking import recompute
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
 from transport.loopback import run_virtual
 

@@ -16,7 +16,8 @@ from diloco.errors import ConfigError
 from diloco.outer.combination import MergeRule
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.version import VersionRecord, recompute
+from diloco.rounds.version import VersionRecord
+from tests.remaking import recompute
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
 from transport.loopback import run_virtual
 
