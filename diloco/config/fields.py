@@ -87,4 +87,6 @@ Rate: TypeAlias = Annotated[str, BeforeValidator(_check_rate)]
 Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 #: Used in file names and addresses, so without blanks, slashes and dots at the start.
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-IslandName: TypeAlias = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
+#: Of islands: they are parts of file names, and each of them travels in many messages.
+ISLAND_NAME = r"^[a-z0-9-]{1,100}$"
+IslandName: TypeAlias = Annotated[str, Field(pattern=ISLAND_NAME)]

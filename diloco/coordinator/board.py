@@ -153,6 +153,7 @@ class Board:
         if seen is not None:
             status.last_report.CopyFrom(seen.report)
             status.last_report.ClearField("grant")
+            status.last_report.ClearField("position_json")  # of all islands: no message holds them
             status.report_age_s = now - seen.at
         return status
 

@@ -30,6 +30,8 @@ from diloco.errors import ConfigError
 Entries = tuple[tuple[str, str], ...]
 
 _KIND = "slot"
+#: Characters of all positions together: they travel in one message to whoever inherits all slots.
+_MOST_POSITIONS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,9 @@ class Claims:
             for number, word in words.items():
                 slot, grant, is_final = int(number), word["grant"], word["is_final"]
                 position = SlotPosition.from_json(word["position"])
+                size, most = len(json.dumps(position.as_json())), _MOST_POSITIONS // len(self.slots)
+                if size > most:
+                    raise ValueError(f"a position of {size} characters; {most} are allowed")
                 if not (0 <= slot < len(self.slots) and type(grant) is int):
                     raise ValueError(f"slot {slot} of {len(self.slots)}")
                 if type(is_final) is not bool:

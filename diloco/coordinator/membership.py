@@ -29,10 +29,12 @@ Source: protocol.md sections 4 (version 0), 8, 9 and 10.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from diloco.config.fields import ISLAND_NAME
 from diloco.coordinator.admission import Entries, Joined, JoinVerdict, Shared, objection
 from diloco.coordinator.claims import Claims
 from diloco.coordinator.leases import Lease, LeaseEvent
@@ -214,6 +216,13 @@ class Membership(Roll):
                 JoinVerdict.UNKNOWN_ISLAND,
                 f"island {island!r} is not in the coordinator's configuration, which has "
                 f"{', '.join(self.members)}",
+                cause=Cause.ISLAND,
+            )
+        if member is None and not re.fullmatch(ISLAND_NAME, island):
+            return Joined(
+                JoinVerdict.UNKNOWN_ISLAND,
+                f"island: {island!r} there is no name of an island, which has 1 to 100 of a-z, 0-9 "
+                f"and -: diloco island RUN.toml --island NAME",
                 cause=Cause.ISLAND,
             )
         here = Shared(

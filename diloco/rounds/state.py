@@ -4,9 +4,7 @@ It decides who is counted, when a round closes and when it expires; it moves no 
 clock and knows no tensor. The syncer performs its instructions in the order given and tells it
 when a durable write has happened; a simulator and the tests drive the same object.
 
-    UNFOUNDED -> WAITING -> OPEN -> GRACE -> CLOSING -> (published: v+1) WAITING
-                              |       `-----------^
-                              `-> EXPIRING -> (attempt+1) WAITING
+`transitions` lists every move from phase to phase.
 
 Source: protocol.md sections 4, 5 and 8; grace window of Decoupled DiLoCo (arXiv 2604.21428, Eq. 3).
 """
@@ -40,6 +38,7 @@ from diloco.rounds.terms import (
     RoundRules,
 )
 from diloco.rounds.timing import FixedTiming, Timing, TimingRules
+from diloco.rounds.transitions import RoundEvent, after
 
 #: Results in a row that cannot be used and end the run, also where expiries do not.
 _MOST_BROKEN = 3
@@ -122,7 +121,7 @@ class FragmentRounds(Standing):
         self.version, self.attempt = version, attempt
         self.past = {base: _bounded(remembered) for base, remembered in past.items()}
         self.last_included = dict(last_included or {})
-        self.phase = Phase.WAITING
+        self._move(RoundEvent.FOUNDED)
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
         self._broken_in_a_row = broken_in_a_row
         self._timing.resumed(expired_in_a_row, now)
@@ -304,7 +303,7 @@ class FragmentRounds(Standing):
         self.version, self.attempt = key.version + 1, 0
         self._expired_in_a_row = self._broken_in_a_row = 0
         self._timing.published()
-        self._leave_round(Phase.WAITING)
+        self._leave_round(RoundEvent.COMMITTED)
         self._tell(now, f"published version {self.version}")
         return [Published(key), *self._open_if_due(now)]
 
@@ -314,7 +313,7 @@ class FragmentRounds(Standing):
         For an exchange where the payloads of a contribution are first read after the close.
         """
         self._require(Phase.CLOSING, "malformed", key)
-        self.phase = Phase.OPEN
+        self._move(RoundEvent.MALFORMED)
         return self.refused(key, island, self.incarnations[island], reason, now)
 
     def result_broken(self, key: RoundKey, reason: str, now: float) -> list[Instruction]:
@@ -339,7 +338,7 @@ class FragmentRounds(Standing):
         is_numeric = self._expiry_is_numeric
         self._expiry_is_numeric = False
         self._timing.expired(now)
-        self._leave_round(Phase.WAITING)
+        self._leave_round(RoundEvent.RECORDED)
         if is_numeric and self._is_beyond(self._broken_in_a_row, or_at=_MOST_BROKEN):
             reason = (
                 f"{self._broken_in_a_row} attempts in a row came to nothing: {self._expiry_reason}"
@@ -378,7 +377,7 @@ class FragmentRounds(Standing):
     def _open_if_due(self, now: float) -> list[Instruction]:
         if self.phase is not Phase.WAITING or not self._can_open() or now < self._opens_at:
             return []
-        self.phase = Phase.OPEN
+        self._move(RoundEvent.OPENED)
         self.members = self._eligible()
         self.takes_flush = self.is_finishing
         self.opened_at = now
@@ -406,10 +405,12 @@ class FragmentRounds(Standing):
             return self._close(now)
         # A flush closes only with everybody's flush; a mixed attempt waits for its deadline.
         if quorum is None or True in kinds or len(complete) < quorum:
-            self.phase, self._grace_end = Phase.OPEN, math.inf
+            if self.phase is Phase.GRACE:
+                self._move(RoundEvent.QUORUM_GONE)
+            self._grace_end = math.inf
             return []
         if self.phase is Phase.OPEN:
-            self.phase = Phase.GRACE
+            self._move(RoundEvent.QUORUM)
             self._grace_end = min(now + self._timing.grace_s(self.members), self._deadline)
         return self.tick(now)
 
@@ -427,7 +428,7 @@ class FragmentRounds(Standing):
             )
             for _, c in sorted(self.contributions.items())
         )
-        self.phase = Phase.CLOSING
+        self._move(RoundEvent.CLOSED)
         self.closed_at = now
         self._timing.closed(now)
         self._tell(now, f"closing with {', '.join(c.island for c in contributors)}")
@@ -438,18 +439,18 @@ class FragmentRounds(Standing):
         self, reason: str, now: float, missing: tuple[str, ...] | None = None
     ) -> list[Instruction]:
         self._missing = self._absent() if missing is None else missing
-        self.phase = Phase.EXPIRING
+        self._move(RoundEvent.EXPIRED)
         reason = bounded_text(reason)
         self._expiry_reason = reason
         self._tell(now, f"expired {self.key}: {reason}")
         return [RecordExpiry(self.key, reason, self._missing, self._broken_in_a_row)]
 
     def _lose(self, key: RoundKey, reason: str, *, is_numeric: bool) -> list[Instruction]:
-        self.phase = Phase.LOST
+        self._move(RoundEvent.LOST)
         return [Lost(key, self._missing, reason, is_numeric)]
 
-    def _leave_round(self, phase: Phase) -> None:
-        self.phase = phase
+    def _leave_round(self, event: RoundEvent) -> None:
+        self._move(event)
         self.members = ()
         self.contributions = {}
         self.left = {}
@@ -463,6 +464,12 @@ class FragmentRounds(Standing):
         (rules, measured), self._next = self._next, None
         self.rules = rules if rules.min_members is not None else replace(rules, members=self.live)
         self._timing.obey(rules, measured)
+
+    def _move(self, event: RoundEvent) -> None:
+        """Go where the table says; a move that it does not list is a defect of this machine."""
+        if (phase := after(self.phase, event)) is None:
+            raise InvalidTransition(event, self.phase, self.key, self.key, self.story)
+        self.phase = phase
 
     def _require(self, phase: Phase, event: str, key: RoundKey | None = None) -> None:
         if self.phase is not phase or (key is not None and key != self.key):

@@ -29,6 +29,8 @@ from diloco.rounds.terms import RoundRules
 _WEIGHT = 0.5
 _DEVIATIONS = 4.0
 _MOST_DOUBLINGS = 60
+#: Seconds of the shortest and the longest inner step that is believed.
+_STEP_S = (1e-6, 86400.0)
 
 
 class Average:
@@ -57,7 +59,8 @@ class StepTimes:
 
     def stepped(self, island: str, step_s: float) -> None:
         """Take what an island measured lately; what is no duration is not taken."""
-        if 0.0 < step_s < math.inf:
+        shortest_s, longest_s = _STEP_S
+        if shortest_s <= step_s <= longest_s:
             self._averages.setdefault(island, Average()).add(step_s)
 
     def forget(self, island: str) -> None:

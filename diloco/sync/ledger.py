@@ -1,13 +1,14 @@
 """What an island owes and is owed for one fragment: counters, outstanding contribution, outcome.
 
 Pure bookkeeping in integers, equal on every rank of the island. The table of protocol.md section
-5 is `settle`; tensors (anchor, residual, payload) follow its verdict elsewhere.
+5 is `OUTCOMES`; tensors (anchor, residual, payload) follow its verdict elsewhere.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from diloco.rounds.terms import RoundKey
 
@@ -26,6 +27,50 @@ class Verdict(StrEnum):
     EXPIRED = "expired"
     #: Nothing was outstanding: a version came that this island was not asked for, or too late.
     ABSENT = "absent"
+
+
+class Counters(StrEnum):
+    """Where tokens and steps are counted from after an outcome."""
+
+    SEND = "restart from the send"
+    MERGE = "restart from the merge"
+    KEEP = "keep"
+
+
+class Settlement(NamedTuple):
+    """What an outcome does to an island.
+
+    Args:
+        verdict: The outcome.
+        late: For which `outer.late` ("drop" or "carry"); empty: for both.
+        merges: Whether a version is merged.
+        counters: Where alpha is 0: the merge overwrites what was done since the send.
+        mixed: Where alpha is greater.
+    """
+
+    verdict: Verdict
+    late: str
+    merges: bool
+    counters: Counters
+    mixed: Counters
+
+
+_SEND, _MERGE, _KEEP = Counters
+OUTCOMES = (
+    Settlement(Verdict.INCLUDED, "", True, _SEND, _SEND),
+    Settlement(Verdict.NOT_INCLUDED, "drop", True, _MERGE, _SEND),
+    Settlement(Verdict.NOT_INCLUDED, "carry", True, _KEEP, _KEEP),
+    Settlement(Verdict.REFUSED, "", True, _KEEP, _KEEP),
+    Settlement(Verdict.DECLINED, "", True, _KEEP, _KEEP),
+    Settlement(Verdict.ABSENT, "drop", True, _MERGE, _KEEP),
+    Settlement(Verdict.ABSENT, "carry", True, _KEEP, _KEEP),
+    Settlement(Verdict.EXPIRED, "", False, _KEEP, _KEEP),
+)
+_SETTLEMENTS = {
+    (each.verdict, late): each
+    for each in OUTCOMES
+    for late in ((each.late,) if each.late else ("drop", "carry"))
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +170,7 @@ class FragmentLedger:
         merged: Target | None = None,
         is_carried: bool = False,
     ) -> Settled:
-        """Apply the outcome of what is outstanding.
-
-        | verdict               | version | counters                                              |
-        | INCLUDED              | merged  | restart from the send                                 |
-        | NOT_INCLUDED (drop)   | merged  | restart from the merge; from the send if local_mix > 0 |
-        | NOT_INCLUDED (carry)  | merged  | keep                                                  |
-        | REFUSED, DECLINED     | merged  | keep                                                  |
-        | ABSENT                | merged  | restart from the merge; keep if local_mix > 0         |
-        | EXPIRED               | same    | keep                                                  |
+        """Apply the outcome of what is outstanding, as `OUTCOMES` says.
 
         Args:
             verdict: The outcome; ABSENT: a version is merged while nothing is outstanding.
@@ -148,7 +185,8 @@ class FragmentLedger:
         assert has_sent != (verdict is Verdict.ABSENT), (
             f"{verdict}: fragment {self.fragment_id} has {sent or 'nothing'} outstanding"
         )
-        if verdict is Verdict.EXPIRED:
+        settlement = _SETTLEMENTS[verdict, "carry" if is_carried else "drop"]
+        if not settlement.merges:
             assert sent is not None
             following = sent.key.attempt + 1
             self.attempt = attempt if attempt - following > MAX_EXPIRED else following
@@ -164,13 +202,13 @@ class FragmentLedger:
         overwritten = self.steps - weight_steps if is_included else self.local_steps
         dropped = 0
         self.local_steps = 0
-        is_lost = verdict in (Verdict.NOT_INCLUDED, Verdict.ABSENT) and not is_carried
-        if is_included or (is_lost and local_mix > 0):  # ABSENT: of nothing sent
-            dropped = 0 if is_included else weight_tokens
-            self.tokens -= weight_tokens
-            self.steps -= weight_steps
-        elif is_lost:
-            dropped, self.tokens, self.steps = self.tokens, 0, 0
+        match settlement.counters if local_mix == 0 else settlement.mixed:
+            case Counters.SEND:
+                dropped = 0 if is_included else weight_tokens
+                self.tokens -= weight_tokens
+                self.steps -= weight_steps
+            case Counters.MERGE:
+                dropped, self.tokens, self.steps = self.tokens, 0, 0
         return Settled(overwritten if local_mix == 0 else 0, dropped)
 
 

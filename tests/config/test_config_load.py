@@ -424,7 +424,7 @@ REFUSALS = [
     ("transport.retry.max_wait=1ms", ["max_wait:", "must not be shorter than first_wait = 100ms"]),
     ("evaluation.every_inner_steps=-1", ["evaluation.every_inner_steps: -1:", ">= 0"]),
     ("islands={}", ["islands: {  }: must not be empty"]),
-    ("islands={A={}}", ['islands.A: "A": must match ^[a-z0-9-]+$']),
+    ("islands={A={}}", ['islands.A: "A": must match ^[a-z0-9-]{1,100}$']),
     ("islands.a.ranks=2", ["islands.a.mesh:", "product of its axes must equal ranks = 2"]),
     ("islands.a.mesh={pp=1}", ["islands.a.mesh.pp: 1: unknown key", "known here: dp_shard, tp"]),
     ("islands.a.mesh={tp=0}", ["islands.a.mesh.tp: 0:", ">= 1"]),

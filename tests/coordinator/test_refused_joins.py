@@ -16,7 +16,7 @@ from diloco.launch.disk import num_unsure_checkpoints
 from protos import control_pb2 as control
 from tests.coordinator.test_daemon import Play, play
 from tests.coordinator.test_membership import OTHER_PLAN
-from tests.coordinator_desk import IDENTITY, PLAN, SECRET, Desk, joined
+from tests.coordinator_desk import IDENTITY, PLAN, SECRET, Desk, joined, tell
 from tests.run_files import write_run
 from tests.transport.test_tokens import EAST, write_table
 from transport.contracts import PROTOCOL_VERSION
@@ -96,6 +96,32 @@ def test_a_join_is_refused_by_field_and_both_values(
         assert refusals(desk) == {("coordinator", island, cause): 1}
 
     play(story)
+
+
+def test_a_full_run_and_a_kicked_island_are_refused_and_counted(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", {"east": "", "west": ""})
+    settings = ["outer.preset=decoupled", "run.open=true", "run.max_islands=2"]
+
+    async def story(desk: Desk) -> None:
+        for name in ("east", "west"):
+            await ask(desk, island=name)
+        await desk.operate("kick", island="east", reason="its numbers are odd")
+
+        full, kicked, odd = [await ask(desk, island=name) for name in ("north", "east", "../x")]
+
+        assert full.status == control.JOIN_STATUS_RUN_FULL
+        assert "run.max_islands: 2 here, island 'north' there would be number 3" in full.message
+        assert kicked.status == control.JOIN_STATUS_KICKED
+        assert "its numbers are odd" in kicked.message
+        assert odd.status == control.JOIN_STATUS_UNKNOWN_ISLAND
+        assert "'../x'" in odd.message
+        assert refusals(desk) == {
+            ("coordinator", "", "full"): 1,
+            ("coordinator", "", "kicked"): 1,
+            ("coordinator", "", "island"): 1,
+        }
+
+    tell(tmp_path, story, config=load_config(path, settings))
 
 
 def test_a_stranger_fills_nobodys_count_of_refusals(play: Play) -> None:

@@ -22,6 +22,7 @@ from diloco.coordinator.leases import Lease, Leases
 from diloco.coordinator.members import MembershipRules, Roster
 from diloco.coordinator.membership import Membership
 from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.refusals import Cause
 
 PLAN = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=2).to_json()
 ELASTIC = MembershipRules(is_elastic=True, max_islands=3)
@@ -292,6 +293,17 @@ def test_an_open_run_takes_islands_that_it_does_not_know_up_to_its_most() -> Non
         run.membership.members,
         ("east", "north", "south", "west"),
     )
+
+
+@pytest.mark.parametrize("name", ["", "../x", "South", "a/b", "a\n", "x" * 101, "\0"])
+def test_a_stranger_has_a_name_that_every_file_and_message_holds(name: str) -> None:
+    run = joined(OPEN)
+
+    refused = run.join(name, names=(name,))
+
+    assert (refused.verdict, refused.entries) == (JoinVerdict.UNKNOWN_ISLAND, ())
+    assert refused.cause is Cause.ISLAND
+    assert f"island: {name!r} there is no name" in refused.message
 
 
 def test_a_stranger_must_share_all_but_the_names() -> None:

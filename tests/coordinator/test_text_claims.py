@@ -76,7 +76,15 @@ def test_positions_outlive_the_coordinator_and_go_to_the_heir_and_back(
     tell(tmp_path, story, config=elastic)
 
 
-@pytest.mark.parametrize("said", ["[]", "{", word(0, slot2=(0, 1, False))])
+def of_size(num_characters: int) -> str:
+    said = json.loads(word(0, slot0=(0, 1, False)))
+    said["slots"]["0"]["position"]["cursor"] = {"at": "x" * num_characters}
+    return json.dumps(said)
+
+
+@pytest.mark.parametrize(
+    "said", ["[]", "{", word(0, slot2=(0, 1, False)), of_size(300_000)], ids=lambda said: said[:40]
+)
 def test_what_no_island_says_is_refused_and_counted(
     said: str, tmp_path: Path, elastic: Config
 ) -> None:
@@ -87,6 +95,22 @@ def test_what_no_island_says_is_refused_and_counted(
         counts = {(r.island, r.cause): r.count for r in desk.coordinator.status().refusals}
         assert counts == {("east", "frame"): 1}
         assert not (await desk.report(east, position_json=word(0))).stop
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_the_status_has_room_for_all_islands_whatever_their_positions(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        for island in ("east", "west"):
+            grant = (await desk.join(island)).grant
+            await desk.report(grant, inner_step=3, position_json=of_size(200_000))
+
+        status = desk.coordinator.status()
+
+        assert [i.last_report.inner_step for i in status.islands] == [3, 3]
+        assert status.ByteSize() < 1000
 
     tell(tmp_path, story, config=elastic)
 

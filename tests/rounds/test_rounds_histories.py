@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
-from typing import Any
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,7 @@ from hypothesis.stateful import (
     multiple,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from diloco.rounds.state import FragmentRounds
@@ -38,6 +40,7 @@ from diloco.rounds.terms import (
     RoundRules,
 )
 from diloco.rounds.timing import MeasuredTiming, StepTimes, TimingRules
+from diloco.rounds.transitions import TRANSITIONS, RoundEvent
 
 ISLANDS = ("a", "b", "c")
 TIMING = TimingRules(
@@ -50,23 +53,58 @@ TIMING = TimingRules(
 )
 
 Identity = tuple[RoundKey, str, int]
+Move = tuple[Phase, RoundEvent, Phase]
+
+
+class Watched(FragmentRounds):
+    """Rounds whose moves are noted; a phase that changes in another way is a defect."""
+
+    moves: set[Move]
+    _event: RoundEvent | None = None
+
+    @property  # type: ignore[override]
+    def phase(self) -> Phase:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        if hasattr(self, "_phase"):
+            assert self._event is not None, f"{self._phase} became {phase} beside the table"
+            self.moves.add((self._phase, self._event, phase))
+        self._phase = phase
+
+    def _move(self, event: RoundEvent) -> None:
+        self._event = event
+        super()._move(event)
+        self._event = None
 
 
 class AnyHistory(RuleBasedStateMachine):
     """Islands, a syncer that may be killed at any moment, and time, in any order.
 
     What is durable is kept apart: the version, the next attempt, the outcomes of past rounds and
-    the incarnations. A kill forgets all else.
+    the incarnations. A kill forgets all else. `moves` are those of all histories.
     """
 
+    moves: ClassVar[set[Move]] = set()
     lanes = Bundle("lanes")
 
-    @initialize(quorum=st.sampled_from([None, 2]), grace_s=st.sampled_from([0.0, 5.0]))
-    def begin(self, quorum: int | None, grace_s: float) -> None:
+    @initialize(
+        quorum=st.sampled_from([None, 2]),
+        grace_s=st.sampled_from([0.0, 5.0]),
+        most_expired=st.sampled_from([3, 99, 99, 99]),
+    )
+    def begin(self, quorum: int | None, grace_s: float, most_expired: int) -> None:
         self.rules = RoundRules(
-            ISLANDS, 2, 10.0, min_contributions=quorum, grace_s=grace_s, max_expired_in_a_row=99
+            ISLANDS,
+            2,
+            10.0,
+            min_contributions=quorum,
+            grace_s=grace_s,
+            max_expired_in_a_row=most_expired,
         )
         self.retained = 10**6
+        self.may_be_lost = most_expired == 3
         self.steps: StepTimes | None = None
         self.start()
 
@@ -96,7 +134,8 @@ class AnyHistory(RuleBasedStateMachine):
     def restart(self) -> None:
         self.pending = []
         timing = self.steps and MeasuredTiming(TIMING, self.steps, self.now)
-        self.rounds = FragmentRounds(0, 0, self.rules, timing)
+        self.rounds = Watched(0, 0, self.rules, timing)
+        self.rounds.moves = self.moves
         self.perform(self.rounds.heard_of(self.orders(), self.now))
         if self.is_finishing:
             self.rounds.finishing()
@@ -122,8 +161,10 @@ class AnyHistory(RuleBasedStateMachine):
                     self.pending.append(instruction)
                 case DropLanes(key, island, incarnation):
                     self.bytes_of.pop((key, island, incarnation), None)
-                case Lost():
-                    raise AssertionError("99 in a row")
+                case Lost():  # a restart of the syncer, after which it counts anew
+                    assert self.rules.max_expired_in_a_row in (None, 3)
+                    assert self.rounds.phase is Phase.LOST
+                    assert self.rounds.next_wake == math.inf
 
     @rule(
         target=lanes,
@@ -196,12 +237,26 @@ class AnyHistory(RuleBasedStateMachine):
             self.perform(self.rounds.tick(self.now))
 
     @precondition(lambda self: self.pending)
-    @rule(is_killed=st.booleans(), is_broken=st.booleans(), outlier=st.sampled_from(ISLANDS))
-    def write(self, is_killed: bool, is_broken: bool, outlier: str) -> None:
+    @rule(
+        is_killed=st.booleans(),
+        is_broken=st.booleans(),
+        is_malformed=st.booleans(),
+        outlier=st.sampled_from(ISLANDS),
+    )
+    def write(
+        self, is_killed: bool, is_broken: bool, outlier: str, is_malformed: bool = False
+    ) -> None:
         """The durable write ends; the syncer may die before it tells anybody."""
         instruction = self.pending.pop()
         version = self.rounds.version
         match instruction:
+            case Close(key, contributors) if is_broken and is_malformed:
+                island = contributors[0].island
+                if self.rounds.incarnations.get(island) == contributors[0].incarnation:
+                    self.perform(self.rounds.malformed(key, island, "no payload", self.now))
+                else:  # it has started anew since, or was kicked: an all-reduce gives the round up
+                    self.perform(self.rounds.abandoned(key, (island,), "lost", self.now))
+                return
             case Close(key) if is_broken:
                 self.perform(self.rounds.result_broken(key, "not finite", self.now))
                 return
@@ -248,6 +303,19 @@ class AnyHistory(RuleBasedStateMachine):
             self.counted.add((close.key.version, contributor.island))
             held = self.bytes_of[close.key, contributor.island, contributor.incarnation]
             assert contributor.lane_digests == (held[0], held[1])
+
+    @precondition(lambda self: self.may_be_lost and self.rounds.version > 1)
+    @rule()
+    def nothing_can_be_used(self) -> None:
+        """Three rounds in a row whose results are of no use end the run."""
+        for _ in range(3):
+            self.wait(11.0)
+            self.send_whole(set(ISLANDS))
+            self.wait(11.0)
+            if self.pending:
+                self.write(is_killed=False, is_broken=True, outlier="c")
+            if self.pending:
+                self.write(is_killed=False, is_broken=False, outlier="c")
 
     @rule()
     def kill(self) -> None:
@@ -313,7 +381,7 @@ class MembersComeAndGo(AnyHistory):
         )
         self.retained = retained
         self.steps = StepTimes()
-        self.is_paused = False
+        self.is_paused, self.may_be_lost = False, retained == 1
         self.start()
 
     def orders(self) -> Roster:
@@ -408,16 +476,29 @@ class LongHistories(MembersComeAndGo):
     """The same, 10,000 steps of it and more."""
 
 
-def limit(history: type[AnyHistory], max_examples: int, num_steps: int) -> type[Any]:
-    history.TestCase.settings = settings(
-        max_examples=max_examples,
-        stateful_step_count=num_steps,
-        deadline=None,
-        derandomize=True,
-    )
-    return history.TestCase
+def run_histories(*histories: type[AnyHistory], max_examples: int, num_steps: int) -> None:
+    """Run histories; together they make every move of the table, and no other."""
+    AnyHistory.moves.clear()
+
+    for history in histories:
+        run_state_machine_as_test(
+            history,
+            settings=settings(
+                max_examples=max_examples,
+                stateful_step_count=num_steps,
+                deadline=None,
+                derandomize=True,
+            ),
+        )
+
+    listed = {(t.before, t.event, t.after) for t in TRANSITIONS}
+    assert AnyHistory.moves == listed, f"never made: {listed - AnyHistory.moves}"
 
 
-test_any_history = limit(AnyHistory, 150, 40)
-test_members_come_and_go = limit(MembersComeAndGo, 150, 40)
-test_long_histories = pytest.mark.slow(limit(LongHistories, 200, 80))
+def test_any_history_makes_the_moves_of_the_table_and_no_other() -> None:
+    run_histories(AnyHistory, MembersComeAndGo, max_examples=150, num_steps=40)
+
+
+@pytest.mark.slow
+def test_long_histories() -> None:
+    run_histories(AnyHistory, LongHistories, max_examples=200, num_steps=80)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,24 @@ def test_nothing_opens_before_a_step_time_is_known_and_a_round_has_passed(
         assert reply.fragments[0].is_open
         assert asyncio.get_running_loop().time() == pytest.approx(closed + ROUND_S)
         assert closed - began < 3 * ROUND_S
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("step_s", [math.nan, math.inf, -math.inf, -1.0, 5e-324, 1e308])
+def test_what_is_no_step_time_opens_nothing(setting: Setting, step_s: float) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        a = RawIsland(run, "a")
+        await a.poll(step_s=step_s)
+        await a.upload()
+        await asyncio.sleep(2 * ROUND_S)
+
+        reply = await a.poll(step_s=step_s, wait_s=math.nan)
+
+        assert not reply.fragments[0].is_open
+        assert (await a.poll(step_s=STEP_S)).fragments[0].is_open, "the next one counts"
 
     run_virtual(scenario())
 

@@ -148,7 +148,7 @@ def test_every_expiry_doubles_the_deadline_up_to_the_longest() -> None:
     assert timing.deadline_s(BOTH) == 6.0
 
 
-@pytest.mark.parametrize("step_s", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("step_s", [0.0, -1.0, math.inf, math.nan, 5e-324, 1e308])
 def test_what_is_no_duration_is_not_taken(step_s: float) -> None:
     steps = step_times()
     steps.stepped("fast", step_s)

@@ -18,6 +18,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,19 @@ from hypothesis import strategies as st
 
 from diloco.config.classes import identity_difference
 from diloco.config.load import load_config
+from diloco.config.schema import Config
 from diloco.coordinator import decider as decider_module
+from diloco.coordinator.claims import Claims
 from diloco.coordinator.daemon import Coordinator, Operations
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
-from diloco.coordinator.terms import Terms
+from diloco.coordinator.terms import Terms, terms_of
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.access import RULES, guarded
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.rounds import syncer as syncer_module
+from diloco.rounds.orders import Orders
 from diloco.sync import peer as peer_module
 from protos import allreduce_pb2, fragment_pb2
 from protos.control_pb2 import (
@@ -48,12 +52,14 @@ from protos.control_pb2 import (
     ROLE_SYNCER,
     FragmentStatus,
     Grant,
+    RoundReport,
+    RoundReportReply,
     StatusReply,
     StatusRequest,
 )
-from tests.raw_island import NUMEL, founded
+from tests.raw_island import NUMEL, RawIsland, founded
 from tests.virtual_allreduce import AllReduceRun
-from tests.virtual_run import RUN, Setting, grant
+from tests.virtual_run import RUN, Setting, VirtualRun, grant
 from transport.contracts import PROTOCOL_VERSION, Handlers, Reply
 from transport.errors import TransportError
 from transport.framing import MAX_HEADER_BYTES, FrameReader, frame_messages, frame_whole
@@ -65,6 +71,7 @@ from transport.transfer import Partial, Transfer
 
 SECRET = bytes(32)
 IDENTITY = json.dumps({"run.seed": 7})
+_OPEN_RUN = ["outer.preset=decoupled", "run.open=true", "run.max_islands=4"]
 _RUN_FILE = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
 #: What a handler may raise at a caller's nonsense; anything else is a defect of ours.
 NAMED = (TransportError, DilocoError, PermissionError)
@@ -287,7 +294,9 @@ _TEXTS = st.one_of(
     ),
     st.text(max_size=20),
 )  # fmt: skip
-_DOUBLES = st.sampled_from([0.0, -1.0, 1.0, 1e308, float("inf"), float("nan")])
+_DOUBLES = st.sampled_from(
+    [0.0, -1.0, 1.0, 1.0, 5e-324, 1e308, float("inf"), float("-inf"), float("nan")]
+)
 _DIGESTS = [blake3.blake3(bytes(size)).digest() for size in _LANE_BYTES]
 _BYTES = st.one_of(
     st.binary(max_size=40), st.sampled_from([b"", bytes(32), *_DIGESTS, *_DIGESTS, bytes(_MUCH)])
@@ -309,6 +318,31 @@ def grants() -> list[Grant]:
 
 
 _GRANTS = grants()
+
+
+@st.composite
+def positions(draw: st.DrawFn) -> str:
+    """Draw how far slots of the text are drawn: mostly what an island says."""
+    cursor = draw(st.sampled_from([{}, {"web": 7}, {"web": float("nan")}, {"web": "x" * 300_000}]))
+    word = {
+        "grant": draw(st.sampled_from([0, 0, 0, 1, -1, 2**70, True])),
+        "is_final": draw(st.sampled_from([False, True, 0])),
+        "position": draw(
+            st.sampled_from(
+                [
+                    {"drawn": {"web": 3}, "cursor": cursor},
+                    {"drawn": {"web": draw(st.sampled_from([-1, 2**63, 1.5]))}, "cursor": {}},
+                    {"drawn": {"web": 3}},
+                    [],
+                ]
+            )
+        ),
+    }
+    slots = draw(st.lists(st.sampled_from(["0", "1", "2", "3", "4", "-1", "9" * 5000]), max_size=3))
+    revision = draw(st.sampled_from([0, 1, -1, 2**70, "1", None]))
+    return json.dumps({"revision": revision, "slots": dict.fromkeys(slots, word)})
+
+
 #: Values with which a message gets far: of sound ones every such field has one of these.
 _LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "arguments": st.sampled_from(
@@ -325,6 +359,7 @@ _LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "command": st.sampled_from(["pause", "unpause", "drain", "kick", "set", "stop", "backup"]),
     "digest": st.sampled_from(_DIGESTS),
     "is_flush": st.just(False),
+    "island": st.sampled_from(["a", "b", "c", "d"]),
     "key": st.sampled_from(
         [
             fragment_pb2.RoundKey(version=v, attempt=a)
@@ -338,6 +373,7 @@ _LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "run": st.just(RUN),
     "identity_json": st.just(IDENTITY),
     "plan_json": st.just(_PLAN.to_json()),
+    "position_json": positions(),
     "state": st.sampled_from(["waiting", "training"]),
     "weight_tokens": st.sampled_from([1, 4]),
 }
@@ -418,9 +454,9 @@ def mutated(header: bytes, rng: random.Random) -> bytes:
 
 
 class Call:
-    """A call as handlers see it."""
+    """A call as handlers see it, from this machine: else nobody would get as far as a command."""
 
-    peer, is_local = "fuzz", False
+    peer, is_local = "fuzz", True
 
     def __init__(self, method: str, header: bytes, payload: bytes, caller: Identity | None) -> None:
         self.method, self.header, self.caller = method, header, caller
@@ -431,11 +467,17 @@ class Call:
         return self._payload
 
 
+def _is_good(held: Grant) -> bool:
+    return held.run == RUN and held.incarnation == 1
+
+
 class Service:
     """Coordinator and syncer, decider and peer, each with version 0, and a loop for them.
 
-    What a hostile caller with a good grant can end by the rules (rounds that expire three times in
-    a row end a run) is begun anew; `outcomes` counts the answers by method.
+    Coordinator and syncer are there twice: of a run whose islands are fixed, and of one that any
+    island may join and in which none is waited for. What a hostile caller with a good grant can end
+    by the rules (rounds that expire three times in a row end a run) is begun anew; `outcomes`
+    counts the answers by method.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -451,21 +493,25 @@ class Service:
         directory.mkdir()
         self.journal = Journal(directory / "journal.sqlite")
         self.journal.open()
-        membership = Membership(
-            RUN, ("a", "b"), IDENTITY, identity_difference, 100, num_checkpoints=2
-        )
-        self.coordinator = Coordinator(
-            membership=membership,
-            journal=self.journal,
-            secret=SECRET,
-            terms=Terms(json.dumps({"run.inner_steps": 100}), unreachable_s=600.0),
-            unix_clock=lambda: 0.0,
-            operations=Operations(load_config(_RUN_FILE), lambda config: None, self._back_up),
-        )
-        self.membership = membership
+        terms = Terms(json.dumps({"run.inner_steps": 100}), unreachable_s=600.0)
+        self.coordinator = self._coordinator(self.journal, terms, load_config(_RUN_FILE), None)
         self.run, _ = await founded(self._setting(directory / "syncer"))
-        # Else a grant that nobody signed would fence all others for good.
-        self.run.syncer._is_granted = lambda held: held.run == RUN and held.incarnation == 1
+        self.open_journal = Journal(directory / "open.sqlite")
+        self.open_journal.open()
+        config = load_config(_RUN_FILE, _OPEN_RUN)
+        claims = Claims(config.max_islands, ("a", "b"))
+        self.open = self._coordinator(self.open_journal, terms_of(config), config, claims)
+        setting = self._setting(directory / "open", min_members=1, quorum=1)
+        self.open_run = VirtualRun(replace(setting, timing=setting.measured()))
+        await self.open_run.start_syncer()
+        islands = [RawIsland(self.open_run, name) for name in ("a", "b")]
+        for island in islands:
+            await island.poll(step_s=1.0)
+        await islands[0].upload()
+        await asyncio.sleep(setting.inner_steps_per_round)
+        for run in (self.run, self.open_run):
+            # Else a grant that nobody signed would fence all others for good.
+            run.syncer._attendance._is_granted = _is_good
         self.allreduce = AllReduceRun(self._setting(directory / "allreduce"))
         await self.allreduce.start_decider()
         self.islands = [await self.allreduce.start(name) for name in ("a", "b")]
@@ -478,18 +524,36 @@ class Service:
             **{m: h for m, h in self.peer.handlers.items() if m.startswith("allreduce.")},
         }
         self.handlers = guarded(together)
+        self.open_handlers = guarded({**self.open.handlers, **self.open_run.syncer.handlers})
         # To the ranks of its island a peer is their syncer.
         self.peer_handlers = guarded(self.peer.handlers)
 
+    def _coordinator(
+        self, journal: Journal, terms: Terms, config: Config, claims: Claims | None
+    ) -> Coordinator:
+        return Coordinator(
+            membership=Membership(
+                RUN, ("a", "b"), IDENTITY, identity_difference, 100, num_checkpoints=2,
+                claims=claims,
+            ),
+            journal=journal,
+            secret=SECRET,
+            terms=terms,
+            unix_clock=lambda: 0.0,
+            operations=Operations(config, lambda config: None, self._back_up),
+        )  # fmt: skip
+
     @staticmethod
-    def _setting(directory: Path) -> Setting:
+    def _setting(directory: Path, **changes: Any) -> Setting:
         directory.mkdir()
-        return Setting({"w": [0.0] * NUMEL}, lambda *_: None, directory, inner_steps=8)
+        return Setting({"w": [0.0] * NUMEL}, lambda *_: None, directory, inner_steps=8, **changes)
 
     async def _end(self) -> None:
         await self.allreduce.end(self.islands)
-        await self.run.kill_syncer()
-        self.journal.close()
+        for run in (self.run, self.open_run):
+            await run.kill_syncer()
+        for journal in (self.journal, self.open_journal):
+            journal.close()
 
     def answer(self, method: str, payload: bytes, *headers: bytes) -> None:
         """Answer calls, or refuse them by name; insist that the rest still works."""
@@ -505,7 +569,7 @@ class Service:
         assert time.monotonic() - began < CASE_S * len(headers)
 
     async def _answer(self, method: str, header: bytes, payload: bytes) -> None:
-        for handlers in (self.handlers, self.peer_handlers):
+        for handlers in (self.handlers, self.open_handlers, self.peer_handlers):
             if method not in handlers:
                 continue
             try:
@@ -523,9 +587,11 @@ class Service:
         """Insist that operator and islands are answered, in messages that transports take."""
         operator = Identity(RUN, Role.OPERATOR)
         status = StatusRequest(protocol_version=PROTOCOL_VERSION)
-        reply = await self._ask("control.status", status, operator)
-        assert StatusReply.FromString(reply.header).run == RUN
-        assert self.run.syncer.failure is None
+        for handlers in (self.handlers, self.open_handlers):
+            reply = await self._ask("control.status", status, operator, handlers)
+            assert StatusReply.FromString(reply.header).run == RUN
+        for run in (self.run, self.open_run):
+            assert run.syncer.failure is None
         assert self.allreduce.decider._failure is None
         for each in self.islands:
             failure = each.peer._tasks.failure
@@ -537,15 +603,28 @@ class Service:
             ("allreduce.record", allreduce_pb2.RecordRequest(**poll)),
         ):
             await self._ask(method, request)
-        is_lost = self.run.syncer.fatal is not None or self.allreduce.lost
-        is_operated = self.membership._num_operations > 0
+        report = RoundReport(protocol_version=PROTOCOL_VERSION, grant=_GRANTS[1])
+        reply = await self._ask("control.round_report", report, None, self.open_handlers)
+        self.open_run.syncer.heard_of(Orders.of(RoundReportReply.FromString(reply.header)))
+        poll["grant"] = grant("a")
+        await self._ask("fragment.poll", fragment_pb2.PollRequest(**poll), None, self.open_handlers)
+        runs = (self.run, self.open_run)
+        is_lost = any(run.syncer.fatal is not None for run in runs) or self.allreduce.lost
+        memberships = (each._membership for each in (self.coordinator, self.open))
+        is_operated = any(each._num_operations > 0 for each in memberships)
         if is_lost or is_operated or any(each.peer._tasks.failure for each in self.islands):
             await self._end()
             await self._begin()
 
-    async def _ask(self, method: str, request: Message, caller: Identity | None = None) -> Reply:
+    async def _ask(
+        self,
+        method: str,
+        request: Message,
+        caller: Identity | None = None,
+        handlers: Handlers | None = None,
+    ) -> Reply:
         call = Call(method, request.SerializeToString(), b"", caller)
-        reply = await self.handlers[method](call)
+        reply = await (handlers or self.handlers)[method](call)
         assert len(reply.header) <= MAX_HEADER_BYTES
         return reply
 
@@ -568,6 +647,8 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
 
 def test_every_method_is_served_here(service: Service) -> None:
     assert service.handlers.keys() == RULES.keys()
+    arriving = {m for m in RULES if not m.startswith("allreduce.")}
+    assert service.open_handlers.keys() == arriving
     assert {m for m in RULES if m.startswith("fragment.")} < service.peer_handlers.keys()
 
 

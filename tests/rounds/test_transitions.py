@@ -1,0 +1,70 @@
+"""diloco/rounds/README.md: its diagrams are those of the code, its tables name tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.rounds.terms import Phase
+from diloco.rounds.transitions import TRANSITIONS, RoundEvent, after, diagrams
+from diloco.sync.ledger import OUTCOMES, Verdict
+
+TESTS = Path(__file__).resolve().parents[1]
+README = TESTS.parent / "diloco" / "rounds" / "README.md"
+
+
+def rows(section: str) -> list[list[str]]:
+    text = README.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_diagrams_are_those_of_the_tables() -> None:
+    shown = README.read_text(encoding="utf-8").split("<!-- begin -->\n")[1]
+
+    assert shown.split("<!-- end -->")[0] == diagrams() + "\n", (
+        "print them anew: python -m diloco.rounds.transitions"
+    )
+
+
+def test_the_command_prints_the_diagrams() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "diloco.rounds.transitions"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert printed.stdout == diagrams() + "\n"
+
+
+def test_every_phase_event_and_outcome_is_in_a_table() -> None:
+    assert {t.before for t in TRANSITIONS} | {t.after for t in TRANSITIONS} == set(Phase)
+    assert {t.event for t in TRANSITIONS} == set(RoundEvent)
+    assert {o.verdict for o in OUTCOMES} == set(Verdict)
+    assert after(Phase.LOST, RoundEvent.OPENED) is None
+    assert len({(t.before, t.event) for t in TRANSITIONS}) == len(TRANSITIONS)
+
+
+def test_there_are_failures_and_rules() -> None:
+    assert len(rows("What dies")) > 25
+    assert [row[0] for row in rows("Rules")] == [f"R{n}" for n in range(1, len(rows("Rules")) + 1)]
+
+
+@pytest.mark.parametrize(
+    "row", rows("What dies") + rows("Rules"), ids=lambda row: re.sub(r"\W+", "-", row[0])[:60]
+)
+def test_each_row_names_tests_that_exist(row: list[str]) -> None:
+    assert all(row)
+    tests = re.findall(r"`([^`]+)`", row[-1])
+    assert tests
+    for test in tests:
+        path, name = test.split("::")
+        tree = ast.parse((TESTS / path).read_text(encoding="utf-8"))
+        functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        assert name in functions, f"{test} is named in {README} and does not exist"
