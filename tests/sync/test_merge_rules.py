@@ -126,7 +126,7 @@ def test_an_island_that_sends_a_hundredfold_is_left_out_and_told(
     assert len(left_out) == len(rejected)
     assert {outcome for _, outcome in outcomes(islands["a"])} == {"included"}
     assert sum(run.syncer.meter.counts.rejected.values()) == len(rejected)
-    told = [r.getMessage() for r in caplog.records if r.name == "diloco.sync.exchange"]
+    told = [r.getMessage() for r in caplog.records if r.name == "diloco.sync.contributions"]
     assert sum("not included" in line and "reject_norm_ratio = 10" in line for line in told) == len(
         rejected
     )
