@@ -142,8 +142,8 @@ class Contributions:
         is_declined = outcome.reason.startswith(_DECLINED)
         verdict = carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
         if verdict in (*NOT_DURABLE, Verdict.NOT_INCLUDED):
-            logger.warning("contribution %s, key=%s: %s", verdict, sent.key, outcome.reason)
-            key = sent.key
+            key, word = sent.key, verdict.replace("_", " ")
+            logger.warning("contribution %s, key=%s: %s", word, key, outcome.reason)
             self._on_event(
                 OutcomeHeard(
                     key.fragment_id, key.version, key.attempt, verdict.value, outcome.reason

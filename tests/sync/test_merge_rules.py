@@ -129,7 +129,7 @@ def test_an_island_that_sends_a_hundredfold_is_left_out_and_told(
     assert {outcome for _, outcome in outcomes(islands["a"])} == {"included"}
     assert sum(run.syncer.meter.counts.rejected.values()) == len(rejected)
     told = [r.getMessage() for r in caplog.records if r.name == "diloco.sync.contributions"]
-    assert sum("not_included" in line and "reject_norm_ratio = 10" in line for line in told) == len(
+    assert sum("not included" in line and "reject_norm_ratio = 10" in line for line in told) == len(
         rejected
     )
     assert distance(islands["a"]) < 0.1, "what is published never saw it"
