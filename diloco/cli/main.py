@@ -25,6 +25,7 @@ from diloco.cli import (
     local,
     operate,
     repair,
+    replay,
 )
 from diloco.errors import DilocoError
 from diloco.launch.logs import log_to
@@ -63,6 +64,7 @@ for subject in (
     local,
     export,
     repair,
+    replay,
     emulate,
     certs,
     doctor,

@@ -26,6 +26,7 @@ from diloco.coordinator.leases import Lease, Leases
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.operations import decide
 from diloco.coordinator.syncer_desk import RoundRow, SyncerDesk, fragment_ids
+from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import Terms, terms_of
 from diloco.errors import ConfigError, CoordinatorUnavailable, Fenced, QuorumLost
 from diloco.peer_texts import bounded_text
@@ -140,6 +141,7 @@ class Coordinator:
             self.board,
             insist=self._insist_on_syncer,
             index=self._index,
+            tell=lambda told: self._journal.write((), told=[told]),
             on_lost=self.lose,
         )
         membership.rules = terms.rules
@@ -513,7 +515,7 @@ class Coordinator:
     def _keep(self, entries: Entries) -> None:
         """Make what membership decided durable, then true; the text goes to those who are there."""
         while entries:
-            self._journal.write(entries)
+            self._journal.write(entries, told=told_of(entries))
             self._membership.apply(entries)
             entries = self._membership.shared_out()
 

@@ -1,8 +1,9 @@
 """The coordinator's durable memory: one SQLite file.
 
 `entries` hold what membership must never forget, and under the all-reduce exchange how every
-fragment stands; `rounds` an idempotent index of the records (the tape: their headers in the order
-they were reported or committed). Written before it is answered: a call that would need an entry
+fragment stands. The tape is `rounds`, an idempotent index of the records (their headers in the
+order they were reported or committed), and `tape`, what happened between them, once a key. Written
+before it is answered: a call that would need an entry
 while the disk is full changes nothing, and is answered that it may be repeated.
 
 Source: protocol.md sections 4 and 8.
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import sqlite3
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from diloco.durable import DiskFull
 from transport.contracts import Handler, Handlers, IncomingCall, Reply
@@ -33,8 +37,41 @@ CREATE TABLE IF NOT EXISTS rounds (
     header TEXT NOT NULL,
     UNIQUE (timeline, fragment_id, version)
 );
+CREATE TABLE IF NOT EXISTS tape (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+    after_round INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    key TEXT NOT NULL,
+    json TEXT NOT NULL,
+    UNIQUE (kind, key)
+);
 """
+_TELL = (
+    "INSERT OR IGNORE INTO tape (after_round, kind, key, json) "
+    "VALUES ((SELECT COALESCE(MAX(sequence), 0) FROM rounds), ?, ?, ?)"
+)
+#: An island that starts again and again does not fill the journal.
+_MOST_TOLD = 100_000
+_FORGET = f"DELETE FROM tape WHERE sequence <= (SELECT MAX(sequence) FROM tape) - {_MOST_TOLD}"
 _INDEX = "INSERT OR IGNORE INTO rounds (timeline, fragment_id, version, header) VALUES (?, ?, ?, ?)"
+
+
+class Told(NamedTuple):
+    """What happened between versions: its kind, what makes it one of its kind, and JSON of it."""
+
+    kind: str
+    key: str
+    json: str
+
+
+@dataclass(frozen=True, slots=True)
+class TapeEntry:
+    """Something on the tape beside the versions: so many of which had been indexed before it."""
+
+    after_round: int
+    kind: str
+    key: str
+    content: Any  # JSON values
 
 
 class Journal:
@@ -65,11 +102,15 @@ class Journal:
             self._connection = None
 
     def write(
-        self, entries: Iterable[tuple[str, str]], rounds: Iterable[tuple[int, int, int, str]] = ()
+        self,
+        entries: Iterable[tuple[str, str]],
+        rounds: Iterable[tuple[int, int, int, str]] = (),
+        told: Iterable[Told] = (),
     ) -> None:
-        """Store key-value pairs, and index `rounds`, in one transaction.
+        """Store key-value pairs, index `rounds`, and put on the tape what is `told`, all or none.
 
-        Later values replace earlier ones; a round is (timeline, fragment, version, header).
+        Later values replace earlier ones; a round is (timeline, fragment, version, header). What
+        is told again changes nothing; of what was told the newest 100,000 are kept.
 
         Raises:
             DiskFull: If there is no room for it; nothing was stored.
@@ -80,6 +121,8 @@ class Journal:
         ):  # commits, or rolls back and raises
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
+            connection.executemany(_TELL, told)
+            connection.execute(_FORGET)
             connection.executemany(_INDEX, rounds)
 
     def entries(self) -> dict[str, str]:
@@ -124,6 +167,13 @@ class Journal:
         """Return the headers of all indexed records, in the order of their reports."""
         rows = self._require().execute("SELECT header FROM rounds ORDER BY sequence")
         return [header for (header,) in rows]
+
+    def happenings(self) -> list[TapeEntry]:
+        """Return what is on the tape beside the records, in the order in which it was told."""
+        rows = self._require().execute(
+            "SELECT after_round, kind, key, json FROM tape ORDER BY sequence"
+        )
+        return [TapeEntry(after, kind, key, json.loads(text)) for after, kind, key, text in rows]
 
     @contextlib.contextmanager
     def _heeding_room(self) -> Iterator[None]:

@@ -19,9 +19,10 @@ from typing import Any
 import blake3
 
 from diloco.coordinator.journal import Journal
+from diloco.coordinator.tape import told_expiry
 from diloco.errors import DilocoError
 from diloco.rounds.messages import DIGEST_BYTES
-from diloco.rounds.terms import PastRound
+from diloco.rounds.terms import PastRound, RoundKey
 from transport.errors import FrameError
 
 
@@ -110,8 +111,10 @@ class RoundJournal:
         # What a resume begins from is a version of the earlier timeline: it is indexed there.
         is_own = record["timeline"] == self._timeline
         rounds = [(self._timeline, p, record["version"], _text(record))] if is_own else []
+        expired = RoundKey(self._timeline, p, record["version"], saved.attempt - 1)
+        told = [told_expiry(expired, saved.missing, saved.reason)] if saved.attempt else []
         try:
-            self._journal.write([(_entry_key(p), json.dumps(value))], rounds)
+            self._journal.write([(_entry_key(p), json.dumps(value))], rounds, told)
         except (sqlite3.Error, OSError) as error:
             raise JournalUnwritable(
                 f"cannot write version {record['version']}, attempt {saved.attempt} of fragment "

@@ -14,10 +14,14 @@ from collections.abc import Callable, Collection, Iterable
 from google.protobuf.message import Message
 
 from diloco.coordinator.board import Board
+from diloco.coordinator.journal import Told
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.tape import told_expiry
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.refusals import Cause
+from diloco.rounds.terms import RoundKey
 from protos.control_pb2 import (
+    Expiry,
     FragmentStatus,
     Grant,
     RefusalCount,
@@ -44,6 +48,7 @@ class SyncerDesk:
         *,
         insist: Callable[[Grant], None],
         index: Callable[[RoundRow], None],
+        tell: Callable[[Told], None],
         on_lost: Callable[[str, int], None],
     ) -> None:
         """Assign only.
@@ -53,12 +58,14 @@ class SyncerDesk:
             board: Shows what is told.
             insist: Refuses whoever is not a syncer of this run and timeline.
             index: Makes it durable that there is a record.
+            tell: Puts on the tape what happened between records.
             on_lost: Hears why rounds cannot go on, and the exit code.
         """
         self._membership = membership
         self._board = board
         self._insist = insist
         self._index = index
+        self._tell = tell
         self._on_lost = on_lost
 
     @property
@@ -88,7 +95,9 @@ class SyncerDesk:
         report = RoundReport.FromString(call.header)
         self._insist(report.grant)
         membership, known = self._membership, set(fragment_ids(self._membership))
-        if strangers := [f.fragment_id for f in report.fragments if f.fragment_id not in known]:
+        named = [f.fragment_id for f in report.fragments]
+        named += [report.expiry.fragment_id] if report.HasField("expiry") else []
+        if strangers := [fragment_id for fragment_id in named if fragment_id not in known]:
             raise FrameError(f"a report of fragment {strangers[0]}; the plan has {len(known)}")
         self._board.syncer_epoch = report.syncer_epoch
         self._board.syncer_refusals = _counted(report.refusals, membership.members)
@@ -96,6 +105,8 @@ class SyncerDesk:
             self._board.fragment_stands(self._bounded(fragment))
         if report.record_json:
             self._index((*_indexed(report.record_json), report.record_json))
+        if report.HasField("expiry"):
+            self._tell(self._expired(report.expiry))
         if report.fatal_reason:
             self._on_lost(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
         reply = RoundReportReply(
@@ -114,6 +125,14 @@ class SyncerDesk:
                 )
             )
         return _reply(reply)
+
+    def _expired(self, expiry: Expiry) -> Told:
+        """Say of an attempt what can be true of it."""
+        key = RoundKey(
+            self._membership.timeline, expiry.fragment_id, expiry.version, expiry.attempt
+        )
+        missing = sorted(set(expiry.missing).intersection(self._membership.members))
+        return told_expiry(key, missing, bounded_text(expiry.reason))
 
     def _bounded(self, fragment: FragmentStatus) -> FragmentStatus:
         """Cut what a report says of a fragment to what can be true of it."""

@@ -26,6 +26,7 @@ from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import terms_of
 from diloco.durable import write_durably
 from diloco.errors import ConfigError
@@ -115,7 +116,7 @@ async def run_coordinator(
                 if resume:
                     step = choose_checkpoint(config, state, membership, at_step, tell)
                     entries = membership.resumed(step)
-                    journal.write(entries)
+                    journal.write(entries, told=told_of(entries))
                     membership.apply(entries)
                     tell(f"start every island: {commands_of_islands(config)}")
                 elif membership.is_stopped:

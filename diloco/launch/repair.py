@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.coordinator.journal import Journal
+from diloco.coordinator.journal import Journal, Told
 from diloco.durable import read_json
 from diloco.errors import ConfigError
 from diloco.launch.state_dir import Held, StateDir, hold, read_timeline
@@ -48,12 +48,33 @@ def repair_run(
             for finding in _findings(state, load_config(state.resolved)):
                 found.append(finding)
                 on_finding(finding)
+            _tell(state, found)
             return tuple(found)
     except Held as error:
         raise ConfigError(
             f"the store of {state.root} is in use: {error}. Stop the run first "
             "(Ctrl-C at its coordinator, which stops its syncer), then repair it again"
         ) from error
+
+
+def _tell(state: StateDir, found: Sequence[Finding]) -> None:
+    """Put on the tape what was made again, where the coordinator's journal is here."""
+    told = [
+        Told(
+            "repair",
+            f"f{finding.fragment_id}/{finding.what}: {finding.detail}",
+            json.dumps({"what": finding.what, "detail": finding.detail}),
+        )
+        for finding in found
+        if finding.condition is Condition.REPAIRED
+    ]
+    if told and state.journal.is_file():
+        journal = Journal(state.journal)
+        journal.open()
+        try:
+            journal.write((), told=told)
+        finally:
+            journal.close()
 
 
 def _findings(state: StateDir, config: Config) -> Iterator[Finding]:

@@ -49,7 +49,9 @@ from diloco.rounds.orders import Orders
 from diloco.rounds.pins import restore, valid_pins
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.reporter import Reporter
+from diloco.telemetry.events import Event
 from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
+from diloco.telemetry.round_events import RoundExpired
 from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
 from protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
 from transport.contracts import Transport
@@ -312,8 +314,15 @@ def _build_syncer(
         on_record=reporter.add_record,
         on_change=reporter.changed,
         orders=_Orders(state.orders, config, rules),
-        on_event=events.write,
+        on_event=functools.partial(_hear, events, reporter),
     )
+
+
+def _hear(events: Sink, reporter: Reporter, event: Event) -> None:
+    """Write what happens to rounds, and have the tape told what came to nothing."""
+    events.write(event)
+    if isinstance(event, RoundExpired):
+        reporter.add_expiry(event)
 
 
 def _warm_up(config: Config, plan: Plan) -> None:

@@ -21,7 +21,9 @@ from typing import Any, Protocol
 from google.protobuf.message import Message
 
 from diloco.rounds.orders import Orders
+from diloco.telemetry.round_events import RoundExpired
 from protos.control_pb2 import (
+    Expiry,
     FragmentStatus,
     Grant,
     RefusalCount,
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 HELLO_INTERVAL_S = 2.0
 
+#: Told to a coordinator that was away; the attempt in a record's header counts the others too.
+_MOST_EXPIRIES = 1000
 _SPACING_S = 0.1
 _RETRY_WAIT_S = 0.25
 _DEADLINE_S = 5.0
@@ -95,6 +99,7 @@ class Reporter:
         self._transport: Transport | None = None
         self._is_away = False
         self._records: deque[Mapping[str, Any]] = deque()
+        self._expiries: deque[RoundExpired] = deque(maxlen=_MOST_EXPIRIES)
         self._indexed: dict[int, int] = {}
         self._published_at: dict[int, float] = {}
         self._complete: Sequence[int] | None = None
@@ -106,6 +111,11 @@ class Reporter:
         """Take note of a durable record, by its header (JSON values; `fragment_id` is read)."""
         self._published_at[header["fragment_id"]] = asyncio.get_running_loop().time()
         self._records.append(header)
+        self.changed()
+
+    def add_expiry(self, expired: RoundExpired) -> None:
+        """Take note that an attempt came to nothing, durably."""
+        self._expiries.append(expired)
         self.changed()
 
     def is_indexed(self, fragment_id: int, version: int) -> bool:
@@ -186,6 +196,11 @@ class Reporter:
 
     async def _tell(self, rounds: Rounds, address: str) -> None:
         await self._hello(address)
+        while self._expiries:
+            expired = self._expiries[0]
+            await self._report(rounds, "", _expiry(expired))
+            if self._expiries and self._expiries[0] is expired:  # or it went, for want of room
+                self._expiries.popleft()
         while self._records:
             header = self._records[0]
             await self._report(rounds, _told_of(header))
@@ -196,7 +211,9 @@ class Reporter:
         rounds.keep_checkpoints(self._complete)
         rounds.heard_of(Orders.of(reply))
 
-    async def _report(self, rounds: Rounds, record_json: str) -> RoundReportReply:
+    async def _report(
+        self, rounds: Rounds, record_json: str, expiry: Expiry | None = None
+    ) -> RoundReportReply:
         """Report once; returns what the coordinator says."""
         reason, exit_code = self._fatal
         report = RoundReport(
@@ -205,6 +222,7 @@ class Reporter:
             syncer_epoch=self._epoch,
             fragments=[self._status(rounds, state) for state in rounds.states],
             record_json=record_json,
+            expiry=expiry,
             fatal_reason=reason,
             fatal_exit_code=exit_code,
             refusals=rounds.refusals,
@@ -242,6 +260,16 @@ class Reporter:
             logger.warning("coordinator does not answer, trying on: %s", error)
             self._is_away = True
         await self.close()
+
+
+def _expiry(expired: RoundExpired) -> Expiry:
+    return Expiry(
+        fragment_id=expired.fragment_id,
+        version=expired.version,
+        attempt=expired.attempt,
+        missing=expired.missing,
+        reason=expired.reason,
+    )
 
 
 def _told_of(header: Mapping[str, Any]) -> str:

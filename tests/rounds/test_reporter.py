@@ -12,6 +12,7 @@ import pytest
 from diloco.rounds import terms
 from diloco.rounds.orders import Orders
 from diloco.rounds.reporter import HELLO_INTERVAL_S, Reporter
+from diloco.telemetry.round_events import RoundExpired
 from protos.control_pb2 import (
     Grant,
     RefusalCount,
@@ -378,3 +379,20 @@ def test_a_record_that_no_message_holds_is_told_without_what_is_too_much(
         {"fragment_id": 1, "version": 1},
     ]
     assert scene.coordinator.reports[-1][1].fatal_reason == "quorum lost"
+
+
+def test_expiries_are_told_once_though_the_coordinator_was_away() -> None:
+    async def story(scene: Scene) -> None:
+        running = scene.run()
+        for attempt in range(3):
+            scene.reporter.add_expiry(RoundExpired(1, 4, attempt, ("a", "b"), ("b",), "deadline"))
+        await asyncio.sleep(1)
+        await scene.coordinator.up()
+        await asyncio.sleep(10)
+        running.cancel()
+
+    reports = play(story).coordinator.reports
+
+    told = [report.expiry for _, report in reports if report.HasField("expiry")]
+    assert [(e.fragment_id, e.version, e.attempt) for e in told] == [(1, 4, n) for n in range(3)]
+    assert {(tuple(e.missing), e.reason) for e in told} == {(("b",), "deadline")}

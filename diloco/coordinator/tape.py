@@ -1,0 +1,61 @@
+"""What the coordinator puts on the tape between the versions: who took part, by which policy.
+
+    members/GENERATION   islands that changed: {island: {lease, incarnation, fenced_below, reason}};
+                         empty where a pause began or ended
+    policy/REVISION      {key, value}, as the records name the revision that they were made by
+    operation/NUMBER     what an operator did, in words, and when
+    timeline/NUMBER      a resume, from which inner step
+    expiry/KEY           an attempt that came to nothing: who was missing, and why
+    repair/WHAT          a part of the store that was made again
+
+Told in the same transaction as the fact, so that neither is there without the other; an expiry,
+whose fact is the syncer's, once it is reported: those of a syncer that was killed before may be
+missing here, and the attempt in a record's header counts them all.
+
+Source: protocol.md sections 4 (tape, expiry), 8 and 10.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from diloco.coordinator.admission import Entries
+from diloco.coordinator.journal import Told
+from diloco.rounds.terms import RoundKey
+
+_OF_MEMBERS = ("lease", "incarnation", "fenced_below", "reason")
+
+
+def told_of(entries: Entries) -> list[Told]:
+    """Say for the tape what entries of the membership mean; most of them mean nothing to it."""
+    told = []
+    for key, value in entries:
+        kind, _, name = key.partition("/")
+        match kind:
+            case "generation":
+                told.append(Told("members", value, json.dumps(_members(entries))))
+            case "policy":
+                told.append(Told("policy", name, value))
+            case "operation":
+                told.append(Told("operation", str(json.loads(value)["number"]), value))
+            case "timeline":
+                told.append(Told("timeline", str(json.loads(value)["timeline"]), value))
+    return told
+
+
+def _members(entries: Entries) -> dict[str, dict[str, object]]:
+    members = {}
+    for key, value in entries:
+        kind, _, name = key.partition("/")
+        if kind == "island":
+            saved = json.loads(value)
+            saved["incarnation"] = max(saved["incarnations"].values(), default=0)
+            members[name] = {field: saved[field] for field in _OF_MEMBERS}
+    return members
+
+
+def told_expiry(key: RoundKey, missing: Sequence[str], reason: str) -> Told:
+    """Say for the tape that an attempt came to nothing."""
+    content = {"missing": list(missing), "reason": reason}
+    return Told("expiry", str(key), json.dumps(content))

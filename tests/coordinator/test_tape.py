@@ -1,0 +1,83 @@
+"""What happened between versions is on the tape, once, in its place, over restarts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diloco.coordinator import journal as journals
+from diloco.coordinator.journal import Journal, Told
+from diloco.coordinator.tape import told_of
+from protos import control_pb2 as control
+from tests.coordinator_desk import Desk, joined, tell
+from transport.errors import FrameError
+
+RECORD = {"timeline": 0, "fragment_id": 0, "version": 0}
+
+
+def test_joins_expiries_and_records_are_told_in_order_and_once(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+        await desk.round_report(record=RECORD)
+        expiry = control.Expiry(version=3, attempt=1, missing=["west", "x"], reason="deadline")
+        await desk.round_report(expiry=expiry)
+        await desk.restart()
+        await desk.round_report(expiry=expiry)
+        with pytest.raises(FrameError, match="a report of fragment 7"):
+            await desk.round_report(expiry=control.Expiry(fragment_id=7))
+        await desk.leave(east)
+
+        tape = desk.journal.happenings()
+
+        assert [(e.after_round, e.kind, e.key) for e in tape] == [
+            (0, "members", "1"),
+            (0, "members", "2"),
+            (1, "expiry", "t0/f0/v3/a1"),
+            (1, "members", "3"),
+        ]
+        assert tape[0].content.keys() == {"east"}
+        assert tape[0].content["east"]["incarnation"] == 1
+        assert tape[2].content == {"missing": ["west"], "reason": "deadline"}
+        assert tape[3].content["east"]["lease"] == "left"
+
+    tell(tmp_path, story)
+
+
+def test_what_an_operator_does_and_a_resume_are_told(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        membership = desk.membership
+        entries = (
+            *membership.policy_set("outer.optimizer.lr", 0.5),
+            *membership.operated({"command": "set", "message": "done"}),
+            *membership.paused(True),
+            *membership.resumed(8),
+        )
+
+        told = {(t.kind, t.key): json.loads(t.json) for t in told_of(entries)}
+
+        assert told == {
+            ("policy", "1"): {"key": "outer.optimizer.lr", "value": 0.5},
+            ("operation", "1"): {"number": 1, "command": "set", "message": "done"},
+            ("members", "1"): {},
+            ("timeline", "1"): {"timeline": 1, "resume_step": 8},
+        }
+
+    tell(tmp_path, story)
+
+
+def test_of_what_was_told_the_newest_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert journals._MOST_TOLD == 100_000
+    monkeypatch.setattr(journals, "_FORGET", journals._FORGET.replace("100000", "3"))
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.open()
+
+    for number in range(10):
+        journal.write((), told=[Told("members", str(number), "{}")])
+        journal.write(())
+
+    assert [entry.key for entry in journal.happenings()] == ["7", "8", "9"]
+    journal.close()
