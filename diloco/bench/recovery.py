@@ -22,7 +22,7 @@ from typing import Any
 
 from diloco.bench.recovery_site import SYNCER, Event, Site, running
 from diloco.bench.report import Column, Report, Requirement
-from diloco.chaos.experiment import run_plan, syncer_import_s
+from diloco.chaos.experiment import run_plan
 from diloco.chaos.plan import Plan, PlanConfig
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
@@ -343,22 +343,15 @@ def _control_plane(setting: Setting, place: Path) -> list[Figure]:
                 "lasts": ["0s", "0s"],
                 "count": setting.num_kills,
             },
+            "judge": {"coordinator_back": "2s", "syncer_back": "2s"},
         }
     )
     report = run_plan(Plan(place / "plan.toml", plan), place / "chaos", Request())
-    backs: dict[str, list[float]] = {"coordinator": [], "syncer": []}
-    for story in report.faults:
-        if story.fired:
-            never = float("nan")
-            backs[story.fault.target].append(never if story.back_s is None else story.back_s)
     fired = sum(story.fired for story in report.faults)
-    import_s = report.import_s or syncer_import_s()
     return [
         Figure("kills that took effect", fired, "kills"),
         Figure("invariants that broke", len(report.broken), "invariants", 0.0),
-        Figure("coordinator back, at most", max(backs["coordinator"], default=0.0), "s", 2.0),
-        Figure("importing a syncer's modules", import_s, "s"),
-        Figure("syncer back, at most", max(backs["syncer"], default=0.0), "s", import_s + 2.0),
+        *(Figure(each.what, each.figure, each.unit, each.limit) for each in report.requirements),
     ]
 
 
