@@ -420,7 +420,7 @@ def mutated(header: bytes, rng: random.Random) -> bytes:
 class Call:
     """A call as handlers see it."""
 
-    peer, is_local = "fuzz", False
+    peer, is_local, has_asked = "fuzz", False, False
 
     def __init__(self, method: str, header: bytes, payload: bytes, caller: Identity | None) -> None:
         self.method, self.header, self.caller = method, header, caller
