@@ -11,6 +11,7 @@ logger = logging.getLogger(__name__)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _KEPT_BYTES = 1 << 30
 _LARGEST_MMAP_THRESHOLD = 32 << 20
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def keep_freed_memory() -> None:
@@ -38,8 +39,8 @@ def give_back_holes() -> None:
     """Give back whatever is free now, in whole pages, also between what is in use.
 
     For whoever has let go of much that lay scattered: larger vectors do not fit there, and take
-    memory anew. What is allocated there next has its pages cleared again. Elsewhere than under
-    glibc nothing is done.
+    memory anew. What is allocated there next has its pages cleared again. Takes milliseconds a
+    gigabyte. Elsewhere than under glibc nothing is done.
     """
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+    if _TRIM is not None:
+        _TRIM(0)

@@ -16,6 +16,8 @@ from diloco.rounds.terms import OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
 from tests.virtual_run import Setting, VirtualRun, grant
 from transport.contracts import PROTOCOL_VERSION, Buffer, Reply
+from transport.errors import NotYet
+from transport.transfer import Transfer
 
 #: Parameters of a fragment of two lanes.
 NUMEL = 40_000
@@ -35,9 +37,20 @@ class RawIsland:
     async def call(self, method: str, header: Any, payload: Buffer = b"") -> Reply:
         header.protocol_version = header.protocol_version or PROTOCOL_VERSION
         header.grant.CopyFrom(self.grant)
-        return await self.transport.call(
-            method, header.SerializeToString(), payload, deadline_s=100.0, max_reply_bytes=1 << 22
-        )
+        transfer = Transfer()
+        while True:
+            try:
+                return await self.transport.call(
+                    method,
+                    header.SerializeToString(),
+                    payload,
+                    deadline_s=100.0,
+                    max_reply_bytes=1 << 22,
+                    transfer=transfer,
+                )
+            except NotYet:
+                transfer.asks_first = True
+                await asyncio.sleep(0.1)
 
     async def poll(self, *outstanding: RoundKey, wait_s: float = 0.0, **known: Any) -> Any:
         request = wire.PollRequest(
@@ -46,13 +59,15 @@ class RawIsland:
         reply = await self.call("fragment.poll", request)
         return wire.PollReply.FromString(reply.header)
 
-    async def upload(self, value: float = 0.0) -> list[wire.Ack]:
-        return [await self.upload_lane(lane_id, value) for lane_id in range(len(self.lanes))]
+    async def upload(self, value: float = 0.0, fragment_id: int = 0) -> list[wire.Ack]:
+        lanes = range(len(self.lanes))
+        return [await self.upload_lane(lane_id, value, fragment_id) for lane_id in lanes]
 
-    async def upload_lane(self, lane_id: int, value: float = 0.0) -> wire.Ack:
+    async def upload_lane(self, lane_id: int, value: float = 0.0, fragment_id: int = 0) -> wire.Ack:
         vector = torch.full((self.lanes[lane_id].numel,), value)
         payload = to_bytes(vector.view(torch.uint8))
-        header = wire.UploadHeader(lane_id=lane_id, digest=blake3.blake3(payload).digest())
+        digest = blake3.blake3(payload).digest()
+        header = wire.UploadHeader(fragment_id=fragment_id, lane_id=lane_id, digest=digest)
         return wire.Ack.FromString((await self.call("fragment.upload", header, payload)).header)
 
     async def submit(
@@ -108,7 +123,7 @@ class RawIsland:
 class Incoming:
     """Lane 0 of a contribution as its handler sees it, the payload `read_s` away."""
 
-    method, peer = "fragment.submit", "test"
+    method, peer, has_asked = "fragment.submit", "test", True
 
     def __init__(self, island: RawIsland, read_s: float = 0.0, **changes: Any) -> None:
         self._payload = bytes(4 * island.lanes[0].numel)

@@ -52,6 +52,14 @@ class IncomingCall(Protocol):
         """
 
     @property
+    def has_asked(self) -> bool:
+        """Whether nothing of a payload is sent before `read_payload`: `Transfer.asks_first`.
+
+        An honest caller's word; of one that sends all the same its stream holds what gRPC's
+        windows take.
+        """
+
+    @property
     def peer(self) -> str:
         """Where the call came from, for messages only."""
 

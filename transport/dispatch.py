@@ -10,6 +10,7 @@ from transport.errors import (
     FrameError,
     HandlerFailed,
     MessageTooLarge,
+    NotYet,
     Overloaded,
     TransportError,
     Unauthorised,
@@ -44,7 +45,8 @@ async def dispatch(handlers: Handlers, call: IncomingCall) -> Reply:
         return reply
     except Exception as error:
         refused = isinstance(error, _REFUSALS)
-        _log.warning(
+        _log.log(
+            logging.DEBUG if isinstance(error, NotYet) else logging.WARNING,
             "%s method=%s peer=%s: %s",
             "call refused" if refused else "handler failed",
             call.method[:_SHOWN],

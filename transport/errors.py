@@ -11,6 +11,7 @@
       HandlerFailed             the peer's handler raised, or has no such method    not
       Unauthorised              the peer does not know the caller, or refuses it    not
       Overloaded                the peer has too much to do for the caller now      retryable
+        NotYet                  it has no room for the payload, and keeps a place   retryable
       TransportClosed           this end was closed by its owner                    not
 
 Whoever calls a transport sees these and nothing else; `diloco.sync.calls` maps them onward.
@@ -78,6 +79,14 @@ class Overloaded(TransportError):
     """A limit of the peer is reached; the call was not begun."""
 
     is_retryable = True
+
+
+class NotYet(Overloaded):
+    """The peer has no room for the payload yet; for some seconds it keeps the call's place.
+
+    Whoever waits in this way is served: the next attempt asks before it sends
+    (`transfer.Transfer.asks_first`).
+    """
 
 
 class TransportClosed(TransportError):

@@ -373,6 +373,10 @@ class _KeptCall:
         return self._call.header
 
     @property
+    def has_asked(self) -> bool:
+        return self._call.has_asked
+
+    @property
     def payload_bytes(self) -> int:
         return self._call.payload_bytes
 

@@ -34,6 +34,7 @@ from transport.errors import (
     FrameError,
     HandlerFailed,
     MessageTooLarge,
+    NotYet,
     Overloaded,
     TransportError,
     Unauthorised,
@@ -69,6 +70,7 @@ _FAILURES: dict[int, type[TransportError]] = {
     5: VersionMismatch,
     6: Unauthorised,
     7: Overloaded,
+    8: NotYet,
 }
 _MAX_FAILURE_BYTES = 1 << 16
 #: Largest message of this protocol.

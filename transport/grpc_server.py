@@ -187,7 +187,7 @@ class GrpcServer:
                 call = _GrpcCall(method, attempt, stream, caller)
                 answer = await attempt.answer(self._handlers, call)
                 await answer.send(stream.write, self._chunk_bytes, self._pacer)
-                if not frames.is_whole:
+                if attempt.may_hear_more:
                     await stream.hear_out()
                 attempt.is_sent = True
             finally:
@@ -317,6 +317,7 @@ class _GrpcCall:
         self.method = method
         self.header = attempt.frames.header
         self.payload_bytes = attempt.frames.payload_bytes
+        self.has_asked = attempt.frames.resumption.is_resuming
         self.peer = stream.peer
         self.caller = caller
         self._attempt: Attempt | None = attempt

@@ -379,6 +379,7 @@ class _HivemindCall:
         self.method = method
         self.header = attempt.frames.header
         self.payload_bytes = attempt.frames.payload_bytes
+        self.has_asked = attempt.frames.resumption.is_resuming
         self.peer = stream.peer
         self.caller = caller
         self._attempt: Attempt | None = attempt

@@ -173,10 +173,11 @@ class _LoopbackServer:
 
 
 class _LoopbackCall:
-    def __init__(self, method: str, header: bytes, payload: bytearray, peer: str) -> None:
+    def __init__(self, method: str, header: bytes, payload: bytearray, has_asked: bool) -> None:
         self.method = method
         self.header = header
-        self.peer = peer
+        self.has_asked = has_asked
+        self.peer = "loopback"
         self.caller = None
         self.is_local = True
         self.payload_bytes = len(payload)
@@ -217,7 +218,8 @@ class _LoopbackTransport:
             raise ConnectError(f"no server named {self._name!r} is running", **where)
         if transfer is not None:  # nothing breaks half-way here
             transfer.sent_bytes += memoryview(payload).nbytes
-        task = server.begin(_LoopbackCall(method, bytes(header), bytearray(payload), "loopback"))
+        has_asked = transfer is not None and transfer.asks_first
+        task = server.begin(_LoopbackCall(method, bytes(header), bytearray(payload), has_asked))
         self._tasks.add(task)
         try:
             await asyncio.wait({task}, timeout=deadline_s)

@@ -17,6 +17,7 @@ from diloco.rounds.terms import RoundKey
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
+from transport.errors import NotYet
 from transport.transfer import Transfer
 
 _DEADLINE_S = 300.0
@@ -110,11 +111,17 @@ class SimulatedIsland:
         header.protocol_version = PROTOCOL_VERSION  # type: ignore[attr-defined]  # all have both
         header.grant.CopyFrom(self._grant)  # type: ignore[attr-defined]
         size = 4 * max(lane.numel for lane in self._fragment.lanes)
-        return await self._transport.call(
-            method,
-            header.SerializeToString(),
-            payload,
-            deadline_s=_DEADLINE_S,
-            max_reply_bytes=size + _STATE_BYTES,
-            transfer=Transfer(asks_first=self._asks_first) if payload else None,
-        )
+        transfer = Transfer(asks_first=self._asks_first) if payload else None
+        while True:
+            try:
+                return await self._transport.call(
+                    method,
+                    header.SerializeToString(),
+                    payload,
+                    deadline_s=_DEADLINE_S,
+                    max_reply_bytes=size + _STATE_BYTES,
+                    transfer=transfer,
+                )
+            except NotYet:
+                assert transfer is not None, "only payloads wait"
+                transfer.asks_first = True

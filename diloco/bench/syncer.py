@@ -53,6 +53,7 @@ from diloco.launch.run_ca import RunCa
 from diloco.launch.security import Security
 from diloco.launch.state_dir import StateDir, read_endpoint
 from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.rounds.spool import LEAST_ARRIVING_BYTES
 from protos.control_pb2 import ROLE_ISLAND, Grant
 from transport.identity import Identity, Role
 
@@ -223,7 +224,7 @@ def _measure(
     spool_bytes = config.coordinator.spool_bytes
     held = min(row.num_islands * coded, spool_bytes)
     at_once = min(row.num_sending or row.num_islands, row.num_islands)
-    in_flight = min(at_once * coded, spool_bytes)
+    in_flight = min(at_once * coded, max(spool_bytes, LEAST_ARRIVING_BYTES))
     fragment_bytes = _STATE_BYTES * setting.numel
     extra = peak - baseline - fragment_bytes - held - in_flight
     tls_s = max(0.0, spent.wire_s - plain["wire_s"]) if plain else 0.0

@@ -225,8 +225,9 @@ class CoordinatorConfig(Section):
     spool_memory: Local[Memory] = Field(
         default="1GiB",
         description="Contributions that a syncer keeps in memory until their rounds close, beyond "
-        "it on disk; as much again may be arriving. Where the contributions of all islands do not "
-        "fit, each lane costs a round trip more: it is sent when it is its turn",
+        "it on disk; as much again, at least 64 MiB, may be arriving. While more than that may "
+        "come at once, of all members of the open rounds, each lane costs a round trip more: it is "
+        "sent when it is its turn",
     )
 
     @property

@@ -268,9 +268,15 @@ class Merger:
 
 
 def drop(spool: Spooled) -> None:
-    """Let go of what was spooled and is not needed; some of it may have been dropped already."""
-    for spooled in _lanes_of(spool):
+    """Let go of what was spooled and is not needed; some of it may have been dropped already.
+
+    Runs in the worker: giving back memory takes a while.
+    """
+    lanes = list(_lanes_of(spool))
+    for spooled in lanes:
         spooled.drop()
+    for of_lanes in {spooled.spool for spooled in lanes}:
+        of_lanes.give_back()
 
 
 def _lanes_of(spool: Spooled) -> Iterator[SpooledLane]:

@@ -14,6 +14,9 @@ from transport.errors import FrameError
 DIGEST_BYTES = 32
 #: Round keys that one question may name for each fragment; an island has one outstanding of each.
 _MOST_KEYS = 16
+#: Whole models move in so many lanes at once, of one rank: each of hundreds would get too little of
+#: a thin link.
+MOST_UPLOADS = 16
 
 _OUTCOME_KIND = {
     OutcomeKind.INCLUDED: wire.OUTCOME_KIND_INCLUDED,

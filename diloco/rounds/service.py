@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -118,6 +118,7 @@ class FragmentService:
         self._initial_by = "", 0
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
+        self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
 
     async def start(self, incarnations: Mapping[str, int]) -> None:
         """Go on from the durable state; the islands of `incarnations` hold their grants.
@@ -214,6 +215,24 @@ class FragmentService:
         self._perform(instructions)
         return admission
 
+    @property
+    def due_bytes(self) -> int:
+        """What may be sent at once: a contribution of each member while the round is open."""
+        if not self.rounds.is_open:
+            return 0
+        codec = self._rules.publication.uplink_codec
+        if codec not in self._coded_bytes:
+            self._coded_bytes[codec] = sum(
+                lane_codec(codec, self._fragment, lane.lane_id).wire_bytes(lane.numel)
+                for lane in self._fragment.lanes
+            )
+        return len(self.rounds.members) * self._coded_bytes[codec]
+
+    @property
+    def initial_bytes(self) -> list[int]:
+        """Bytes of each lane of the initial parameters; empty once version 0 is durable."""
+        return [] if self.record is not None else [4 * lane.numel for lane in self._fragment.lanes]
+
     def _count_refusal(self, lane: LaneArrival, admission: Admission) -> None:
         if (objection := self.rounds.objection(lane)) is not None:
             self._hooks.meter.refusal(lane.island, objection.cause)
@@ -232,31 +251,37 @@ class FragmentService:
         """
         insist_on_codec(codec_name, self._rules.publication.uplink_codec)
         spool = self._hooks.spool
-        async with spool.arrival(call.payload_bytes):
-            return await self._verified(
-                codec_name, lane.lane_id, lane.digest, call, lambda p: spool.put(p, lane.digest)
-            )
+        name = lane.key, lane.island, lane.incarnation, lane.lane_id
+        return await self._verified(
+            name, codec_name, lane.lane_id, lane.digest, call, lambda p: spool.put(p, lane.digest)
+        )
 
     async def _verified(
         self,
+        name: Hashable,
         codec_name: str,
         lane_id: int,
         digest: bytes,
         call: IncomingCall,
         keep: Callable[[Buffer], _T],
     ) -> _T:
-        """Receive a lane; return what `keep`, in the worker, makes of it once it is verified."""
+        """Receive a lane, when it is its turn; its `name` is for the spool.
+
+        Returns:
+            What `keep`, in the worker, makes of it once it is verified.
+        """
         numel = self._fragment.lanes[lane_id].numel
         codec = lane_codec(codec_name, self._fragment, lane_id)
         wire_bytes = codec.wire_bytes(numel)
         insist_on_size(call.payload_bytes, wire_bytes)
-        payload = await call.read_payload()
+        async with self._hooks.spool.arrival(name, wire_bytes, has_asked=call.has_asked):
+            payload = await call.read_payload()
 
-        def check() -> _T:
-            verify_payload(payload, digest, codec, numel)
-            return keep(payload)
+            def check() -> _T:
+                verify_payload(payload, digest, codec, numel)
+                return keep(payload)
 
-        return await self._hooks.worker.run(check)
+            return await self._hooks.worker.run(check)
 
     # -- version 0 -------------------------------------------------------------------------------
 
@@ -271,10 +296,10 @@ class FragmentService:
             meter.refusal(island, Cause.LANE)
             return f"there is no lane {header.lane_id}, the fragment has {num_lanes}"
         try:
-            async with self._hooks.spool.arrival(call.payload_bytes):
-                payload = await self._verified(
-                    "float32", header.lane_id, header.digest, call, lambda payload: payload
-                )
+            name = self._fragment.fragment_id, island, header.grant.incarnation, header.lane_id
+            payload = await self._verified(
+                name, "float32", header.lane_id, header.digest, call, lambda payload: payload
+            )
         except PayloadRefused as error:
             meter.refusal(island, error.cause)
             return f"initial parameters refused: {error}"
@@ -369,7 +394,8 @@ class FragmentService:
                     spool, self._spool = self._spool, {}
                     self._hooks.spawn(self._expire(instruction, spool))
                 case DropLanes(_, island, _):
-                    drop({island: self._spool.pop(island, {})})
+                    for spooled in self._spool.pop(island, {}).values():
+                        spooled.drop()
                 case Lost():
                     self._hooks.on_lost(instruction)
             self._hooks.on_change()

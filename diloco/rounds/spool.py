@@ -13,17 +13,24 @@ import contextlib
 import itertools
 import shutil
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 
 import blake3
 
 from diloco.allocator import give_back_holes
-from diloco.compression.lanes import lane_codec
 from diloco.durable import telling_full
-from diloco.outer.fragments import Fragment
 from transport.contracts import Buffer
+from transport.errors import NotYet
+
+#: Of any spool: where less arrives at once, each lane costs a round trip.
+LEAST_ARRIVING_BYTES = 64 << 20
+#: Seconds for which a call waits for its turn before its caller hears that it is waited for; less
+#: than any deadline of a call.
+_TURN_S = 5.0
+#: Seconds for which the place of a call is kept that comes again (`retry.RetryPolicy.max_wait_s`).
+_KEPT_S = 15.0
 
 #: Payloads are let go lane by lane, and what a merge makes of them does not fit where they lay. A
 #: smaller step costs the vectors of a merge their pages too often.
@@ -33,10 +40,10 @@ _GIVEN_BACK_BYTES = 32 << 20
 class Spool:
     """Payloads of at most `memory_bytes` in memory, all others in files of `directory`.
 
-    As many bytes again may be arriving; whoever has more waits. What a peer sends before its turn
-    stays unread in its stream, as much as gRPC's windows take. So where not all payloads fit
-    (`holds`), islands are told to ask first (`Transfer.asks_first`) and send nothing before their
-    turn. Of islands that do so all the same, `limits.Limits.calls_per_caller` bounds the streams.
+    As many bytes again may be arriving, at least `LEAST_ARRIVING_BYTES`; whoever has more waits,
+    with nothing of it sent: islands are told to ask first (`Transfer.asks_first`) where not all
+    that may come at once is let in, and of those that do not ask only what has room at once is
+    read. Every payload has a name; it arrives, and waits, but once at a time.
     """
 
     def __init__(self, directory: Path, memory_bytes: int) -> None:
@@ -48,53 +55,59 @@ class Spool:
         self._lock = threading.Lock()
         self._names = itertools.count()
         self._arriving_bytes = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._arriving: set[Hashable] = set()
+        #: In their order. Who has been told `NotYet` is awaited for a while.
+        self._waiting: dict[Hashable, _Place] = {}
 
     def start(self) -> None:
         """Make an empty directory: what an earlier start left in it is removed."""
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
 
-    def holds(self, fragments: Sequence[Fragment], uplink_codec: str, num_islands: int) -> bool:
-        """Whether all that islands may send at once arrives without waiting.
-
-        That is a contribution of each to every fragment, or of one the initial parameters.
-        """
-        lanes = [(fragment, lane) for fragment in fragments for lane in fragment.lanes]
-
-        def coded(name: str) -> int:
-            return sum(
-                lane_codec(name, f, lane.lane_id).wire_bytes(lane.numel) for f, lane in lanes
-            )
-
-        return max(num_islands * coded(uplink_codec), coded("float32")) <= self._memory_bytes
+    def lets_in(self, num_bytes: int) -> bool:
+        """Whether so many bytes may arrive at once."""
+        return num_bytes <= max(self._memory_bytes, LEAST_ARRIVING_BYTES)
 
     @contextlib.asynccontextmanager
-    async def arrival(self, num_bytes: int) -> AsyncIterator[None]:
+    async def arrival(
+        self, name: Hashable, num_bytes: int, *, has_asked: bool
+    ) -> AsyncIterator[None]:
         """Hold room for a payload from its first byte until it was put; first come, first served.
 
         A payload over the limit arrives alone. On the event loop only.
+
+        Args:
+            name: The payload's; whoever comes again with it takes the place that it left.
+            num_bytes: Its size.
+            has_asked: Whether nothing of it is on its way yet. If not, it does not wait here.
+
+        Raises:
+            NotYet: If there was no room for `_TURN_S` seconds, or none at once for a payload that
+                is on its way already; its place is kept for `_KEPT_S`. While the same payload
+                arrives in another call there is none.
         """
-        if self._waiting or not self._has_room(num_bytes):
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append((num_bytes, turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._leave(num_bytes)
-                else:
-                    # Let in and cancelled in one step of the loop, it waits no longer.
-                    with contextlib.suppress(ValueError):
-                        self._waiting.remove((num_bytes, turn))
-                    self._admit()
-                raise
-        else:
-            self._arriving_bytes += num_bytes
+        turn = asyncio.get_running_loop().create_future()
+        place = self._waiting.setdefault(name, _Place(num_bytes))
+        place.leave("a newer call for the same lane waits in its place")
+        place.turn = turn
+        self._admit()
         try:
+            if has_asked and not turn.done():
+                await asyncio.wait({turn}, timeout=_TURN_S)
+            if not turn.done():
+                turn.set_exception(
+                    NotYet(f"no room for {num_bytes} bytes yet: call again, and ask before sending")
+                )
+            await turn  # is done
             yield
         finally:
-            self._leave(num_bytes)
+            if turn.done() and not turn.exception():
+                self._arriving_bytes -= place.num_bytes
+                self._arriving.remove(name)
+            elif place.turn is turn:
+                place.turn = None
+                place.kept_until = asyncio.get_running_loop().time() + _KEPT_S
+            self._admit()
 
     def put(self, payload: Buffer, digest: bytes) -> SpooledLane:
         """Keep a payload that matches its blake3 digest; runs in the worker.
@@ -120,10 +133,14 @@ class Spool:
         return SpooledLane(self, size, digest, path)
 
     def release(self, num_bytes: int) -> None:
-        """Take note that a payload in memory was dropped; any thread."""
+        """Take note that a payload in memory was let go of; any thread."""
         with self._lock:
             self._held_bytes -= num_bytes
             self._released_bytes += num_bytes
+
+    def give_back(self) -> None:
+        """Give the memory of what was released back, if that is much; not on an event loop."""
+        with self._lock:
             if is_much := self._released_bytes >= _GIVEN_BACK_BYTES:
                 self._released_bytes = 0
         if is_much:
@@ -134,20 +151,40 @@ class Spool:
         with self._lock:
             self._held_bytes += num_bytes
 
-    def _has_room(self, num_bytes: int) -> bool:
-        return not self._arriving_bytes or self._arriving_bytes + num_bytes <= self._memory_bytes
-
-    def _leave(self, num_bytes: int) -> None:
-        self._arriving_bytes -= num_bytes
-        self._admit()
-
     def _admit(self) -> None:
-        """Let in whoever waits and has room, in their order."""
-        while self._waiting and self._has_room(self._waiting[0][0]):
-            num_bytes, turn = self._waiting.popleft()
-            if not turn.done():
-                self._arriving_bytes += num_bytes
-                turn.set_result(None)
+        """Let in whoever waits and has room, in their order; who is away for long is forgotten."""
+        now = asyncio.get_running_loop().time()
+        done: list[Hashable] = []
+        for name, place in self._waiting.items():
+            if place.turn is None:
+                if place.kept_until <= now:
+                    done.append(name)
+            elif name in self._arriving:
+                continue
+            elif self._arriving_bytes and not self.lets_in(self._arriving_bytes + place.num_bytes):
+                break
+            else:
+                self._arriving_bytes += place.num_bytes
+                self._arriving.add(name)
+                place.turn.set_result(None)
+                done.append(name)
+        for name in done:
+            del self._waiting[name]
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a payload stands among those that wait; `turn` is None while nobody waits there."""
+
+    num_bytes: int
+    turn: asyncio.Future[None] | None = None
+    kept_until: float = 0.0
+
+    def leave(self, why: str) -> None:
+        """Send away whoever waits in it, if anybody does."""
+        if self.turn is not None and not self.turn.done():
+            self.turn.set_exception(NotYet(why))
+        self.turn = None
 
 
 class SpooledLane:
@@ -157,7 +194,7 @@ class SpooledLane:
         """Assign only; `kept` is the payload or its file."""
         self.num_bytes = num_bytes
         self.digest = digest
-        self._spool = spool
+        self.spool = spool
         self._kept: Buffer | Path | Callable[[], Buffer] | None = kept
 
     def __del__(self) -> None:
@@ -182,10 +219,14 @@ class SpooledLane:
         return payload
 
     def lend(self, read: Callable[[], Buffer]) -> None:
-        """Let go of the memory: it has been written elsewhere, where `read` finds it."""
+        """Let go of the memory: it has been written elsewhere, where `read` finds it.
+
+        Runs in the worker.
+        """
         if self._kept is not None and not isinstance(self._kept, Path) and not callable(self._kept):
             self._kept = read
-            self._spool.release(self.num_bytes)
+            self.spool.release(self.num_bytes)
+            self.spool.give_back()
 
     def take_back(self) -> None:
         """Have what was lent in memory again, before it goes where it was written.
@@ -195,7 +236,7 @@ class SpooledLane:
         """
         if callable(self._kept):
             self._kept = self._kept()
-            self._spool.hold(self.num_bytes)
+            self.spool.hold(self.num_bytes)
 
     def drop(self) -> None:
         """Let go of memory or file; dropping twice is harmless."""
@@ -203,4 +244,5 @@ class SpooledLane:
         if isinstance(kept, Path):
             kept.unlink(missing_ok=True)
         elif kept is not None and not callable(kept):
-            self._spool.release(self.num_bytes)
+            del kept
+            self.spool.release(self.num_bytes)

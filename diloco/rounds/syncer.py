@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -23,7 +24,14 @@ from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
 from diloco.refusals import Cause
 from diloco.rounds.attendance import Attendance, IncarnationStore, Listeners, OrderStore
-from diloco.rounds.messages import SUBMIT_STATUS, arrival_of, key_of, keys_of, outcome_message
+from diloco.rounds.messages import (
+    MOST_UPLOADS,
+    SUBMIT_STATUS,
+    arrival_of,
+    key_of,
+    keys_of,
+    outcome_message,
+)
 from diloco.rounds.orders import Orders
 from diloco.rounds.pins import forget_pins
 from diloco.rounds.room import Room
@@ -100,9 +108,6 @@ class Syncer:
             listeners=Listeners(self._granted, self._take_roster, self._take_rules, self._spawn),
         )
         self._spool = Spool(stores[0].store_dir / "spool", rules.spool_bytes)
-        self._asks_first = not self._spool.holds(
-            plan.fragments, rules.publication.uplink_codec, len(rules.islands)
-        )
         hooks = Hooks(
             worker,
             self._spawn,
@@ -310,7 +315,19 @@ class Syncer:
             async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
                 while not is_news(request, self._poll_reply(request, keys)):
                     await self._changed.wait()
-        return _reply(self._poll_reply(request, keys))
+        reply = self._poll_reply(request, keys)
+        reply.asks_first = not self._spool.lets_in(self._due_bytes())
+        return _reply(reply)
+
+    def _due_bytes(self) -> int:
+        """What may be sent at once: contributions to open rounds, and lanes of a first model.
+
+        Of those a rank sends some at once; where the founder has more ranks than one, they may
+        have to be told `NotYet` first.
+        """
+        services = self._services.values()
+        initial = [size for service in services for size in service.initial_bytes]
+        return sum(s.due_bytes for s in services) + sum(heapq.nlargest(MOST_UPLOADS, initial))
 
     def _note_step(self, request: wire.PollRequest) -> None:
         if self._rules.timing is not None and request.step_s > 0:
@@ -329,7 +346,6 @@ class Syncer:
                 for service in self._services.values()
             ],
             fatal=self.fatal,
-            asks_first=self._asks_first,
         )
         for key in keys:
             service = self._services.get(key.fragment_id)

@@ -17,20 +17,18 @@ import blake3
 from google.protobuf.message import Message
 
 from diloco.errors import CoordinatorUnavailable, DilocoError, Fenced
-from diloco.rounds.messages import key_message
+from diloco.rounds.messages import MOST_UPLOADS, key_message
 from diloco.rounds.terms import RoundKey
 from diloco.sync.ledger import Outstanding
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
-from transport.errors import HandlerFailed, TransportError
+from transport.errors import HandlerFailed, NotYet, TransportError
 from transport.retry import RetryPolicy, retry
 from transport.transfer import Transfer
 
 #: A payload that moves more slowly has its call broken off, and made again.
 SLOWEST_BPS = 1e6
-#: Whole models move in so many lanes at once: each of hundreds would get too little of a thin link.
-_MOST_UPLOADS = 16
 _POLL_WAIT_S = 20.0
 
 
@@ -75,8 +73,8 @@ class SyncerCalls:
     `bytes_up` and `bytes_down` count headers and payloads, what was sent again included. A call
     that breaks is made again, and goes on where it was unless its payload is one that travels in
     one message (`framing.WHOLE_BYTES`); whole models let the payloads of rounds go first. Where
-    the syncer has no room for all payloads at once (`PollReply.asks_first`), each is sent when it
-    is its turn there.
+    the syncer has no room for all payloads at once (`PollReply.asks_first`, or it says `NotYet`),
+    each is sent when it is its turn there, however long that takes.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class SyncerCalls:
         self._policy = policy
         self._rng = rng
         self._progress = {transport: _Progress() for transport in (control, data)}
-        self._uploading = asyncio.Semaphore(_MOST_UPLOADS)
+        self._uploading = asyncio.Semaphore(MOST_UPLOADS)
         self._asks_first = False  # the newest word of the syncer
         self.bytes_up = 0
         self.bytes_down = 0
@@ -261,6 +259,10 @@ class SyncerCalls:
                     max_reply_bytes=max_reply_bytes,
                     transfer=transfer if payload_bytes else None,
                 )
+            except NotYet:
+                progress.answered()  # reached, however long the queue is there
+                transfer.asks_first = True
+                raise
             finally:
                 self.bytes_up += transfer.sent_bytes - sent
                 self.bytes_down += transfer.received_bytes - received

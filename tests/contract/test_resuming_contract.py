@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from diloco.rounds.spool import Spool
 from tests.contract.kinds import KINDS, Kind
 from tests.transport.cutting_proxy import CuttingProxy
 from transport.addresses import split_address
 from transport.contracts import Handlers, IncomingCall, Reply, Server, Transport
-from transport.errors import HandlerFailed, PeerReset
+from transport.errors import HandlerFailed, NotYet, PeerReset
 from transport.framing import DEFAULT_CHUNK_BYTES
 from transport.hivemind_address import is_peer_address, parse_peer_address, tcp_port
 from transport.retry import RetryPolicy, retry
@@ -201,17 +202,20 @@ def test_who_asks_first_sends_nothing_of_its_payload_before_its_turn(
 
         async def take(call: IncomingCall) -> Reply:
             arrived.set()
-            assert call.payload_bytes == size
+            assert (call.payload_bytes, call.has_asked) == (size, size > 0)
             await turn.wait()
             received.append(bytes(await call.read_payload()))
             return Reply(b"taken")
 
-        async with ends(either_kind, {"take": take}) as there:
+        async def ping(call: IncomingCall) -> Reply:
+            return Reply(b"pong")
+
+        async with ends(either_kind, {"take": take, "ping": ping}) as there:
             transfer = Transfer(asks_first=True)
             call = asyncio.create_task(there.call("take", PAYLOAD[:size], transfer))
             async with asyncio.timeout(DEADLINE_S):
                 await arrived.wait()
-            await asyncio.sleep(0.1)  # in which what is sent ahead would leave
+            await there.call("ping")  # what is sent ahead would have left before
             assert transfer.sent_bytes == 0
 
             turn.set()
@@ -221,6 +225,58 @@ def test_who_asks_first_sends_nothing_of_its_payload_before_its_turn(
 
     either_kind.run(run())
     assert received == [PAYLOAD[:size]]
+
+
+def test_what_did_not_ask_is_refused_unread_by_a_spool_without_room(
+    either_kind: Kind, tmp_path: Path
+) -> None:
+    """However many calls ignore what they were told, none of their payloads waits in the server."""
+    asked: list[bool] = []
+
+    async def run() -> None:
+        spool = Spool(tmp_path, 1)
+
+        async def take(call: IncomingCall) -> Reply:
+            asked.append(call.has_asked)
+            async with spool.arrival(len(asked), call.payload_bytes, has_asked=call.has_asked):
+                return Reply(b"%d" % len(await call.read_payload()))
+
+        server = either_kind.serve({"take": take}, "")
+        await server.start()
+        transport = either_kind.connect(server.address)
+
+        async def ignore(num_bytes: int) -> None:
+            with pytest.raises(NotYet):
+                await transport.call("take", b"", bytes(num_bytes), deadline_s=DEADLINE_S)
+
+        try:
+            async with spool.arrival("all the room", 1 << 30, has_asked=True):
+                await asyncio.gather(*(ignore(size) for size in [1000, 4_000_000] * 16))
+            assert asked == [False] * 32
+            reply = await transport.call("take", b"", bytes(4_000_000), deadline_s=DEADLINE_S)
+            assert reply.header == b"4000000"
+        finally:
+            await transport.close()
+            await server.stop(0.0)
+
+    either_kind.run(run())
+
+
+def test_an_answer_to_who_asked_and_was_refused_unread_is_kept_briefly(either_kind: Kind) -> None:
+    async def refuse(call: IncomingCall) -> Reply:
+        return Reply(b"no")
+
+    async def run() -> None:
+        async with ends(either_kind, {"refuse": refuse}) as there:
+            reply, _, _ = await there.call("refuse", PAYLOAD, Transfer(asks_first=True))
+            assert reply.header == b"no"
+            table = there.server._transfers  # type: ignore[attr-defined]
+            async with asyncio.timeout(DEADLINE_S):
+                while not table.num_idle:
+                    await asyncio.sleep(0.01)
+            assert [is_sent for _, is_sent in table._idle] == [True]
+
+    either_kind.run(run())
 
 
 def test_a_server_that_has_forgotten_takes_it_from_the_start(either_kind: Kind) -> None:

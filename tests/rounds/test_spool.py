@@ -6,13 +6,17 @@ import asyncio
 import ctypes
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import blake3
 import pytest
 
-from diloco.outer.fragments import TensorSpec, make_plan
-from diloco.rounds.spool import Spool, SpooledLane
+from diloco.rounds import spool as spool_module
+from diloco.rounds.merge import drop
+from diloco.rounds.spool import LEAST_ARRIVING_BYTES, Spool, SpooledLane
+from transport.errors import NotYet
+from transport.loopback import run_virtual
 
 
 @pytest.fixture
@@ -68,20 +72,11 @@ def test_a_file_that_rotted_is_not_merged(spool: Spool, tmp_path: Path) -> None:
         lane.read()
 
 
-def test_all_contributions_fit_or_the_initial_parameters_do_not(tmp_path: Path) -> None:
-    fragments = make_plan([TensorSpec("w", (1 << 16,))], num_fragments=2).fragments
-    initial = 4 * sum(fragment.padded_numel for fragment in fragments)
-
-    assert Spool(tmp_path, initial).holds(fragments, "float32", 1)
-    assert not Spool(tmp_path, initial).holds(fragments, "float32", 2)
-    assert Spool(tmp_path, initial).holds(fragments, "int4", 7)
-    assert not Spool(tmp_path, initial - 1).holds(fragments, "int4", 1)
-
-
 _LETS_GO = """
 import sys
 from pathlib import Path
 from diloco.allocator import keep_freed_memory
+from diloco.rounds.merge import drop
 from diloco.rounds.spool import Spool
 
 def resident():
@@ -95,8 +90,7 @@ for _ in range(256):
     lanes.append(spool.put(bytearray(b"x" * (512 << 10)), b""))
     between.append(bytearray(8 << 10))
 before = resident()
-for lane in lanes:
-    lane.drop()
+drop({"a": dict(enumerate(lanes))})
 print(before - resident())
 """
 
@@ -109,11 +103,38 @@ def test_what_lay_between_things_in_use_is_given_back(tmp_path: Path) -> None:
     assert int(told) > 100 << 20, "of 128 MiB"
 
 
+def test_memory_is_let_go_of_before_it_is_given_back_and_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Watched(bytearray):
+        pass
+
+    alive: list[int] = []
+    payloads = [Watched(b"12"), Watched(b"345")]
+    watched = [weakref.ref(payload) for payload in payloads]
+    monkeypatch.setattr(spool_module, "_GIVEN_BACK_BYTES", 3)
+    monkeypatch.setattr(
+        spool_module, "give_back_holes", lambda: alive.append(sum(w() is not None for w in watched))
+    )
+    spool = Spool(tmp_path, 10)
+    lanes = {i: spool.put(payload, b"") for i, payload in enumerate(payloads)}
+    payloads.clear()
+
+    lanes[1].drop()
+    assert alive == [], "an event loop may be where it was dropped"
+    drop({"a": lanes})
+
+    assert alive == [0]
+
+
 # -- arrivals --------------------------------------------------------------------------------------
+
+#: Ten of them may arrive at once.
+UNIT = LEAST_ARRIVING_BYTES // 10
 
 
 class Arrivals:
-    """Payloads on their way, each until it is told to end."""
+    """Payloads on their way, each until it is told to end; their sizes are in `UNIT`."""
 
     def __init__(self, spool: Spool) -> None:
         self.spool = spool
@@ -135,7 +156,7 @@ class Arrivals:
         await settle()
 
     async def _arrive(self, name: str, num_bytes: int) -> None:
-        async with self.spool.arrival(num_bytes):
+        async with self.spool.arrival(name, num_bytes * UNIT, has_asked=True):
             self.inside.append(name)
             try:
                 await self._ends[name].wait()
@@ -222,3 +243,69 @@ def test_who_goes_away_in_the_step_in_which_room_comes_takes_nothing_with_it(spo
         assert arrivals.inside == ["c"]
 
     asyncio.run(scenario())
+
+
+def test_who_did_not_ask_is_sent_away_and_keeps_its_place(spool: Spool) -> None:
+    async def scenario() -> None:
+        arrivals = Arrivals(spool)
+        async with spool.arrival("asked for nothing", 6 * UNIT, has_asked=False):
+            with pytest.raises(NotYet, match="call again, and ask before sending"):
+                async with spool.arrival("b", 6 * UNIT, has_asked=False):
+                    pytest.fail("there is no room")
+            await arrivals.begin("c", 6)
+            await arrivals.begin("b", 6)
+        await settle()
+        assert arrivals.inside == ["b"], "b came before c"
+
+        await arrivals.end("b")
+        assert arrivals.inside == ["c"]
+
+    asyncio.run(scenario())
+
+
+def test_a_payload_arrives_and_waits_but_once(spool: Spool) -> None:
+    async def scenario() -> None:
+        arrivals = Arrivals(spool)
+        calls = [Arrivals(spool) for _ in range(3)]
+        for arrivals in calls:
+            await arrivals.begin("a", 1)
+        await calls[0].begin("b", 1)
+
+        assert [arrivals.inside for arrivals in calls] == [["a", "b"], [], []]
+        with pytest.raises(NotYet, match="a newer call for the same lane"):
+            await calls[1].tasks["a"]
+        await calls[0].end("a")
+        assert calls[2].inside == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_a_place_is_kept_for_a_while(spool: Spool) -> None:
+    async def scenario() -> None:
+        arrivals = Arrivals(spool)
+        await arrivals.begin("a", 10)
+        for name in "bcd":
+            await arrivals.begin(name, 10)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(5.0)
+        for name in "bcd":
+            with pytest.raises(NotYet):
+                await arrivals.tasks[name]
+
+        await asyncio.sleep(5.0)
+        for name in "dc":
+            await arrivals.begin(name, 10)
+        await arrivals.end("a")
+        assert arrivals.inside == ["c"], "b is away"
+        await asyncio.sleep(10.0)
+        assert list(spool._waiting) == ["b", "d"]
+        await arrivals.end("c")
+        assert list(spool._waiting) == ["d"], "b was away for too long, and d is for less"
+
+    run_virtual(scenario())
+
+
+def test_a_small_spool_has_room_for_more_than_a_lane_at_once(tmp_path: Path) -> None:
+    assert Spool(tmp_path, 10).lets_in(64 << 20)
+    assert not Spool(tmp_path, 10).lets_in((64 << 20) + 1)
+    assert Spool(tmp_path, 1 << 30).lets_in(1 << 30)

@@ -27,6 +27,7 @@ from protos.control_pb2 import Grant
 from tests.raw_island import KEY, NUMEL, Dead, Incoming, RawIsland, SlowWorker, founded, restart
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun, grant
 from transport.contracts import PROTOCOL_VERSION
+from transport.errors import NotYet
 from transport.loopback import run_virtual
 
 DESCENT = {"a": 1.0, "b": 3.0, "c": 5.0}
@@ -52,17 +53,37 @@ def version_of(run: VirtualRun) -> tuple[int, int, bool]:
     return state.version, state.attempt, state.is_open
 
 
-@pytest.mark.parametrize(("spare_bytes", "asks_first"), [(0, False), (-1, True)])
-def test_islands_are_told_to_ask_first_where_not_all_payloads_fit(
-    setting: Setting, spare_bytes: int, asks_first: bool
+def test_islands_are_told_to_ask_first_while_more_may_come_than_is_let_in(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contributions = len(setting.islands) * sum(4 * f.padded_numel for f in setting.plan().fragments)
+    """All contributions are more than one model in float32, those to one fragment are half."""
+    setting = replace(setting, num_fragments=2, uplink_codec="int8")
+    fragments = setting.plan().fragments
+    monkeypatch.setattr("diloco.rounds.spool.LEAST_ARRIVING_BYTES", 0)
+    setting = replace(setting, spool_bytes=max(4 * f.padded_numel for f in fragments))
 
     async def scenario() -> None:
-        run = VirtualRun(replace(setting, spool_bytes=contributions + spare_bytes))
+        run = VirtualRun(setting)
         await run.start_syncer()
+        a, b = RawIsland(run, "a"), RawIsland(run, "b")
+        assert not (await b.poll()).is_fenced
+        assert (await a.poll()).asks_first, "two fragments in float32"
+        with monkeypatch.context() as thin:
+            thin.setattr("diloco.rounds.syncer.MOST_UPLOADS", 1)
+            assert not (await a.poll()).asks_first, "one lane of them"
 
-        assert (await RawIsland(run, "a").poll()).asks_first is asks_first
+        run.syncer._services[1].hold_openings(True)
+        for fragment in fragments:
+            a.lanes = fragment.lanes
+            assert all(ack.is_accepted for ack in await a.upload(fragment_id=fragment.fragment_id))
+        reply = await a.poll()
+        assert [state.is_open for state in reply.fragments] == [True, False]
+        assert not reply.asks_first
+
+        run.syncer._services[1].hold_openings(False)
+        reply = await a.poll()
+        assert [state.is_open for state in reply.fragments] == [True, True]
+        assert reply.asks_first
 
     run_virtual(scenario())
 
@@ -593,9 +614,32 @@ def test_a_payload_of_another_size_is_not_read(setting: Setting) -> None:
         call = Incoming(a)
         call.payload_bytes = 1 << 40
 
-        await run.syncer.handlers["fragment.submit"](call)
+        async with run.syncer._spool.arrival("all the room", 1 << 40, has_asked=True):
+            await run.syncer.handlers["fragment.submit"](call)
 
         assert not call.is_read
+
+    run_virtual(scenario())
+
+
+def test_a_payload_that_is_on_its_way_without_room_is_refused_unread(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, _) = await founded(setting)
+        submit = run.syncer.handlers["fragment.submit"]
+        call = Incoming(a)
+        call.has_asked = False
+        async with run.syncer._spool.arrival("all the room", 1 << 40, has_asked=True):
+            with pytest.raises(NotYet):
+                await submit(call)
+            assert not call.is_read
+            call.has_asked = True
+            waiting = asyncio.create_task(submit(call))
+            await asyncio.sleep(1.0)
+            assert not call.is_read
+
+        assert wire.SubmitReply.FromString((await waiting).header).status == (
+            wire.SUBMIT_STATUS_RECEIVED
+        )
 
     run_virtual(scenario())
 

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from diloco.errors import CoordinatorUnavailable
+from diloco.rounds.spool import Spool
 from diloco.sync.calls import SyncerCalls
 from diloco.sync.exchange import Exchange, ExchangeRules
 from diloco.sync.ledger import Outstanding
@@ -18,12 +19,12 @@ from protos import fragment_pb2 as wire
 from protos.fragment_pb2 import Ack
 from tests.raw_island import KEY
 from tests.virtual_run import Setting, grant
-from transport.contracts import Buffer, Reply
+from transport.contracts import Buffer, IncomingCall, Reply
 from transport.errors import ConnectError, DeadlineExceeded, PeerReset
 from transport.framing import WHOLE_BYTES, frame_whole
 from transport.grpc_client import GrpcTransport
 from transport.grpc_wire import ACCEPTED_METADATA
-from transport.loopback import run_virtual
+from transport.loopback import LoopbackNetwork, run_virtual
 from transport.retry import RetryPolicy
 from transport.transfer import Transfer
 
@@ -207,6 +208,44 @@ def test_payloads_ask_first_once_the_syncer_has_said_so() -> None:
         return crowded.asked_first
 
     assert run_virtual(run()) == [False, True]
+
+
+def test_who_waits_for_its_turn_longer_than_any_budget_is_served_in_its_turn(
+    tmp_path: Path,
+) -> None:
+    """Room for one of a hundred ranks: the last waits for five times the budget."""
+    served: list[int] = []
+
+    async def run() -> float:
+        spool, network = Spool(tmp_path, 1), LoopbackNetwork()
+
+        async def upload(call: IncomingCall) -> Reply:
+            lane_id = wire.UploadHeader.FromString(call.header).lane_id
+            async with spool.arrival(lane_id, 1 << 40, has_asked=call.has_asked):
+                await call.read_payload()
+                await asyncio.sleep(30.0)
+                served.append(lane_id)
+            return Reply(Ack(is_accepted=True).SerializeToString())
+
+        server = network.server("syncer", {"fragment.upload": upload})
+        await server.start()
+
+        async def rank(number: int) -> None:
+            calls = SyncerCalls(
+                network.connect("syncer"),
+                network.connect("syncer"),
+                grant("a"),
+                rpc_deadline_s=60.0,
+                policy=RetryPolicy(budget_s=600.0),
+                rng=random.Random(number),
+            )
+            await calls.upload(0, number, b"lane")
+
+        await asyncio.gather(*map(rank, range(100)))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(run()) < 100 * 30.5, "the room is empty between two for a moment"
+    assert sorted(served) == list(range(100))
 
 
 #: Where a first message has its flags, and the one of whole models (`transport.framing`).

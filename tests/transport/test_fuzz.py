@@ -456,7 +456,7 @@ def mutated(header: bytes, rng: random.Random) -> bytes:
 class Call:
     """A call as handlers see it, from this machine: else nobody would get as far as a command."""
 
-    peer, is_local = "fuzz", True
+    peer, is_local, has_asked = "fuzz", True, False
 
     def __init__(self, method: str, header: bytes, payload: bytes, caller: Identity | None) -> None:
         self.method, self.header, self.caller = method, header, caller
