@@ -59,3 +59,17 @@ def insist_on_tokens(num_tokens: Any) -> None:
         f"contribution weighs what it was trained on; pass the tokens of the whole island in this "
         f"inner step, an int of at least 1 (of a tensor: int(count))"
     )
+
+
+def over_text(inner_step: int, inner_steps: int, *, on_arrival: bool) -> str:
+    """Say that no inner step follows the last one."""
+    if on_arrival:
+        return (
+            f"inner step {inner_step + 1}: training ends here (outer.is_over): loop `while not "
+            f"outer.is_over`, then call outer.finish()"
+        )
+    return (
+        f"inner step {inner_step + 1}: the run has run.inner_steps = {inner_steps} (the "
+        f"coordinator's); loop over range(outer.start_step, outer.inner_steps), then call "
+        f"outer.finish()"
+    )

@@ -23,6 +23,8 @@ _T = TypeVar("_T")
 
 #: Seconds after which a rank that hangs is noticed by the others.
 COLLECTIVE_S = 300.0
+#: Modulus at which tokens are compared between ranks: squares must fit 64 bits.
+_COMPARED_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +147,28 @@ def _insist_on_equal_names(group: dist.ProcessGroup) -> None:
             f"group=: its ranks are members of {counts} process groups, and can make another one "
             f"only when these are equally many: make the same groups for every rank of the island"
         )
+
+
+def island_sums(
+    groups: Groups, values: Sequence[int], *, tokens: int, inner_step: int
+) -> list[int]:
+    """Sum integers over the ranks, which must have been told the same tokens; collective.
+
+    Args:
+        groups: Of the island.
+        values: Of this rank.
+        tokens: That this rank was told of, in all inner steps together.
+        inner_step: Completed inner steps, for the error.
+
+    Raises:
+        ValueError: On every rank, if they were not told the same numbers of tokens.
+    """
+    compared = tokens % _COMPARED_TOKENS
+    *sums, total, squares = groups.sum([*values, compared, compared * compared])
+    if squares * groups.num_ranks != total * total:  # equal only if all are
+        raise ValueError(
+            f"the ranks of this island gave outer.step different num_tokens; this rank's sum "
+            f"up to inner step {inner_step} is {tokens}. Give every rank the tokens "
+            f"of the whole island: sum them over its ranks"
+        )
+    return sums

@@ -10,11 +10,13 @@ Source: protocol.md section 1; design.md, invariant 1.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from diloco.errors import IslandFailed
 from diloco.outer.fragments import Fragment, Plan
 from diloco.rounds.publication import lane_digest, version_digest
 from diloco.sync.agreement import NOT_MINE, Agreement
+from diloco.sync.carried import FragmentView
 from diloco.sync.shards import LaneShards
 
 #: A digest of 32 bytes as integers that ranks can compare.
@@ -32,6 +34,48 @@ def held_digests(plan: Plan, shards: LaneShards, agreement: Agreement) -> tuple[
         By fragment, in plan order, the digest in hex; None where copies of one element differ.
     """
     return tuple(_held_digest(fragment, shards, agreement) for fragment in plan.fragments)
+
+
+def published_digests(
+    plan: Plan,
+    shards: LaneShards,
+    agreement: Agreement,
+    views: Sequence[FragmentView],
+    versions: Sequence[int],
+) -> tuple[str, ...]:
+    """Hash the parameters, which must hold what this island last merged; collective.
+
+    A version is compared with the syncer's word where that is still its newest.
+
+    Args:
+        plan: Of the run.
+        shards: The parameters.
+        agreement: Of the island's ranks.
+        views: What this rank's exchange shows of each fragment.
+        versions: That the island merged last.
+
+    Raises:
+        IslandFailed: On all ranks, if they do not.
+    """
+    held = held_digests(plan, shards, agreement)
+    is_wrong = [
+        digest is None or (view.version == version and view.digest != digest)
+        for digest, view, version in zip(held, views, versions, strict=True)
+    ]
+    # Ranks hear the syncer at different times: one that found a difference speaks for all.
+    wrong = [p for p, word in enumerate(agreement.smallest([-w for w in is_wrong])) if word]
+    if wrong:
+        p = wrong[0]
+        found = f"the digest {held[p]}" if held[p] else "copies that differ between its ranks"
+        raise IslandFailed(
+            f"after the last merge, parameters of this island are not the published ones: "
+            f"fragments {wrong}; of fragment {p}, version {versions[p]} was "
+            f"published with the digest {views[p].digest or 'unknown'}, the model holds "
+            f"{found}. What is published is not touched by this. Start the island again, and "
+            f"it takes that: diloco island RUN.toml --island NAME; if this comes again, look "
+            f"for code that writes to parameters during outer.finish(), or for bad memory"
+        )
+    return tuple(digest for digest in held if digest is not None)
 
 
 def _held_digest(fragment: Fragment, shards: LaneShards, agreement: Agreement) -> str | None:

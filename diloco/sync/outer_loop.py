@@ -20,13 +20,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from diloco.errors import IslandFailed
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.agreement import Agreed, Agreement, Standing, exit_code_of, raise_failure
 from diloco.sync.carried import Announced, FragmentView
 from diloco.sync.exchange import Exchange
-from diloco.sync.held import held_digests
+from diloco.sync.held import published_digests
 from diloco.sync.io_thread import Waits
 from diloco.sync.ledger import FragmentLedger, Outstanding, Settled, Target, Verdict
 from diloco.sync.outer_state import LOOK_S, OuterState, Runner, StateKeeper
@@ -380,32 +379,8 @@ class OuterLoop:
             yield self._exchange.wait_for_news(news, LOOK_S)
 
     def _hash_published(self) -> tuple[str, ...]:
-        """Hash the parameters, which must hold what this island last merged; collective.
-
-        A version is compared with the syncer's word where that is still its newest.
-        """
-        held = held_digests(self._plan, self._shards, self._agreement)
         views = [self._exchange.view(fragment.fragment_id) for fragment in self._plan.fragments]
-        is_wrong = [
-            digest is None or (view.version == ledger.version and view.digest != digest)
-            for digest, view, ledger in zip(held, views, self._ledgers, strict=True)
-        ]
-        # Ranks hear the syncer at different times: one that found a difference speaks for all.
-        wrong = [
-            p for p, word in enumerate(self._agreement.smallest([-w for w in is_wrong])) if word
-        ]
-        if wrong:
-            p = wrong[0]
-            found = f"the digest {held[p]}" if held[p] else "copies that differ between its ranks"
-            raise IslandFailed(
-                f"after the last merge, parameters of this island are not the published ones: "
-                f"fragments {wrong}; of fragment {p}, version {self._ledgers[p].version} was "
-                f"published with the digest {views[p].digest or 'unknown'}, the model holds "
-                f"{found}. What is published is not touched by this. Start the island again, and "
-                f"it takes that: diloco island RUN.toml --island NAME; if this comes again, look "
-                f"for code that writes to parameters during outer.finish(), or for bad memory"
-            )
-        return tuple(digest for digest in held if digest is not None)
+        return published_digests(self._plan, self._shards, self._agreement, views, self.versions)
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:

@@ -51,12 +51,18 @@ from diloco.compression.warm_up import warm_up
 from diloco.config.outer import OuterConfig
 from diloco.errors import ConfigError
 from diloco.sync.agreement import Agreement
-from diloco.sync.arguments import insist_on_kinds, insist_on_same, insist_on_tokens
+from diloco.sync.arguments import (
+    insist_on_kinds,
+    insist_on_same,
+    insist_on_tokens,
+    over_text,
+)
 from diloco.sync.captured import StateLayout
 from diloco.sync.connection import Connection
-from diloco.sync.groups import make_groups
+from diloco.sync.groups import island_sums, make_groups
 from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.outer_loop import Arrival, OuterLoop
+from diloco.sync.position import Position
 from diloco.sync.registration import IslandState, Progress
 from diloco.sync.shards import LaneShards
 from diloco.sync.stop_line import StopLine
@@ -67,11 +73,8 @@ from protos.control_pb2 import JoinReply
 
 logger = logging.getLogger(__name__)
 
-#: Modulus at which tokens are compared between ranks: squares must fit 64 bits.
-_COMPARED_TOKENS = 1 << 20
 
-
-class DiLoCo:
+class DiLoCo(Position):
     """One rank's part in a run: counts inner steps, sends and merges fragments when they are due.
 
     Values are written into the parameters in place, so an optimizer may be built before or after;
@@ -252,35 +255,6 @@ class DiLoCo:
             f"blocked_s={self.blocked_s:.1f})"
         )
 
-    # -- where the island stands -----------------------------------------------------------------
-
-    @property
-    def inner_step(self) -> int:
-        """Completed inner steps."""
-        return self._loop.inner_step if self._is_ready else self.start_step
-
-    @property
-    def is_over(self) -> bool:
-        """Whether training ends here: leave the loop, then call `finish`.
-
-        By the run's inner steps; on arrival, when all fragments have merged the run's tokens, or
-        when this island was told to leave (`is_leaving`).
-        """
-        return self._is_ready and self._loop.is_over
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether this island ends before the run does, without flush and checkpoint."""
-        return self._loop.is_leaving
-
-    @property
-    def schedule_step(self) -> float:
-        """Inner steps of the whole run that lie behind: what a learning rate follows.
-
-        `inner_step` in a scheduled run; on arrival by the share of the run's tokens that is merged.
-        """
-        return self._loop.schedule_step if self._is_ready else self.start_step
-
     @property
     def is_stopping(self) -> bool:
         """Whether everybody stops after the step just made, for a resume: leave the loop.
@@ -289,54 +263,6 @@ class DiLoCo:
         taken back.
         """
         return self._stopping.step == self.inner_step < self.inner_steps
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of fragments whose contribution has no outcome yet."""
-        return self._loop.num_in_flight
-
-    @property
-    def blocked_s(self) -> float:
-        """Seconds for which steps of this rank waited for outcomes."""
-        return self._loop.blocked_s
-
-    @property
-    def overwritten_steps(self) -> float:
-        """Inner steps whose local effect a merge replaced, by share of the parameters."""
-        return self._loop.overwritten_steps
-
-    @property
-    def dropped_tokens(self) -> float:
-        """Tokens that no version will have, by share of the parameters."""
-        return self._loop.dropped_tokens
-
-    @property
-    def left_tokens(self) -> float:
-        """Tokens that no version has yet, by share of the parameters."""
-        return self._loop.left_tokens
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Version of each fragment that this island last merged."""
-        return self._loop.versions
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        """Digest of what the model holds of each fragment, in hex, as `finish` found it.
-
-        Of the published values; empty before the end of `finish`, and after a graceful stop.
-        """
-        return self._loop.digests
-
-    @property
-    def bytes_up(self) -> int:
-        """Bytes that this rank has sent to the syncer."""
-        return self._exchange.bytes_up
-
-    @property
-    def bytes_down(self) -> int:
-        """Bytes that this rank has received from the syncer."""
-        return self._exchange.bytes_down
 
     # -- training --------------------------------------------------------------------------------
 
@@ -561,16 +487,9 @@ class DiLoCo:
                 f"was saved there (model, optimizer, data), then outer.load_state_dict(...), "
                 f"before the first step"
             )
-        if is_stepping and self._on_arrival and self.is_over:
+        if is_stepping and self.is_over:
             raise ConfigError(
-                f"inner step {self.inner_step + 1}: training ends here (outer.is_over): loop "
-                f"`while not outer.is_over`, then call outer.finish()"
-            )
-        if is_stepping and not self._on_arrival and self.inner_step >= self.inner_steps:
-            raise ConfigError(
-                f"inner step {self.inner_step + 1}: the run has run.inner_steps = "
-                f"{self.inner_steps} (the coordinator's); loop over range(outer.start_step, "
-                f"outer.inner_steps), then call outer.finish()"
+                over_text(self.inner_step, self.inner_steps, on_arrival=self._on_arrival)
             )
         if is_stepping and self.is_stopping:
             raise ConfigError(
@@ -584,20 +503,15 @@ class DiLoCo:
 
         Waits for all ranks, where the collect of what was due has just done so: a stop must be
         known before the next inner step, or ranks would part.
-
-        Raises:
-            ValueError: On every rank, if they were not told the same numbers of tokens.
         """
-        tokens = self._tokens % _COMPARED_TOKENS
-        sums = self._groups.sum([self.bytes_up, self.bytes_down, word, tokens, tokens * tokens])
-        self.island_bytes = (sums[0], sums[1])
-        if sums[4] * self._groups.num_ranks != sums[3] * sums[3]:  # equal only if all are
-            raise ValueError(
-                f"the ranks of this island gave outer.step different num_tokens; this rank's sum "
-                f"up to inner step {self.inner_step} is {self._tokens}. Give every rank the tokens "
-                f"of the whole island: sum them over its ranks"
-            )
-        return sums[2]
+        *moved, word = island_sums(
+            self._groups,
+            [self.bytes_up, self.bytes_down, word],
+            tokens=self._tokens,
+            inner_step=self.inner_step,
+        )
+        self.island_bytes = (moved[0], moved[1])
+        return word
 
     def _progress(self) -> Progress:
         """What a report says; asked in the IO thread."""
