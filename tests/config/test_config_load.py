@@ -332,6 +332,11 @@ REFUSALS = [
     ("outer.grace=soon", ['outer.grace: "soon"', '"auto" or 0s to 1h']),
     ("outer.on_member_lost=go", ['outer.on_member_lost: "go"', '"stop" or "wait" or "shrink"']),
     ("run.open=true", ["run.open: true: needs max_islands"]),
+    (
+        "outer={preset='classic', inner_steps_per_round=4, exchange='allreduce', "
+        "on_member_lost='shrink'}",
+        ['outer.on_member_lost: "shrink": needs a syncer'],
+    ),
     ("run.max_islands=1", ["outer.merge", "run.max_islands = 1 needs"]),
     ("outer.weighting=equal", ['outer.weighting: "equal":', '"tokens" or "tokens_times_rate"']),
     ("outer.merge_rule=median", ['outer.merge_rule: "median":', '"mean" or "radial_directional"']),
