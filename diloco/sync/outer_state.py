@@ -18,7 +18,7 @@ from torch import Tensor
 from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
-from diloco.sync.agreement import NOT_MINE, Agreement, exit_code_of, raise_failure
+from diloco.sync.agreement import Agreement, exit_code_of, raise_failure
 from diloco.sync.captured import CapturedFragment, CapturedLanes, Moment, StateLayout
 from diloco.sync.course import Entered, RanksApart, entered_of, entry_words, go_on_at, set_course
 from diloco.sync.exchange import Exchange
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 #: Seconds after which a blocked rank looks at the others again.
 LOOK_S = 1.0
 _TELL_LOOKS = 10
+_MOST_ATTEMPT = (1 << 20) - 1
 
 
 class Runner(Protocol):
@@ -56,12 +57,16 @@ class OuterState:
     newest: tuple[int, ...] = ()
 
 
-def _last_known(fragment: CapturedFragment) -> tuple[int, int]:
+def _last_known(fragment: CapturedFragment) -> int:
     """Return what a checkpoint may know of: the version that counts it, at most, and attempt."""
-    version = fragment.ledger.version
-    return (
-        (version, NOT_MINE) if fragment.sent_as is None else (version + 1, fragment.sent_as.attempt)
-    )
+    version, sent_as = fragment.ledger.version, fragment.sent_as
+    return _as_word((version, _MOST_ATTEMPT) if sent_as is None else (version + 1, sent_as.attempt))
+
+
+def _as_word(counted: tuple[int, int]) -> int:
+    """Return a version and an attempt as one integer, in their order."""
+    version, attempt = counted
+    return version * (_MOST_ATTEMPT + 1) + min(attempt, _MOST_ATTEMPT)
 
 
 class StateKeeper:
@@ -157,9 +162,10 @@ class StateKeeper:
         # Ranks hear of versions at different times; all must say the same of one contribution.
         views = [self._exchange.view(f.fragment_id) for f in self._plan.fragments]
         heard = [view.version for view in views]
+        counted = self._largest([_as_word(view.counted) for view in views])
         for p, (fragment, version) in enumerate(zip(fragments, self._smallest(heard), strict=True)):
             if self._exchange.rules.on_arrival and version > fragment.ledger.version:
-                if views[p].counted > _last_known(fragment):
+                if counted[p] > _last_known(fragment):
                     fragment.ledger.begin_anew()
                     self._runner.post(self._exchange.begin_anew, p)
                 elif (sent := fragment.ledger.outstanding) is not None:
