@@ -163,6 +163,12 @@ class Cuts:
             return 0, False
         return cut.number, cut.is_last
 
+    def taken_back(self, timeline: int) -> Entries:
+        """Let the run go on after a last cut that came to nothing."""
+        cut = self.newest(timeline)
+        assert cut is not None and cut.is_void
+        return _entry(replace(cut, is_last=False))
+
     def last(self, timeline: int) -> Cut | None:
         """Return the cut with which the run stops, unless it came to nothing."""
         cut = self.newest(timeline)

@@ -553,6 +553,7 @@ class Coordinator:
         if self._membership.is_finished or self._membership.is_stopped:
             self.ended.set()
         elif self._membership.is_stopped_in_vain and not self.ended.is_set():
+            self._keep(self._membership.cuts.taken_back(self._membership.timeline))
             self.fail(
                 "the graceful stop came to nothing: no island could write its part of a last cut",
                 QuorumLost.exit_code,
