@@ -284,9 +284,9 @@ def _stopped_text(config: Config, command: str) -> str:
         root = config.coordinator.state_dir
         return f"{_FINISHED_BEFORE} Take its parameters: diloco export {shlex.quote(root)}"
     if standing is not None and standing.is_stopped:
+        of = "" if config.outer.is_on_arrival else f" of {config.run.inner_steps}"
         return (
-            f"stopped with {standing.checkpoint_name(standing.stop_step or 0)}, of "
-            f"{config.run.inner_steps} inner steps, every island with a checkpoint in "
+            f"stopped {standing.stop_name}{of}, every island with a checkpoint in "
             f"{config.checkpoint_dir}. Go on: {command} --resume"
         )
     if standing is not None and standing.checkpoints:

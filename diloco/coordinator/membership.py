@@ -190,7 +190,7 @@ class Membership(Roll):
         if self.is_stop_complete or (last is not None and island not in last.owing):
             return Joined(
                 JoinVerdict.RUN_STOPPED,
-                f"the run is stopped, with {self.checkpoint_name(self.stop_step or 0)}"
+                f"the run is stopped {self.stop_name}"
                 f"{', and this island has its checkpoint' if last is None else ''}: once the "
                 f"coordinator has ended, diloco coordinator RUN.toml --resume",
                 entries=self.left(island, 0, is_stopped=True) if island in self.members else (),
@@ -461,6 +461,12 @@ class Membership(Roll):
         return max(promises.values()) if promises and promises.keys() >= counted.keys() else None
 
     @property
+    def stop_name(self) -> str:
+        """Say where the run stops, for people."""
+        step = self.stop_step
+        return f"with cut {step}" if self.rules.is_elastic else f"after inner step {step}"
+
+    @property
     def is_stop_complete(self) -> bool:
         """Whether every island has the checkpoint of the stop step, so that all may leave."""
         return self.stop_step is not None and self.stop_step in self.checkpoints
@@ -494,8 +500,8 @@ class Membership(Roll):
         return (*self.cuts.completed(number), ("checkpoint", json.dumps(newest)))
 
     def checkpoint_name(self, step: int) -> str:
-        """Name a checkpoint for people."""
-        return f"cut {step}" if self.rules.is_elastic else f"the checkpoint of inner step {step}"
+        """Say of what a checkpoint is, for people."""
+        return f"cut {step}" if self.rules.is_elastic else f"inner step {step}"
 
     def is_restoring(self, island: str, incarnation: int) -> bool:
         """Whether this start restores its part of the cut that the timeline began from.

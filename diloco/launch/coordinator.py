@@ -368,8 +368,7 @@ def _tell_end(
 
 def _stopped_text(config: Config, state: StateDir, membership: Membership) -> str:
     return (
-        f"the run {membership.run!r} is stopped with "
-        f"{membership.checkpoint_name(membership.stop_step or 0)}. Its "
+        f"the run {membership.run!r} is stopped {membership.stop_name}. Its "
         f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
         f"{pin_directory(state.holding_records().store, membership.stop_step or 0)} of "
         f"{'the syncer' if config.outer.exchange == 'syncer' else 'each island'}\n"

@@ -152,18 +152,23 @@ def choose_checkpoint(
         problem = next(_problems(config, state, plan, step, membership, tell), "")
         if not problem:
             tell(
-                f"resuming from {membership.checkpoint_name(step)}, now timeline "
+                f"resuming from the checkpoint of {membership.checkpoint_name(step)}, now timeline "
                 f"{membership.timeline + 1}; what was published after it is abandoned"
                 f"{_missing_text(membership, step)}"
             )
             return step
         torn[step] = problem
         if at_step is None:
-            tell(f"warning: {membership.checkpoint_name(step)} is torn, skipped: {problem}")
+            tell(
+                f"warning: the checkpoint of {membership.checkpoint_name(step)} is torn, skipped: {problem}"
+            )
     others = [step for step in complete if step not in torn]
     raise ConfigError(
         f"cannot resume the run {membership.run!r}: "
-        + "; ".join(f"{membership.checkpoint_name(s)} is torn: {why}" for s, why in torn.items())
+        + "; ".join(
+            f"the checkpoint of {membership.checkpoint_name(s)} is torn: {why}"
+            for s, why in torn.items()
+        )
         + (_go_back(others, start) or ". Start the run again in an empty coordinator.state_dir")
     )
 
@@ -213,7 +218,7 @@ def _problems(
     tell: Callable[[str], None],
 ) -> Iterator[str]:
     """Say what is wrong with the parts of a checkpoint that are on this machine."""
-    what = f"verifying {membership.checkpoint_name(step)}"
+    what = f"verifying the checkpoint of {membership.checkpoint_name(step)}"
     islands = membership.cuts[step].parts if membership.rules.is_elastic else config.islands
     stores = {"the syncer's part": state.store}
     if config.outer.exchange == "allreduce":
@@ -242,7 +247,7 @@ def _problems(
 def _found_text(state: StateDir, membership: Membership) -> str:
     return (
         f"run {membership.run!r} in {state.root}, timeline {membership.timeline}: complete "
-        f"{'cuts' if membership.rules.is_elastic else 'checkpoints of inner steps'} "
+        f"checkpoints of {'cuts' if membership.rules.is_elastic else 'inner steps'} "
         f"{', '.join(map(str, membership.checkpoints))}"
         f"{_partial_text(state, membership)}"
     )

@@ -82,7 +82,7 @@ def test_a_run_in_which_nobody_waits_is_stopped_with_a_cut_and_resumed(tmp_path:
     resumed = config_of(tmp_path, *other)
     lines: list[str] = []
     assert find_resume_step(resumed, None, lines.append, start="diloco local") == number
-    assert any(f"resuming from cut {number}" in line for line in lines)
+    assert any(f"resuming from the checkpoint of cut {number}" in line for line in lines)
     with LocalRun(resumed, resume_step=number) as run:
         run.start()
         code = run.wait(lambda: None)
