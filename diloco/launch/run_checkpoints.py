@@ -160,7 +160,8 @@ def choose_checkpoint(
         torn[step] = problem
         if at_step is None:
             tell(
-                f"warning: the checkpoint of {membership.checkpoint_name(step)} is torn, skipped: {problem}"
+                f"warning: the checkpoint of {membership.checkpoint_name(step)} is torn, skipped: "
+                f"{problem}"
             )
     others = [step for step in complete if step not in torn]
     raise ConfigError(
