@@ -120,7 +120,7 @@ class JoinReply(_message.Message):
     def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ..., is_resumed: _Optional[bool] = ..., resume_step: _Optional[int] = ..., last_inner_step: _Optional[int] = ..., total_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., claims_json: _Optional[str] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json")
+    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "cut")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class ReportRequest(_message.Message):
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     POSITION_JSON_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     inner_step: int
@@ -157,10 +158,23 @@ class ReportRequest(_message.Message):
     checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
     step_s: float
     position_json: str
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ...) -> None: ...
+    cut: CutPart
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ...) -> None: ...
+
+class CutPart(_message.Message):
+    __slots__ = ("number", "versions", "inner_step", "text_json")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEP_FIELD_NUMBER: _ClassVar[int]
+    TEXT_JSON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    inner_step: int
+    text_json: str
+    def __init__(self, number: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., inner_step: _Optional[int] = ..., text_json: _Optional[str] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step", "checkpoint_steps", "policy_json", "policy_revision", "drain", "claims_json")
+    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step", "checkpoint_steps", "policy_json", "policy_revision", "drain", "claims_json", "cut", "is_last_cut")
     STOP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +186,8 @@ class ReportReply(_message.Message):
     POLICY_REVISION_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     CLAIMS_JSON_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_CUT_FIELD_NUMBER: _ClassVar[int]
     stop: bool
     reason: str
     exit_code: int
@@ -183,7 +199,9 @@ class ReportReply(_message.Message):
     policy_revision: int
     drain: bool
     claims_json: str
-    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., drain: _Optional[bool] = ..., claims_json: _Optional[str] = ...) -> None: ...
+    cut: int
+    is_last_cut: bool
+    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., drain: _Optional[bool] = ..., claims_json: _Optional[str] = ..., cut: _Optional[int] = ..., is_last_cut: _Optional[bool] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "exit_code", "reason", "is_stopped")
@@ -373,7 +391,7 @@ class SyncerHelloReply(_message.Message):
     def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
-    __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "expiry")
+    __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "expiry")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +400,7 @@ class RoundReport(_message.Message):
     FATAL_REASON_FIELD_NUMBER: _ClassVar[int]
     FATAL_EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_CUT_FIELD_NUMBER: _ClassVar[int]
     EXPIRY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
@@ -391,8 +410,9 @@ class RoundReport(_message.Message):
     fatal_reason: str
     fatal_exit_code: int
     refusals: _containers.RepeatedCompositeFieldContainer[RefusalCount]
+    pinned_cut: int
     expiry: Expiry
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., record_json: _Optional[str] = ..., fatal_reason: _Optional[str] = ..., fatal_exit_code: _Optional[int] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., expiry: _Optional[_Union[Expiry, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., record_json: _Optional[str] = ..., fatal_reason: _Optional[str] = ..., fatal_exit_code: _Optional[int] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., pinned_cut: _Optional[int] = ..., expiry: _Optional[_Union[Expiry, _Mapping]] = ...) -> None: ...
 
 class Expiry(_message.Message):
     __slots__ = ("fragment_id", "version", "attempt", "missing", "reason")
@@ -409,16 +429,20 @@ class Expiry(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RoundReportReply(_message.Message):
-    __slots__ = ("checkpoint_steps", "roster", "policy_json", "policy_revision")
+    __slots__ = ("checkpoint_steps", "roster", "policy_json", "policy_revision", "cut", "cut_versions")
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     POLICY_JSON_FIELD_NUMBER: _ClassVar[int]
     POLICY_REVISION_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    CUT_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
     roster: Roster
     policy_json: str
     policy_revision: int
-    def __init__(self, checkpoint_steps: _Optional[_Iterable[int]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ...) -> None: ...
+    cut: int
+    cut_versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, checkpoint_steps: _Optional[_Iterable[int]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., cut: _Optional[int] = ..., cut_versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("generation", "live", "fenced", "is_paused", "min_islands")

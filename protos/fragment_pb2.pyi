@@ -147,7 +147,7 @@ class UploadHeader(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class FragmentState(_message.Message):
-    __slots__ = ("fragment_id", "is_founded", "version", "attempt", "is_open", "digest", "lane_digests", "contributors", "wants_initial", "payload_codec", "sent_at_inner_step", "is_flush", "members", "merged_tokens", "takes_flush")
+    __slots__ = ("fragment_id", "is_founded", "version", "attempt", "is_open", "digest", "lane_digests", "contributors", "wants_initial", "payload_codec", "sent_at_inner_step", "is_flush", "members", "merged_tokens", "takes_flush", "counted_version", "counted_attempt")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     IS_FOUNDED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +163,8 @@ class FragmentState(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     MERGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TAKES_FLUSH_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     is_founded: bool
     version: int
@@ -178,7 +180,9 @@ class FragmentState(_message.Message):
     members: _containers.RepeatedScalarFieldContainer[str]
     merged_tokens: int
     takes_flush: bool
-    def __init__(self, fragment_id: _Optional[int] = ..., is_founded: _Optional[bool] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., is_open: _Optional[bool] = ..., digest: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., contributors: _Optional[_Iterable[str]] = ..., wants_initial: _Optional[bool] = ..., payload_codec: _Optional[str] = ..., sent_at_inner_step: _Optional[int] = ..., is_flush: _Optional[bool] = ..., members: _Optional[_Iterable[str]] = ..., merged_tokens: _Optional[int] = ..., takes_flush: _Optional[bool] = ...) -> None: ...
+    counted_version: int
+    counted_attempt: int
+    def __init__(self, fragment_id: _Optional[int] = ..., is_founded: _Optional[bool] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., is_open: _Optional[bool] = ..., digest: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., contributors: _Optional[_Iterable[str]] = ..., wants_initial: _Optional[bool] = ..., payload_codec: _Optional[str] = ..., sent_at_inner_step: _Optional[int] = ..., is_flush: _Optional[bool] = ..., members: _Optional[_Iterable[str]] = ..., merged_tokens: _Optional[int] = ..., takes_flush: _Optional[bool] = ..., counted_version: _Optional[int] = ..., counted_attempt: _Optional[int] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "checkpoint_step", "versions")
@@ -209,7 +213,7 @@ class Fatal(_message.Message):
     def __init__(self, exit_code: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PollRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "known_epoch", "known", "outstanding", "wait_s", "step_s")
+    __slots__ = ("protocol_version", "grant", "known_epoch", "known", "outstanding", "wait_s", "step_s", "sent_by")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +221,7 @@ class PollRequest(_message.Message):
     OUTSTANDING_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    SENT_BY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: _control_pb2.Grant
     known_epoch: int
@@ -224,7 +229,8 @@ class PollRequest(_message.Message):
     outstanding: _containers.RepeatedCompositeFieldContainer[RoundKey]
     wait_s: float
     step_s: float
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., known_epoch: _Optional[int] = ..., known: _Optional[_Iterable[_Union[FragmentState, _Mapping]]] = ..., outstanding: _Optional[_Iterable[_Union[RoundKey, _Mapping]]] = ..., wait_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
+    sent_by: int
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., known_epoch: _Optional[int] = ..., known: _Optional[_Iterable[_Union[FragmentState, _Mapping]]] = ..., outstanding: _Optional[_Iterable[_Union[RoundKey, _Mapping]]] = ..., wait_s: _Optional[float] = ..., step_s: _Optional[float] = ..., sent_by: _Optional[int] = ...) -> None: ...
 
 class PollReply(_message.Message):
     __slots__ = ("syncer_epoch", "fragments", "outcomes", "fatal", "is_fenced", "message", "asks_first")

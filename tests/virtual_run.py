@@ -265,6 +265,17 @@ class VirtualIsland:
             {name: values.clone() for name, values in outer.items()},
         )
 
+    async def take_cut(self) -> Checkpoint:
+        """Keep a copy of everything for the cut that is due; the syncer pins later."""
+        number = self.session.cut.number
+        outer = await self.runner.drive(self.session.capturing())
+        self.session.cut_over()
+        return Checkpoint(
+            number,
+            {name: parameter.detach().clone() for name, parameter in self.parameters.items()},
+            {name: values.clone() for name, values in outer.items()},
+        )
+
     async def resume(self, checkpoint: Checkpoint) -> None:
         with torch.no_grad():
             for name, values in checkpoint.parameters.items():

@@ -270,8 +270,8 @@ def _failure_text(config: Config, command: str) -> str:
         lines += [f"  {island} ({log}):", *(f"    {line}" for line in said)]
     standing = read_standing(config)
     if standing is not None and standing.checkpoints:
-        step = standing.checkpoints[-1]
-        lines.append(f"Once the cause is removed, go on from inner step {step}: {command} --resume")
+        name = standing.checkpoint_name(standing.checkpoints[-1])
+        lines.append(f"Once the cause is removed, go on from {name}: {command} --resume")
     return "\n".join(lines)
 
 
@@ -291,14 +291,15 @@ def _stopped_text(config: Config, command: str) -> str:
             f"{shlex.quote(root)}"
         )
     if standing is not None and standing.is_stopped:
+        of = "" if config.outer.is_on_arrival else f" of {config.run.inner_steps}"
         return (
-            f"stopped after inner step {standing.stop_step} of {config.run.inner_steps}, every "
-            f"island with a checkpoint in {config.checkpoint_dir}. Go on: {command} --resume"
+            f"stopped {standing.stop_name}{of}, every island with a checkpoint in "
+            f"{config.checkpoint_dir}. Go on: {command} --resume"
         )
     if standing is not None and standing.checkpoints:
         return (
             f"stopped: every process has ended, without a checkpoint of this moment. Go on from "
-            f"inner step {standing.checkpoints[-1]}: {command} --resume"
+            f"{standing.checkpoint_name(standing.checkpoints[-1])}: {command} --resume"
         )
     return (
         f"stopped: every process has ended; there is no checkpoint yet. Start anew: {command} "

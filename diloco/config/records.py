@@ -20,6 +20,12 @@ class CheckpointConfig(Section):
         ge=0,
         description="Inner steps between run checkpoints; 0: only at a graceful stop",
     )
+    every_tokens: Policy[int] = Field(
+        default=0,
+        ge=0,
+        description="Merged tokens between run checkpoints, with outer.merge on_arrival; 0: only "
+        "at a graceful stop",
+    )
     keep: Policy[int] = Field(
         default=2,
         ge=1,

@@ -210,11 +210,16 @@ class Config(Section):
             return value
         if outer.is_on_arrival and value.every_inner_steps:
             message = (
-                'must be 0 with outer.merge = "on_arrival": islands have no inner step in common, '
-                "and run checkpoints of such runs come later; an island that crashes takes what is "
-                "published, islands.NAME.memory_checkpoint_steps keeps its inner optimizer"
+                'must be 0 with outer.merge = "on_arrival": islands have no inner step in common; '
+                "every_tokens says how many tokens are merged from one checkpoint to the next"
             )
             raise several_problems([("every_inner_steps", value.every_inner_steps, message)])
+        if value.every_tokens and not outer.is_on_arrival:
+            message = (
+                'needs outer.merge = "on_arrival"; the islands of a scheduled run have their '
+                "inner steps in common: every_inner_steps"
+            )
+            raise several_problems([("every_tokens", value.every_tokens, message)])
         apart = outer.inner_steps_per_round + outer.overlap_steps
         # Beside them the one of a graceful stop, and the one that the run was resumed from.
         count = value.keep + value.num_unsure(apart) + 2

@@ -76,6 +76,11 @@ class Board:
         self._refusals[island, cause] += 1
 
     @property
+    def merged_tokens(self) -> int:
+        """Tokens that all fragments have merged, as far as is known."""
+        return min((seen.fragment.merged_tokens for seen in self._fragments.values()), default=0)
+
+    @property
     def inner_steps(self) -> int:
         """Where inner steps end the run."""
         return int(json.loads(self.terms.policy_json)["run.inner_steps"])

@@ -144,6 +144,29 @@ class Claims:
             slots[number] = slot
         return self._changes(slots)
 
+    def restored(self, parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> Entries:
+        """Let slots go on where the islands stood in the checkpoint that is resumed.
+
+        A slot that changed hands between two of the parts goes on from the later one; what an
+        earlier timeline's starts still tell does not count.
+
+        Args:
+            parts: Of each island, slot as digits -> position in JSON values.
+        """
+        slots, revision = list(self.slots), self.revision + 1
+        positions: dict[int, Mapping[str, Any]] = {}
+        for part in parts:
+            for text, position in part.items():
+                before = positions.get(int(text), SlotPosition().as_json())
+                positions[int(text)] = max(
+                    before, position, key=lambda told: SlotPosition.from_json(told).num_drawn
+                )
+        for number, position in positions.items():
+            slots[number] = replace(
+                slots[number], position=position, heir="", grant=revision, revision=revision
+            )
+        return self._changes(slots)
+
     def read_word(self, position_json: str) -> tuple[int, dict[int, dict[str, Any]]]:
         """Read what an island says of its slots: the newest revision it knows, and positions.
 
@@ -174,6 +197,19 @@ class Claims:
         if type(revision) is not int:
             raise ValueError("the revision is a number")
         return revision, found
+
+    def read_positions(self, text_json: str) -> dict[str, dict[str, Any]]:
+        """Read how far slots were drawn when a checkpoint was written; empty: nothing is said.
+
+        Raises:
+            ValueError: If it is nothing that an island says.
+        """
+        said = json.loads(text_json or "{}")
+        if not isinstance(said, dict):
+            raise ValueError("positions are an object")
+        if odd := [text for text in said if text not in map(str, range(len(self.slots)))]:
+            raise ValueError(f"slot {odd[0]} of {len(self.slots)}")
+        return {text: SlotPosition.from_json(value).as_json() for text, value in said.items()}
 
     def of(self, island: str) -> str:
         """Say which slots an island is to draw from and where from, and which it owes: JSON.

@@ -20,6 +20,7 @@ from diloco.config.fields import MOST_CHECKPOINTS
 from diloco.config.schema import Config
 from diloco.coordinator.admission import Entries, JoinVerdict
 from diloco.coordinator.board import Board
+from diloco.coordinator.cuts import Part
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.leases import Lease, Leases
@@ -142,6 +143,7 @@ class Coordinator:
             insist=self._insist_on_syncer,
             index=self._index,
             tell=lambda told: self._journal.write((), told=[told]),
+            keep=self._keep,
             on_lost=self.lose,
         )
         membership.rules = terms.rules
@@ -204,10 +206,7 @@ class Coordinator:
         return is_current and self._is_granted(grant, ROLE_ISLAND)
 
     def request_stop(self) -> bool:
-        """Ask all islands to stop after one inner step; false if there is nobody to ask.
-
-        Where islands come and go there is no such step: nobody is asked.
-        """
+        """Ask all islands to stop with a checkpoint; false if there is nobody to ask."""
         if entries := self._membership.request_stop():
             self._keep(entries)
             logger.info("stop requested")
@@ -223,7 +222,8 @@ class Coordinator:
             await asyncio.sleep(min(_WATCH_S, self._terms.lease_s / 4))
             self._leases.looked(_now())
             self._end_leases()
-            self._keep(self._membership.shared_out())
+            self._keep(self._membership.follow_ups())
+            self._cut_when_due()
             self._end_if_over()
             too_long = self._terms.unreachable_s
             silent = [
@@ -231,11 +231,19 @@ class Coordinator:
             ]
             self._stop_without(silent)
 
+    def _cut_when_due(self) -> None:
+        """Ask for a run checkpoint, one in so many tokens that all fragments have merged."""
+        membership, tokens = self._membership, self.board.merged_tokens
+        if not membership.live or tokens >= self._terms.total_tokens:
+            return
+        if membership.cuts.is_due(membership.timeline, tokens, self._terms.cut_tokens):
+            self._keep(membership.cut(tokens=tokens))
+
     def _end_leases(self) -> None:
         """Act on the islands that were silent for a term."""
         membership = self._membership
         silent = self._leases.expired(membership.holders, _now())
-        if not silent or membership.is_stopping:  # a stop has its own patience
+        if not silent or membership.promises is not None:  # a stop has its own patience
             return
         away = f"not heard of for {self._terms.lease_s:g} s (coordinator.lease)"
         policy = "wait" if membership.rules.is_elastic else membership.rules.on_member_lost
@@ -309,7 +317,7 @@ class Coordinator:
         self._leases.renewed(request.island, _now())
         if joined.entries:
             logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
-        is_resumed = self._is_resumed()
+        is_resumed = self._is_resumed(request.island, joined.incarnation)
         grant = Grant(
             run=self._membership.run,
             timeline=self._membership.timeline,
@@ -368,14 +376,18 @@ class Coordinator:
         if request.has_hold:
             self._keep(membership.promise(grant.island, request.hold_step))
         claims_json = self._take_positions(grant.island, request.position_json)
+        self._take_part(grant.island, request)
+        cut, is_last_cut = membership.cuts.asked_of(membership.timeline, grant.island)
         reply = ReportReply(
             claims_json=claims_json,
             stop=bool(membership.fatal_reason),
             reason=membership.fatal_reason,
             exit_code=membership.fatal_exit_code,
-            hold=membership.is_stopping,
+            hold=membership.promises is not None,
             has_stop_step=membership.stop_step is not None,
             stop_step=membership.stop_step or 0,
+            cut=cut,
+            is_last_cut=is_last_cut,
             checkpoint_steps=membership.checkpoints,
             policy_revision=membership.policy_revision,
             drain=membership.standing(grant.island) in (Lease.DRAINING, Lease.LEFT),
@@ -404,6 +416,28 @@ class Coordinator:
             raise FrameError(f"a report's positions: {bounded_text(str(error))}") from error
         self._keep(claims.told(island, said))
         return claims.of(island) if claims.revision > revision else ""
+
+    def _take_part(self, island: str, request: ReportRequest) -> None:
+        """Take note of an island's part of a cut.
+
+        Raises:
+            FrameError: If it says what no island says.
+        """
+        membership, told = self._membership, request.cut
+        if not told.number or membership.claims is None:
+            return
+        try:
+            text = membership.claims.read_positions(told.text_json)
+            if len(told.versions) not in (0, count := len(fragment_ids(membership))):
+                raise ValueError(f"{len(told.versions)} versions; the plan has {count} fragments")
+        except ValueError as error:
+            self.refused(island, Cause.FRAME)
+            raise FrameError(f"a part of a cut: {bounded_text(str(error))}") from error
+        part = Part(told.inner_step, tuple(told.versions), text) if told.versions else None
+        if entries := membership.cuts.taken(membership.timeline, island, told.number, part):
+            has = "no part" if part is None else "its part"
+            logger.info("island %s has %s of cut %d", island, has, told.number)
+            self._keep(entries)
 
     def _last_inner_step(self, island: str) -> int:
         """Where the start of an island before this one was; what is durable may be a round older.
@@ -513,11 +547,11 @@ class Coordinator:
         self._operations.on_config(config)
 
     def _keep(self, entries: Entries) -> None:
-        """Make what membership decided durable, then true; the text goes to those who are there."""
+        """Make what membership decided durable, then true, and what follows from it."""
         while entries:
             self._journal.write(entries, told=told_of(entries))
             self._membership.apply(entries)
-            entries = self._membership.shared_out()
+            entries = self._membership.follow_ups()
 
     def _end_if_over(self) -> None:
         """End with the run; an island that may be starting again is to hear of its end, too."""
@@ -525,6 +559,12 @@ class Coordinator:
         is_awaited = any(self._leases.silent_s(i, now) < RETURN_S for i in membership.away)
         if membership.is_stopped or (membership.is_finished and not is_awaited):
             self.ended.set()
+        elif self._membership.is_stopped_in_vain and not self.ended.is_set():
+            self._keep(self._membership.cuts.taken_back(self._membership.timeline))
+            self.fail(
+                "the graceful stop came to nothing: no island could write its part of a last cut",
+                QuorumLost.exit_code,
+            )
 
     def _failed(self, reason: str, exit_code: int) -> Entries:
         entries = self._membership.failed(reason, exit_code)
@@ -532,8 +572,13 @@ class Coordinator:
             logger.error("run failed, exit_code=%d: %s", exit_code, reason)
         return entries
 
-    def _is_resumed(self) -> bool:
-        """Whether this timeline has published nothing yet: who joins restores the checkpoint."""
+    def _is_resumed(self, island: str, incarnation: int) -> bool:
+        """Whether this start restores the checkpoint: this timeline has published nothing yet.
+
+        Where nobody waits for anybody others may have: there it is the island's first start.
+        """
+        if self._membership.rules.is_elastic:
+            return self._membership.is_restoring(island, incarnation)
         timeline = self._membership.timeline
         return timeline > 0 and not self._journal.has_rounds(timeline)
 

@@ -76,6 +76,7 @@ class Member:
         is_drained: Whether an operator asked it to leave.
         fenced_below: Least incarnation that counts.
         reason: Why it was kicked, in words.
+        first_incarnation: Of the first start that joined in `timeline`.
     """
 
     slot: int
@@ -87,6 +88,7 @@ class Member:
     is_drained: bool = False
     fenced_below: int = 0
     reason: str = ""
+    first_incarnation: int = 0
 
     @property
     def incarnation(self) -> int:
@@ -122,6 +124,9 @@ class Member:
             lease=lease,
             is_drained=lease is Lease.DRAINING,
             fenced_below=self.fenced_below,
+            first_incarnation=(
+                self.first_incarnation if self.timeline == timeline else incarnation
+            ),
         )
 
     def kicked(self, reason: str, timeline: int) -> Member:

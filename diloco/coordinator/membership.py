@@ -15,13 +15,15 @@ fails has changed nothing.
     paused            whether no round opens
     policy/N          {key, value}: what an operator set, in order
     operation/N       {number, ...}: what an operator did, the newest ones, for people
+    cut/N             a `Cut`: a run checkpoint where islands come and go
     stop, checkpoint, timeline, fatal
 
 A stop: `request_stop`; every island promises an inner step that it will not pass unasked; when all
 have, the largest promise is the `stop_step` to which everybody goes on and checkpoints. Nobody
 leaves before that checkpoint is complete: an island that starts again before promises anew, and
 when it can stop only later, so do all. Where islands come and go they stand at different inner
-steps, and there is no such stop.
+steps: each leaves after its part of a last cut (`cuts`), and the cut's number stands in place of an
+inner step wherever a checkpoint is named.
 
 Source: protocol.md sections 4 (version 0), 8, 9 and 10.
 """
@@ -37,6 +39,7 @@ from typing import Any
 from diloco.config.fields import ISLAND_NAME
 from diloco.coordinator.admission import Entries, Joined, JoinVerdict, Shared, objection
 from diloco.coordinator.claims import Claims
+from diloco.coordinator.cuts import Cuts
 from diloco.coordinator.leases import Lease, LeaseEvent
 from diloco.coordinator.members import Member, MembershipRules, read_member
 from diloco.coordinator.roll import Roll
@@ -77,6 +80,7 @@ class Membership(Roll):
     num_checkpoints: int
     rules: MembershipRules = field(default_factory=MembershipRules)
     claims: Claims | None = None
+    cuts: Cuts = field(default_factory=Cuts)
     plan_json: str = ""
     corpus_sha256: str = ""
     tokenizer_digest: str = ""
@@ -105,6 +109,7 @@ class Membership(Roll):
         entries = list(entries)
         if self.claims is not None:
             self.claims.apply(entries)
+        self.cuts.apply(entries)
         for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
             self.members.setdefault(guest, Member(len(self.members)))
         for key, value in entries:
@@ -144,12 +149,15 @@ class Membership(Roll):
                     if self.members[name].incarnation > before.incarnation:
                         self._kept.pop(name, None)  # it may write some of them anew
 
-    def shared_out(self) -> Entries:
-        """Give the text to those who are there; none if they have it."""
+    def follow_ups(self) -> Entries:
+        """Give the text to those who are there, and go on with a cut without the others."""
         if self.claims is None:
             return ()
         absent = [i for i in self.islands if self.standing(i) is Lease.ABSENT]
-        return self.claims.shared_out(self.holders, absent)
+        return (
+            *self.claims.shared_out(self.holders, absent),
+            *self.cuts.without(self.timeline, self.holders),
+        )
 
     # -- joins and departures ----------------------------------------------------------------------
 
@@ -180,12 +188,14 @@ class Membership(Roll):
         is_newest = incarnation >= member.incarnation
         if start_id in member.incarnations and (self._has_joined(member) or not is_newest):
             return Joined(JoinVerdict.ACCEPTED, incarnation=incarnation)
-        if self.is_stop_complete:
+        last = self.cuts.last(self.timeline)
+        if self.is_stop_complete or (last is not None and island not in last.owing):
             return Joined(
                 JoinVerdict.RUN_STOPPED,
-                f"the run is stopped after inner step {self.stop_step}, and this island has its "
-                f"checkpoint: once the coordinator has ended, diloco coordinator RUN.toml --resume",
-                entries=self.left(island, 0, is_stopped=True),
+                f"the run is stopped {self.stop_name}"
+                f"{', and this island has its checkpoint' if last is None else ''}: once the "
+                f"coordinator has ended, diloco coordinator RUN.toml --resume",
+                entries=self.left(island, 0, is_stopped=True) if island in self.members else (),
                 cause=Cause.STOPPED,
             )
         common = (
@@ -308,13 +318,23 @@ class Membership(Roll):
         """
         if self.rules.is_elastic:
             members = filter(self._has_joined, self.members.values())
-            return not self.holders and any(m.has_finished for m in members)
+            has_end = any(m.has_finished for m in members)
+            return has_end and not (self.holders or self.is_stopping)
         return self._have_left_well and not any(m.is_stopped for m in self.counted.values())
 
     @property
     def is_stopped(self) -> bool:
         """Whether every island has left without an error, in a graceful stop."""
+        if self.rules.is_elastic:
+            return self.is_stop_complete and not self.holders
         return self._have_left_well and any(m.is_stopped for m in self.counted.values())
+
+    @property
+    def is_stopped_in_vain(self) -> bool:
+        """Whether everybody has left in a stop of which no island has a part of its last cut."""
+        cut = self.cuts.newest(self.timeline)
+        was_asked = cut is not None and cut.is_last and cut.is_void
+        return was_asked and not (self.holders or self.is_finished)
 
     @property
     def is_deserted(self) -> bool:
@@ -371,8 +391,12 @@ class Membership(Roll):
 
     def request_stop(self) -> Entries:
         """Ask every island for a promise; none if that was asked, or there is nobody to ask."""
-        if self.rules.is_elastic or self.is_stopping:
+        if self.is_stopping:
             return ()
+        if self.rules.is_elastic:
+            has_published = any(p["timeline"] == self.timeline for p in self._positions.values())
+            is_at_work = self.live and (self.have_all_joined or has_published)
+            return self.cut(tokens=0, is_last=True) if is_at_work else ()
         if not self.have_all_joined or self.is_deserted:
             return ()
         return (("stop", "{}"),)
@@ -426,11 +450,16 @@ class Membership(Roll):
     @property
     def is_stopping(self) -> bool:
         """Whether a stop was asked for."""
-        return self.promises is not None
+        return self.promises is not None or self.cuts.last(self.timeline) is not None
 
     @property
     def stop_step(self) -> int | None:
-        """Inner step after which all stop; None until all that are at work have promised."""
+        """Inner step after which all stop; None until all that are at work have promised.
+
+        Where islands come and go, the last cut's number.
+        """
+        if (last := self.cuts.last(self.timeline)) is not None:
+            return last.number
         return None if self.promises is None else self._named_by(self.promises)
 
     def _named_by(self, promises: Mapping[str, int]) -> int | None:
@@ -439,6 +468,12 @@ class Membership(Roll):
         finished = {name: self.inner_steps for name, m in counted.items() if m.exit_code == 0}
         promises = {**finished, **promises}
         return max(promises.values()) if promises and promises.keys() >= counted.keys() else None
+
+    @property
+    def stop_name(self) -> str:
+        """Say where the run stops, for people."""
+        step = self.stop_step
+        return f"with cut {step}" if self.rules.is_elastic else f"after inner step {step}"
 
     @property
     def is_stop_complete(self) -> bool:
@@ -454,6 +489,8 @@ class Membership(Roll):
         What is later than both its inner step and the resumed one was written in an abandoned
         timeline, and does not count.
         """
+        if self.rules.is_elastic:
+            return ()  # those are cuts
         reached = max(inner_step, self.resume_step)
         self._kept[island] = {step for step in steps if step <= reached}
         # Complete once is complete for good: an island that has not reported yet keeps its own.
@@ -461,6 +498,44 @@ class Membership(Roll):
         complete = (set.intersection(*kept) if kept else set()) | set(self.checkpoints)
         newest = tuple(sorted(complete)[-self.num_checkpoints :])
         return () if newest == self.checkpoints else (("checkpoint", json.dumps(newest)),)
+
+    def cut(self, *, tokens: int, is_last: bool = False) -> Entries:
+        """Ask the islands at work for their parts of a checkpoint; `tokens` are merged by now."""
+        return self.cuts.named(self.live, timeline=self.timeline, tokens=tokens, is_last=is_last)
+
+    def cut_kept(self, number: int) -> Entries:
+        """Take note that the syncers keep a cut's versions: it is a complete checkpoint."""
+        newest = sorted({*self.checkpoints, number})[-self.num_checkpoints :]
+        return (*self.cuts.completed(number), ("checkpoint", json.dumps(newest)))
+
+    def checkpoint_name(self, step: int) -> str:
+        """Say of what a checkpoint is, for people."""
+        return f"cut {step}" if self.rules.is_elastic else f"inner step {step}"
+
+    def is_restoring(self, island: str, incarnation: int) -> bool:
+        """Whether this start restores its part of the cut that the timeline began from.
+
+        The first one of an island does; what an earlier one has contributed since then counts.
+        """
+        if not (self.rules.is_elastic and self.timeline):
+            return False
+        is_first = self.members[island].first_incarnation == incarnation
+        return is_first and island in self.cuts[self.resume_step].parts
+
+    def _taken_back(self, step: int) -> Entries:
+        """Have islands and text go on where a cut's parts have them."""
+        if self.claims is None:
+            return ()
+        parts, timeline = self.cuts[step].parts, self.timeline + 1
+        stood = {i: self.last_inner_step(i) for i in self.members}
+        stood |= {island: part.inner_step for island, part in parts.items()}
+        return (
+            *(
+                (f"position/{i}", json.dumps({"timeline": timeline, "inner_step": inner_step}))
+                for i, inner_step in stood.items()
+            ),
+            *self.claims.restored(part.text for part in parts.values()),
+        )
 
     def resumed(self, step: int) -> Entries:
         """Begin a new timeline from a complete checkpoint: all must join again."""
@@ -472,4 +547,5 @@ class Membership(Roll):
             ("stop", "null"),
             ("fatal", json.dumps(["", 0])),
             *self.paused(False),
+            *self._taken_back(step),
         )

@@ -45,6 +45,7 @@ LIVE_KEYS: Mapping[str, str] = {
     "run.min_islands": _HERE,
     "run.open": _HERE,
     "coordinator.lease": _HERE,
+    "checkpoint.every_tokens": _HERE,
 }
 _RESTART = (
     "To change it, stop the run with a checkpoint (diloco stop HOST:PORT --checkpoint), change the "
@@ -207,12 +208,6 @@ def _stop(arguments: Mapping[str, str], membership: Membership, config: Config) 
             f"coordinator RUN.toml, then every island",
             is_halting=True,
         )
-    if membership.rules.is_elastic:
-        return _refused(
-            "islands that merge on arrival stand at different inner steps, and there is no one "
-            "checkpoint of all of them yet. diloco stop HOST:PORT stops them without: nothing "
-            "published is lost, and the run goes on where it was when it is started again"
-        )
     if membership.is_stopping:
         return Decision("the run is stopping with a checkpoint already")
     if not (entries := membership.request_stop()):
@@ -221,8 +216,9 @@ def _stop(arguments: Mapping[str, str], membership: Membership, config: Config) 
             "stop HOST:PORT stops without"
         )
     again = ", and the pause is over, for that needs rounds" if membership.is_paused else ""
+    how = "" if membership.rules.is_elastic else " goes on to one inner step,"
     return Decision(
-        f"stopping: every island goes on to one inner step, writes its checkpoint and leaves"
+        f"stopping: every island{how} writes its checkpoint and leaves"
         f"{again}. diloco coordinator RUN.toml --resume goes on from there",
         entries=entries + membership.paused(False),
     )

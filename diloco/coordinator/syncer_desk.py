@@ -8,11 +8,13 @@ Source: protocol.md sections 4 and 8.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from google.protobuf.message import Message
 
+from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
 from diloco.coordinator.journal import Told
 from diloco.coordinator.membership import Membership
@@ -34,6 +36,8 @@ from protos.control_pb2 import (
 from transport.contracts import Handlers, IncomingCall, Reply
 from transport.errors import FrameError
 
+logger = logging.getLogger(__name__)
+
 #: Timeline, fragment, version and header of a durable record.
 RoundRow = tuple[int, int, int, str]
 
@@ -49,6 +53,7 @@ class SyncerDesk:
         insist: Callable[[Grant], None],
         index: Callable[[RoundRow], None],
         tell: Callable[[Told], None],
+        keep: Callable[[Entries], None],
         on_lost: Callable[[str, int], None],
     ) -> None:
         """Assign only.
@@ -59,6 +64,7 @@ class SyncerDesk:
             insist: Refuses whoever is not a syncer of this run and timeline.
             index: Makes it durable that there is a record.
             tell: Puts on the tape what happened between records.
+            keep: Makes what was decided durable, then true.
             on_lost: Hears why rounds cannot go on, and the exit code.
         """
         self._membership = membership
@@ -66,6 +72,8 @@ class SyncerDesk:
         self._insist = insist
         self._index = index
         self._tell = tell
+        self._keep = keep
+        self._pinned: tuple[int, set[int]] = 0, set()
         self._on_lost = on_lost
 
     @property
@@ -107,11 +115,16 @@ class SyncerDesk:
             self._index((*_indexed(report.record_json), report.record_json))
         if report.HasField("expiry"):
             self._tell(self._expired(report.expiry))
+        self._note_pins(report)
         if report.fatal_reason:
             self._on_lost(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
         reply = RoundReportReply(
             checkpoint_steps=membership.checkpoints, policy_revision=membership.policy_revision
         )
+        cut = membership.cuts.open(membership.timeline)
+        if cut is not None and cut.is_taken:
+            reply.cut = cut.number
+            reply.cut_versions.extend(cut.versions)
         if membership.settings:
             reply.policy_json = json.dumps(membership.policy)
         if (roster := membership.roster()) is not None:
@@ -133,6 +146,20 @@ class SyncerDesk:
         )
         missing = sorted(set(expiry.missing).intersection(self._membership.members))
         return told_expiry(key, missing, bounded_text(expiry.reason))
+
+    def _note_pins(self, report: RoundReport) -> None:
+        """Take note of the fragments whose versions are kept for a cut; with all it is complete."""
+        membership = self._membership
+        cut = membership.cuts.open(membership.timeline)
+        if cut is None or not cut.is_taken or report.pinned_cut != cut.number:
+            return
+        number, pinned = self._pinned
+        pinned = pinned if number == cut.number else set()
+        pinned.update(fragment.fragment_id for fragment in report.fragments)
+        self._pinned = cut.number, pinned
+        if pinned.issuperset(fragment_ids(membership)):
+            self._keep(membership.cut_kept(cut.number))
+            logger.info("cut %d is complete, islands=%s", cut.number, ", ".join(cut.parts))
 
     def _bounded(self, fragment: FragmentStatus) -> FragmentStatus:
         """Cut what a report says of a fragment to what can be true of it."""

@@ -18,6 +18,8 @@ class Terms:
         unreachable_s: Seconds without a report after which a stop does not wait for an island.
         lease_s: Seconds without a word after which an island counts as lost.
         total_tokens: That end the run; 0 where inner steps do.
+        cut_tokens: Tokens from one run checkpoint to the next, where tokens end the run; 0: none
+            but a stop's.
         rules: Who may take part.
     """
 
@@ -25,6 +27,7 @@ class Terms:
     unreachable_s: float
     lease_s: float = 300.0
     total_tokens: int = 0
+    cut_tokens: int = 0
     rules: MembershipRules = field(default_factory=MembershipRules)
 
 
@@ -36,6 +39,7 @@ def terms_of(config: Config) -> Terms:
         unreachable_s=config.transport.unreachable_s,
         lease_s=config.lease_s,
         total_tokens=config.total_tokens if outer.is_on_arrival else 0,
+        cut_tokens=config.checkpoint.every_tokens,
         rules=MembershipRules(
             is_elastic=outer.is_on_arrival,
             is_open=run.open,

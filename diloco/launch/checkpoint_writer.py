@@ -40,7 +40,12 @@ from diloco.outer.fragments import Plan
 from diloco.sync.shards import LaneShards
 from transport.contracts import Buffer
 
-_DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.uint8: "U8"}
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
 _FLOAT32_BYTES = 4
 
 
@@ -82,6 +87,7 @@ class CheckpointWriter:
         training: Mapping[str, Mapping[str, Tensor]],
         outer: Mapping[str, Tensor],
         about: Mapping[str, Any],
+        cut: int = 0,
     ) -> int:
         """Write the checkpoint of an inner step; collective.
 
@@ -90,6 +96,7 @@ class CheckpointWriter:
             training: Section -> canonical name -> tensor, from `training_tensors`.
             outer: This rank's `DiLoCo.state_dict()`.
             about: What the manifest says beside the files, JSON values.
+            cut: Number of the cut that it is of, which then names it; 0: of none.
 
         Returns:
             Bytes of the whole checkpoint. The same step of an earlier time has been replaced.
@@ -97,7 +104,7 @@ class CheckpointWriter:
         Raises:
             OSError: On all ranks, if one of them could not write; what was there before stays.
         """
-        path = step_directory(self._directory, self._island, step)
+        path = step_directory(self._directory, self._island, cut or step, is_cut=cut > 0)
         failure, mine, parts = "", {}, ""
         if self._island_rank == 0:
             try:
@@ -119,7 +126,7 @@ class CheckpointWriter:
             for part in insist_on_all_ranks(self._group, failure, mine):
                 files |= part
             if self._island_rank == 0:
-                failure = self._complete(path, parts, files, self._manifest(step, about))
+                failure = self._complete(path, parts, files, self._manifest(step, cut, about))
             insist_on_all_ranks(self._group, failure)
         finally:
             if self._island_rank == 0:  # what was replaced, or has failed; else the next write does
@@ -174,10 +181,11 @@ class CheckpointWriter:
 
         return walk(), header
 
-    def _manifest(self, step: int, about: Mapping[str, Any]) -> dict[str, Any]:
+    def _manifest(self, step: int, cut: int, about: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "step": step,
+            "inner_step": step,
+            "cut": cut,
             "island": self._island,
             "plan_fingerprint": self._plan.fingerprint(),
             "torch": torch.__version__,

@@ -4,6 +4,7 @@
                                                        rank-00001-of-00002.safetensors
                                                        plan.json
                                             manifest.json
+    CHECKPOINT_DIR/ISLAND/cut-000000000003/    where islands merge on arrival: by the cut's number
     CHECKPOINT_DIR/ISLAND/abandoned-before-timeline-0001-after-000000000100/step-000000000120/
 
 A rank's file holds the lanes that the rank carries, so together the files have every lane once, and
@@ -46,20 +47,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 #: Before the names of the outer loop's state.
 OUTER = "outer/"
 
-_STEP = re.compile(r"step-(\d{12,})")
+_STEP = re.compile(r"(?:step|cut)-(\d{12,})")
 _ABANDONED = re.compile(r"abandoned-before-timeline-\d+-after-(\d{12,})")
 _PIECE_BYTES = 1 << 24
 
 
-def step_directory(directory: Path, island: str, step: int) -> Path:
-    """Where the checkpoint of an inner step is or will be."""
-    return directory / island / f"step-{step:012d}"
+def step_directory(directory: Path, island: str, step: int, *, is_cut: bool = False) -> Path:
+    """Where the checkpoint of an inner step, or of the cut of that number, is or will be."""
+    return directory / island / f"{'cut' if is_cut else 'step'}-{step:012d}"
+
+
+def found_directory(directory: Path, island: str, step: int) -> Path:
+    """Where the checkpoint of an inner step or cut is; of neither, where that of a step would be.
+
+    A run has checkpoints of one kind.
+    """
+    return _steps(directory, island).get(step, step_directory(directory, island, step))
 
 
 def rank_file(island_rank: int, num_ranks: int) -> str:
@@ -77,7 +86,7 @@ def written_steps(directory: Path, island: str) -> list[int]:
 
     Reads none of them: what was damaged since then is among them.
     """
-    paths = {step: step_directory(directory, island, step) for step in _steps(directory, island)}
+    paths = _steps(directory, island)
     return [step for step, path in paths.items() if (path / MANIFEST).exists()]
 
 
@@ -147,9 +156,9 @@ def valid_steps(directory: Path, island: str) -> list[int]:
     Torn and damaged ones are skipped, with a warning that says what is wrong.
     """
     steps = []
-    for step in _steps(directory, island):
+    for step, path in _steps(directory, island).items():
         try:
-            verify(step_directory(directory, island, step))
+            verify(path)
         except ConfigError as error:
             logger.warning("checkpoint skipped, island=%s step=%d: %s", island, step, error)
         else:
@@ -161,7 +170,7 @@ class Checkpoint:
     """A whole checkpoint of an island; `open` verifies it.
 
     Attributes:
-        step: Completed inner steps.
+        step: Completed inner steps, or the cut's number.
         manifest: What `manifest.json` says.
         plan: Fragments and lanes of the run that wrote it.
     """
@@ -197,16 +206,21 @@ class Checkpoint:
         Raises:
             ConfigError: If it is not there or, as far as was looked at, not whole.
         """
-        path = step_directory(directory, island, step)
+        path = found_directory(directory, island, step)
         try:
             manifest = verify(path, share=share, on_progress=on_progress)
             parts = path / manifest["parts"]
             plan = _read_plan(parts / PLAN)
         except ConfigError as error:
             raise ConfigError(
-                f"island {island} cannot load its checkpoint of inner step {step}: {error}"
+                f"island {island} cannot load its checkpoint {path.name}: {error}"
             ) from error
         return cls(parts, step, manifest, plan)
+
+    @property
+    def inner_step(self) -> int:
+        """Completed inner steps."""
+        return int(self.manifest["inner_step"])
 
     def read(self, section: str, name: str) -> Tensor:
         """Return a parameter, moment or published value by canonical name.
@@ -288,10 +302,9 @@ def remove_old(
     whole = [step for step in written_steps(directory, island) if step <= newest]
     unsure = [step for step in whole if step > last_needed]
     kept = [step for step in whole if step in {*needed, *unsure[-num_unsure:]}]
-    for step in _steps(directory, island):
+    for step, path in _steps(directory, island).items():
         if step > newest or step in kept:
             continue
-        path = step_directory(directory, island, step)
         (path / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not be whole
         sync_directory(path)
         shutil.rmtree(path)
@@ -316,8 +329,9 @@ def abandon_later(directory: Path, island: str, *, step: int, timeline: int) -> 
     for earlier, _ in _abandoned(directory / island):
         if earlier != aside:
             shutil.rmtree(earlier)
-    for later in (other for other in _steps(directory, island) if other > step):
-        path = step_directory(directory, island, later)
+    for later, path in _steps(directory, island).items():
+        if later <= step:
+            continue
         with contextlib.suppress(OSError, ValueError, KeyError):  # what is not whole goes, too
             if json.loads((path / MANIFEST).read_text(encoding="utf-8"))["timeline"] >= timeline:
                 continue
@@ -338,10 +352,11 @@ def _read_plan(path: Path) -> Plan:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def _steps(directory: Path, island: str) -> list[int]:
-    """Inner steps that have a directory, whole or not, ascending."""
-    names = (path.name for path in (directory / island).glob("step-*") if path.is_dir())
-    return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
+def _steps(directory: Path, island: str) -> dict[int, Path]:
+    """Inner steps or cuts that have a directory, whole or not, ascending."""
+    paths = [path for path in (directory / island).glob("*-*") if path.is_dir()]
+    found = {int(m[1]): path for path in paths if (m := _STEP.fullmatch(path.name))}
+    return dict(sorted(found.items()))
 
 
 def _abandoned(directory: Path) -> list[tuple[Path, int]]:

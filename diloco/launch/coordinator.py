@@ -76,9 +76,9 @@ async def run_coordinator(
 ) -> int:
     """Coordinate a run until it is over, or stopped by signals.
 
-    The first signal asks every island to checkpoint after one inner step and to leave; a second
-    one, or the first while not every island has joined, stops coordinator and syncer at once. Where
-    islands come and go there is no such step: the first one tells all of them to end.
+    The first signal asks every island to checkpoint after one inner step, or where islands come and
+    go after its next, and to leave; a second one, or the first while not every island has joined,
+    stops coordinator and syncer at once.
 
     Args:
         config: The run; `coordinator.state_dir` is made if missing, and gone on with if it holds
@@ -285,15 +285,15 @@ async def _asked_to_stop(
 ) -> None:
     """Return when everything is to stop at once; before that, pass a graceful stop on."""
     await signals.asked.wait()
-    if membership.rules.is_elastic:
-        tell("stopping: every island is told to end; nothing published is lost")
-        coordinator.halt()
-        return
     if not coordinator.request_stop():
+        if membership.rules.is_elastic:
+            tell("stopping: every island is told to end; nothing published is lost")
+            coordinator.halt()
         return
+    how = "" if membership.rules.is_elastic else " goes on to one inner step,"
     tell(
-        "stopping: every island goes on to one inner step, writes its checkpoint and leaves; "
-        "a second signal stops coordinator and syncer at once"
+        f"stopping: every island{how} writes its checkpoint and leaves; a second signal stops "
+        f"coordinator and syncer at once"
     )
     await signals.forced.wait()
 
@@ -375,7 +375,7 @@ def _stopped_text(config: Config, state: StateDir, membership: Membership) -> st
             f"{config.coordinator.state_dir}"
         )
     return (
-        f"the run {membership.run!r} is stopped after inner step {membership.stop_step}. Its "
+        f"the run {membership.run!r} is stopped {membership.stop_name}. Its "
         f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
         f"{pin_directory(state.holding_records().store, membership.stop_step or 0)} of "
         f"{'the syncer' if config.outer.exchange == 'syncer' else 'each island'}\n"
@@ -387,6 +387,7 @@ def _next_text(config: Config, membership: Membership) -> str:
     if not membership.checkpoints:
         return "no checkpoint is complete: start the run again in an empty coordinator.state_dir"
     return (
-        f"resume it from inner step {membership.checkpoints[-1]}: {RESUME}; then every island: "
+        f"resume it from {membership.checkpoint_name(membership.checkpoints[-1])}: {RESUME}; then "
+        f"every island: "
         f"{commands_of_islands(config)}"
     )

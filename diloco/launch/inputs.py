@@ -11,7 +11,7 @@ from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.data.streams import StreamData
 from diloco.data.tokenizer import is_hub_tokenizer
-from diloco.launch.checkpoints import read_manifest, step_directory
+from diloco.launch.checkpoints import found_directory, read_manifest
 from diloco.launch.warm_start import find_warm_start, is_hub_model
 
 
@@ -42,7 +42,7 @@ def open_inputs(
         lines.append(f"text: digest {data.digest[:16]}, {data.vocab_size} token ids")
         if resume_step is not None:
             for island in sorted(config.islands):
-                path = step_directory(config.checkpoint_dir, island, resume_step)
+                path = found_directory(config.checkpoint_dir, island, resume_step)
                 if path.is_dir():  # else it is at another site
                     data.insist_on_content(read_manifest(path)["data"])
     if resume_step is None and not any(setting.startswith("run.") for setting in left_out):

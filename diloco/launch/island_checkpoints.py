@@ -1,6 +1,7 @@
 """Where a start of the built-in loop takes up, and the checkpoints that it leaves.
 
-    resumed run     everything from the run checkpoint that the operator named, bit for bit
+    resumed run     everything from the run checkpoint that the operator named, bit for bit; where
+                    islands merge on arrival, of those that have a part of it
     return          parameters as published; inner optimizer from the newest of the island's
                     checkpoints and of its copies in memory (`diloco.launch.memory_copies`)
     warm start      parameters and, from one of our checkpoints, inner optimizer and data position
@@ -11,6 +12,7 @@ Source: protocol.md section 9.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -30,7 +32,14 @@ from diloco.inner.state import (
 )
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.checkpoint_writer import CheckpointWriter, insist_on_all_ranks
-from diloco.launch.checkpoints import Checkpoint, abandon_later, remove_old, written_steps
+from diloco.launch.checkpoints import (
+    Checkpoint,
+    abandon_later,
+    found_directory,
+    read_manifest,
+    remove_old,
+    written_steps,
+)
 from diloco.launch.disk import num_unsure_checkpoints
 from diloco.launch.memory_copies import MemoryCopies
 from diloco.launch.progress import progress_bar
@@ -123,6 +132,9 @@ class IslandCheckpoints:
             DilocoError: If it was the checkpoint of a graceful stop.
         """
         outer, step, began = self._outer, self._outer.inner_step, time.monotonic()
+        number = outer.checkpoint_number
+        cut = number if self._config.outer.is_on_arrival else 0
+        text = {slot: position.as_json() for slot, position in self._batches.positions().items()}
         training = training_tensors(self._trainer.model, self._trainer.optimizer)
         about = {
             "run": self._config.run.name,
@@ -132,17 +144,20 @@ class IslandCheckpoints:
             "data": self._batches.state_dict(),
         }
         try:
-            with outer.checkpointing():
+            with outer.checkpointing(text_json=json.dumps(text) if cut else ""):
                 state = outer.state_dict()
                 about["timeline"] = int(state["meta"][1])
-                num_bytes = self._writer.write(step, training=training, outer=state, about=about)
+                about["versions"] = outer.versions
+                num_bytes = self._writer.write(
+                    step, training=training, outer=state, about=about, cut=cut
+                )
                 if self._is_leader:
                     self._on_event(CheckpointWritten(step, num_bytes, time.monotonic() - began))
         except OSError as error:
             self._failed(step, error)
             return
         if self._is_leader:
-            self._remove_old(step)
+            self._remove_old(number)
 
     def copy(self) -> None:
         """Copy the inner state to memory, if that is due after the present inner step."""
@@ -200,7 +215,8 @@ class IslandCheckpoints:
             )
         load_parameters_(self._trainer.model, checkpoint.read)
         self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
-        self._batches.load_state_dict(checkpoint.manifest["data"])
+        if not self._config.outer.is_on_arrival:  # there the coordinator says where that is
+            self._batches.load_state_dict(checkpoint.manifest["data"])
         self._outer.load_state_dict(checkpoint.outer_state(self._outer.state_dict()))
         if self._is_leader:
             abandon_later(*self._place, step=step, timeline=self._outer.timeline)
@@ -209,15 +225,16 @@ class IslandCheckpoints:
     def _return(self) -> None:
         """Take the inner optimizer from this island's newest copy in memory or checkpoint."""
         steps = written_steps(*self._place)
-        # Later ones will be written anew.
-        self._connection.report_checkpoints(s for s in steps if s <= self._outer.start_step)
+        if not self._config.outer.is_on_arrival:  # later ones will be written anew
+            self._connection.report_checkpoints(s for s in steps if s <= self._outer.start_step)
         memory, began, copied = self._memory, time.monotonic(), None
         if memory is not None:
             began, copied = began - memory.search_s, memory.newest
         for step in reversed(steps):
-            if copied is not None and step <= copied:
-                break
             try:
+                inner_step = read_manifest(found_directory(*self._place, step))["inner_step"]
+                if copied is not None and inner_step <= copied:
+                    break
                 checkpoint = self._open(step)
             except ConfigError as error:
                 logger.warning("checkpoint skipped, step=%d: %s", step, error)
@@ -225,7 +242,7 @@ class IslandCheckpoints:
             if checkpoint.plan == self._outer.plan:
                 self._seek()
                 self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
-                self._taken("checkpoint", step, began)
+                self._taken("checkpoint", inner_step, began)
                 return
         if memory is not None and copied is not None:
             data, received_bytes = memory.load_()
@@ -237,9 +254,10 @@ class IslandCheckpoints:
         self._seek()
         logger.warning(
             "no checkpoint of island %s in %s, no copy in memory: its inner optimizer begins anew "
-            "(set checkpoint.every_inner_steps or islands.%s.memory_checkpoint_steps to keep it "
-            "over a restart)",
-            self._config.island_id, self._config.checkpoint_dir, self._config.island_id,
+            "(set checkpoint.%s or islands.%s.memory_checkpoint_steps to keep it over a restart)",
+            self._config.island_id, self._config.checkpoint_dir,
+            "every_tokens" if self._config.outer.is_on_arrival else "every_inner_steps",
+            self._config.island_id,
         )  # fmt: skip
 
     def _taken(self, source: str, step: int, began: float, received_bytes: int = 0) -> None:

@@ -23,7 +23,7 @@ from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.terms import terms_of
 from diloco.errors import ConfigError
-from diloco.launch.checkpoints import step_directory, verify
+from diloco.launch.checkpoints import found_directory, verify
 from diloco.launch.progress import progress_bar
 from diloco.launch.state_dir import StateDir
 from diloco.outer.fragments import Plan
@@ -149,20 +149,27 @@ def choose_checkpoint(
     plan = Plan.from_json(membership.plan_json)
     torn: dict[int, str] = {}
     for step in complete[::-1] if at_step is None else [at_step]:
-        problem = next(_problems(config, state, plan, step, tell), "")
+        problem = next(_problems(config, state, plan, step, membership, tell), "")
         if not problem:
             tell(
-                f"resuming from the checkpoint of inner step {step}, now timeline "
+                f"resuming from the checkpoint of {membership.checkpoint_name(step)}, now timeline "
                 f"{membership.timeline + 1}; what was published after it is abandoned"
+                f"{_missing_text(membership, step)}"
             )
             return step
         torn[step] = problem
         if at_step is None:
-            tell(f"warning: the checkpoint of inner step {step} is torn, skipped: {problem}")
+            tell(
+                f"warning: the checkpoint of {membership.checkpoint_name(step)} is torn, skipped: "
+                f"{problem}"
+            )
     others = [step for step in complete if step not in torn]
     raise ConfigError(
         f"cannot resume the run {membership.run!r}: "
-        + "; ".join(f"the checkpoint of inner step {s} is torn: {why}" for s, why in torn.items())
+        + "; ".join(
+            f"the checkpoint of {membership.checkpoint_name(s)} is torn: {why}"
+            for s, why in torn.items()
+        )
         + (_go_back(others, start) or ". Start the run again in an empty coordinator.state_dir")
     )
 
@@ -195,11 +202,25 @@ def _insist_on_complete(
         )
 
 
+def _missing_text(membership: Membership, step: int) -> str:
+    """Name the islands that have no part of a cut: they take what is published."""
+    if not membership.rules.is_elastic:
+        return ""
+    missing = membership.members.keys() - membership.cuts[step].parts.keys()
+    return f"; without a part of it: {', '.join(sorted(missing))}" if missing else ""
+
+
 def _problems(
-    config: Config, state: StateDir, plan: Plan, step: int, tell: Callable[[str], None]
+    config: Config,
+    state: StateDir,
+    plan: Plan,
+    step: int,
+    membership: Membership,
+    tell: Callable[[str], None],
 ) -> Iterator[str]:
     """Say what is wrong with the parts of a checkpoint that are on this machine."""
-    what = f"verifying the checkpoint of inner step {step}"
+    what = f"verifying the checkpoint of {membership.checkpoint_name(step)}"
+    islands = membership.cuts[step].parts if membership.rules.is_elastic else config.islands
     stores = {"the syncer's part": state.store}
     if config.outer.exchange == "allreduce":
         peers = {f"the peer of island {name}": state.peer(name).store for name in config.islands}
@@ -215,11 +236,11 @@ def _problems(
     else:
         if torn:
             yield "; ".join(torn)
-    for island in sorted(config.islands):
+    for island in sorted(islands):
         if (config.checkpoint_dir / island).is_dir():
             try:
                 show = progress_bar(f"{what}, island {island}", tell)
-                verify(step_directory(config.checkpoint_dir, island, step), on_progress=show)
+                verify(found_directory(config.checkpoint_dir, island, step), on_progress=show)
             except ConfigError as error:
                 yield f"island {island}: {error}"
 
@@ -227,7 +248,8 @@ def _problems(
 def _found_text(state: StateDir, membership: Membership) -> str:
     return (
         f"run {membership.run!r} in {state.root}, timeline {membership.timeline}: complete "
-        f"checkpoints of inner steps {', '.join(map(str, membership.checkpoints))}"
+        f"checkpoints of {'cuts' if membership.rules.is_elastic else 'inner steps'} "
+        f"{', '.join(map(str, membership.checkpoints))}"
         f"{_partial_text(state, membership)}"
     )
 

@@ -36,7 +36,7 @@ from diloco.launch.state_dir import StateDir
 
 logger = logging.getLogger(__name__)
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"(?:step|cut)-(\d+)")
 _INDEX = "model.safetensors.index.json"
 _DTYPES = frozenset({"F32", "BF16", "F16"})
 #: Old Llama checkpoints store these frequencies; they follow from rope_theta.
@@ -231,6 +231,7 @@ def _from_checkpoint(path: Path, island_id: str, shape: LlamaShape) -> WarmStart
         checkpoint = Checkpoint.open(directory, island, step)
     except ConfigError as error:
         raise ConfigError(f"{error}; choose another warm start") from error
+    step = checkpoint.inner_step
     source = f"the checkpoint of island {island} at inner step {step} in {directory}"
     if island_id not in ("", island):
         logger.warning("no checkpoint of island %s there: warm start from %s", island_id, source)

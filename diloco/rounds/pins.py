@@ -4,6 +4,8 @@
     fragment-0003/abandoned-timeline-0000-after-000000000120/    what a resume left behind
     pins/abandoned-timeline-0000-after-000000000120/step-000000000180/
 
+Where islands merge on arrival a checkpoint is a cut, and its number stands for the inner step.
+
 A pin is whole when it holds exactly one valid record of every fragment. What a resume abandons is
 kept until a checkpoint of the new timeline is complete, or until the next resume. Torch is not
 imported, so that a coordinator can choose what to resume. Whoever calls this holds the store.
@@ -46,6 +48,12 @@ def pin_directory(store_dir: Path, step: int) -> Path:
 def pinned_steps(store_dir: Path) -> list[int]:
     """Inner steps for which there is a pin, whole or not, ascending."""
     return sorted(int(path.name.removeprefix("step-")) for path in _pins(store_dir).glob("step-*"))
+
+
+def pinned_version(store_dir: Path, step: int, fragment_id: int) -> int | None:
+    """Return the version of a fragment that a pin holds on to, or is about to; None: none."""
+    versions = versions_in(fragment_directory(pin_directory(store_dir, step), fragment_id))
+    return versions[-1] if versions else None
 
 
 def valid_pins(store_dir: Path, plan: Plan) -> list[int]:

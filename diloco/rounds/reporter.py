@@ -61,8 +61,19 @@ class Rounds(Protocol):
     def refusals(self) -> Sequence[RefusalCount]:
         """What was refused since the start, by island and cause."""
 
+    @property
+    def pinned_cut(self) -> int:
+        """Cut for which a version of every fragment is kept; 0: none since the start."""
+
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
+
+    def keep_cut(self, number: int, versions: Sequence[int]) -> None:
+        """Keep the newest version of every fragment for a cut; must not block.
+
+        Repeated with every report until `pinned_cut` says that it is done; `versions` are those
+        that an island's part of it has, at most.
+        """
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
         """Take note of the run checkpoints that are complete, ascending; must not block.
@@ -210,6 +221,8 @@ class Reporter:
         self._complete = reply.checkpoint_steps
         rounds.keep_checkpoints(self._complete)
         rounds.heard_of(Orders.of(reply))
+        if reply.cut:
+            rounds.keep_cut(reply.cut, reply.cut_versions)
 
     async def _report(
         self, rounds: Rounds, record_json: str, expiry: Expiry | None = None
@@ -226,6 +239,7 @@ class Reporter:
             fatal_reason=reason,
             fatal_exit_code=exit_code,
             refusals=rounds.refusals,
+            pinned_cut=rounds.pinned_cut,
         )
         reply = await self._call("control.round_report", report)
         return RoundReportReply.FromString(reply.header)

@@ -144,7 +144,12 @@ class Standing:
         return f"{key} is {self.phase}"
 
     def outcome(self, key: RoundKey, island: str, incarnation: int) -> Outcome | None:
-        """Say how a contribution ended; None while its attempt is undecided."""
+        """Say how a contribution ended; None while its attempt is undecided.
+
+        One of an earlier timeline counts if what the run was resumed from has it, and else not.
+        """
+        if key.timeline < self.timeline and key.version >= self.version:
+            return Outcome(key, OutcomeKind.EXPIRED, "the run was resumed before it ended")
         if key.version == self.version:
             if key.attempt < self.attempt:
                 return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
@@ -167,6 +172,16 @@ class Standing:
             return Outcome(key, OutcomeKind.REFUSED, past.refused[island])
         why = past.rejected.get(island, f"version {key.version + 1} is published")
         return Outcome(key, OutcomeKind.NOT_INCLUDED, why)
+
+    def newest_counted(self, island: str, incarnation: int) -> Inclusion | None:
+        """Return the newest contribution of a start that counts, as far as is remembered."""
+        newest = self.last_included.get(island)
+        if newest is not None and newest.incarnation == incarnation:
+            return newest
+        versions = [v for v, p in self.past.items() if (island, incarnation) in p.contributors]
+        if not versions:
+            return None
+        return Inclusion(incarnation, max(versions), self.past[max(versions)].attempt)
 
     def _eligible(self) -> tuple[str, ...]:
         return tuple(island for island in self.live if island in self.incarnations)

@@ -33,7 +33,7 @@ from diloco.rounds.messages import (
     outcome_message,
 )
 from diloco.rounds.orders import Orders
-from diloco.rounds.pins import forget_pins
+from diloco.rounds.pins import forget_pins, pinned_version
 from diloco.rounds.room import Room
 from diloco.rounds.rules import SyncerRules
 from diloco.rounds.service import FragmentService, Hooks
@@ -65,7 +65,8 @@ class Syncer:
     `on_record` hears every durable record's header (also at the start), `on_change` of every
     change of state, `on_event` of what happens to rounds; none may block. `ended` is set when the
     run cannot go on: `fatal` says why, or `failure` is what broke in this process (a restart
-    recovers the durable truth). `meter` counts what was done, for metrics.
+    recovers the durable truth). `meter` counts what was done, for metrics. `pinned_cut` is the cut
+    for which a version of every fragment is kept; 0: none since the start.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Syncer:
         }
         self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
         self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
+        self._pinning_cut = self.pinned_cut = 0
         self._has_warned = False
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -215,6 +217,41 @@ class Syncer:
         if heard != self._complete:  # most reports bring nothing new
             self._complete = heard
             self._spawn(self._forget_pins(tuple(steps)))
+
+    def keep_cut(self, number: int, versions: Sequence[int]) -> None:
+        """Keep the newest version of every fragment for a cut; done when `pinned_cut` says so.
+
+        Does not block, and may be repeated.
+
+        Args:
+            number: Of the cut.
+            versions: Newest that an island's part of it holds, by fragment id: none older is kept.
+        """
+        if number not in (self.pinned_cut, self._pinning_cut):
+            self._pinning_cut = number
+            self._spawn(self._keep_cut(number, dict(enumerate(versions))))
+
+    async def _keep_cut(self, number: int, least: Mapping[int, int]) -> None:
+        newest = {p: service.rounds.version for p, service in self._services.items()}
+        if behind := [p for p, version in newest.items() if version < least.get(p, 0)]:
+            logger.error("cut %d not kept, versions lost of fragments %s", number, behind)
+            return  # polls tell the islands so
+
+        def pin() -> None:
+            for p, version in newest.items():
+                store = self._stores[p]
+                pinned = pinned_version(store.store_dir, number, p)
+                if pinned is None or pinned < least.get(p, 0):
+                    store.pin(number, version)
+
+        try:
+            await self._worker.run(pin)
+        except (DiskFull, PinRefused) as error:
+            logger.warning("cut %d is kept later: %s", number, error)
+            self._pinning_cut = 0  # the coordinator asks again
+            return
+        self.pinned_cut = number
+        self._on_change()
 
     async def _forget_pins(self, complete: tuple[int, ...]) -> None:
         store_dir = next(iter(self._stores.values())).store_dir
@@ -347,9 +384,12 @@ class Syncer:
             ],
             fatal=self.fatal,
         )
+        if request.sent_by:
+            self._tell_counted(reply, island, request.sent_by)
         for key in keys:
             service = self._services.get(key.fragment_id)
-            outcome = service and service.rounds.outcome(key, island, incarnation)
+            sender = incarnation if key.timeline == self._rules.timeline else request.sent_by
+            outcome = service and service.rounds.outcome(key, island, sender)
             if outcome:
                 reply.outcomes.append(outcome_message(outcome))
         for known in request.known:
@@ -362,6 +402,14 @@ class Syncer:
                     f"version. Resume a checkpoint: diloco coordinator RUN.toml --resume"
                 )
         return reply
+
+    def _tell_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
+        """Tell a start that resumes what of the start before it counts."""
+        for state in reply.fragments:
+            rounds = self._services[state.fragment_id].rounds
+            if (counted := rounds.newest_counted(island, incarnation)) is not None:
+                state.counted_version = counted.version + 1
+                state.counted_attempt = counted.attempt
 
     async def _fetch(self, call: IncomingCall) -> Reply:
         header = wire.FetchHeader.FromString(call.header)

@@ -2,8 +2,9 @@
 
 One int64 vector, all-reduced with MIN on a CPU group of the island's own:
 
-    [ -(exit code), leader's word | for every fragment: staged version, -(staged version), then the
-      leader's verdict, attempt, target (version, tokens, whether the flush), open version, ending ]
+    [ -(exit code), leader's words: leaving, cut | for every fragment: staged version,
+      -(staged version), then the leader's verdict, attempt, target (version, tokens, whether the
+      flush), open version, ending ]
 
 What is the leader's (`island_rank` 0) travels in the same message: other ranks put the largest
 integer there. A version is merged only when the smallest and the largest staged version say that
@@ -28,7 +29,7 @@ _VERDICTS = tuple(Verdict)
 _UNDECIDED = len(_VERDICTS)
 #: Another rank's word where only the leader's counts: the smallest is taken.
 NOT_MINE = torch.iinfo(torch.int64).max
-_GLOBAL, _FIELDS = 2, 9
+_FIELDS = 9
 _NO_TARGET = Target(-1)
 #: In place of a staged version: nothing, or not the same on all ranks.
 NOTHING_STAGED = -1
@@ -58,15 +59,30 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A run checkpoint of islands that merge on arrival; `number` 0: none.
+
+    `is_last`: this start ends with it.
+    """
+
+    number: int = 0
+    is_last: bool = False
+
+
+NO_CUT = Cut()
+
+
+@dataclass(frozen=True, slots=True)
 class Agreed:
     """The island's common word: `exit_code` 0 means that no rank failed.
 
-    `is_leaving`: the leader was told to end this start.
+    `is_leaving`: the leader was told to end this start; `cut`: it was asked for this one last.
     """
 
     exit_code: int
     standings: tuple[Standing, ...]
     is_leaving: bool = False
+    cut: Cut = NO_CUT
 
 
 class Agreement:
@@ -99,10 +115,15 @@ class Agreement:
         return list(vector.tolist())
 
     def start(
-        self, exit_code: int, standings: Sequence[Standing], *, is_leaving: bool = False
+        self,
+        exit_code: int,
+        standings: Sequence[Standing],
+        *,
+        is_leaving: bool = False,
+        cut: Cut = NO_CUT,
     ) -> None:
         """Start an all-reduce that `read` ends in the next outer step: no barrier now."""
-        vector = self._encode(exit_code, standings, is_leaving)
+        vector = self._encode(exit_code, standings, is_leaving, cut)
         work: dist.Work | None = None
         if self._group is not None:
             work = dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -118,18 +139,28 @@ class Agreement:
         return _decode(vector)
 
     def now(
-        self, exit_code: int, standings: Sequence[Standing], *, is_leaving: bool = False
+        self,
+        exit_code: int,
+        standings: Sequence[Standing],
+        *,
+        is_leaving: bool = False,
+        cut: Cut = NO_CUT,
     ) -> Agreed:
         """Agree at once: a barrier for the island."""
-        self.start(exit_code, standings, is_leaving=is_leaving)
+        self.start(exit_code, standings, is_leaving=is_leaving, cut=cut)
         agreed = self.read()
         assert agreed is not None
         return agreed
 
     def _encode(
-        self, exit_code: int, standings: Sequence[Standing], is_leaving: bool = False
+        self,
+        exit_code: int,
+        standings: Sequence[Standing],
+        is_leaving: bool = False,
+        cut: Cut = NO_CUT,
     ) -> Tensor:
-        values = [-exit_code, int(is_leaving) if self._is_leader else NOT_MINE]
+        words = [int(is_leaving), 2 * cut.number + cut.is_last]
+        values = [-exit_code, *(words if self._is_leader else [NOT_MINE] * len(words))]
         for standing in standings:
             values += [standing.staged_version, -standing.staged_version]
             values += _leaders_words(standing) if self._is_leader else [NOT_MINE] * (_FIELDS - 2)
@@ -172,11 +203,11 @@ def raise_failure(own: DilocoError | None, exit_code: int) -> None:
 
 
 def _decode(vector: Tensor) -> Agreed:
-    minus_code, is_leaving, *values = vector.tolist()
+    minus_code, is_leaving, cut, *values = vector.tolist()
     standings = tuple(
         _standing(*values[first : first + _FIELDS]) for first in range(0, len(values), _FIELDS)
     )
-    return Agreed(-minus_code, standings, bool(is_leaving))
+    return Agreed(-minus_code, standings, bool(is_leaving), Cut(cut // 2, bool(cut % 2)))
 
 
 def _standing(

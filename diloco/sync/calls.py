@@ -124,8 +124,17 @@ class SyncerCalls:
         outstanding: Iterable[RoundKey],
         *,
         step_s: float = 0.0,
+        sent_by: int = 0,
     ) -> wire.PollReply:
-        """Wait for news, at most some seconds; say how long recent inner steps took, if known."""
+        """Wait for news, at most some seconds.
+
+        Args:
+            known_epoch: Of the syncer.
+            known: What is known of the fragments.
+            outstanding: Contributions whose outcome is not known.
+            step_s: Duration of recent inner steps; 0: not known.
+            sent_by: Incarnation that sent those of earlier timelines.
+        """
         request = wire.PollRequest(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
@@ -134,6 +143,7 @@ class SyncerCalls:
             outstanding=[key_message(key) for key in outstanding],
             wait_s=_POLL_WAIT_S,
             step_s=step_s,
+            sent_by=sent_by,
         )
         answer = await self._call(self._control, "fragment.poll", request, wait_s=_POLL_WAIT_S)
         reply = wire.PollReply.FromString(answer.header)

@@ -1,15 +1,18 @@
 """An island's outer state at one inner step, as named tensors for a run checkpoint.
 
-    meta                      int64 [3]: format, timeline, inner step
-    ledger/{p}                int64 [12]: counters and what is outstanding of fragment p
+    meta                      int64 [5]: format, then a `Moment`
+    ledger/{p}                int64 [14]: counters and what is outstanding of fragment p
     anchor/{p}/{lane}         float32 [lane.numel]
     payload/{p}/{lane}        uint8 [wire bytes]: what is in flight; zeros when nothing is
     residual/{p}/{lane}       float32 [lane.numel], with error feedback only
     residual_after/{p}/{lane} float32 [lane.numel], with error feedback only: of what is in flight
+    carried/{p}/{lane}        float32 [lane.numel], with late work carried only; zeros: nothing is
+    carried_norm/{p}/{lane}   float64 [1], likewise: bound of its norm; -1: none yet
+    delta/{p}/{lane}          float32 [lane.numel], likewise: pseudo-gradient that is in flight
 
 A rank holds the lanes that it carries; `meta` and `ledger/{p}` are equal on all ranks, so that the
 union over the ranks serves any number of ranks. Names and shapes follow from the plan, the codec,
-error feedback and the lanes alone, never from the moment.
+error feedback, what is carried, and the lanes alone, never from the moment.
 
 Source: protocol.md section 9.
 """
@@ -17,7 +20,7 @@ Source: protocol.md section 9.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,8 +31,28 @@ from diloco.outer.fragments import Plan
 from diloco.rounds.terms import RoundKey
 from diloco.sync.ledger import FragmentLedger, Outstanding
 
-_FORMAT = 1
-_LEDGER_NUMBERS = 12
+_FORMAT = 2
+_LEDGER_NUMBERS = 14
+_ALWAYS: tuple[str, ...] = ("anchor", "payload")
+_WITH_FEEDBACK = ("residual", "residual_after")
+_WITH_CARRY = ("carried", "carried_norm", "delta")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a state was captured.
+
+    Args:
+        timeline: Of the run.
+        inner_step: Completed inner steps.
+        cut: Number of the cut, where islands merge on arrival; else 0.
+        incarnation: Start of the island.
+    """
+
+    timeline: int
+    inner_step: int
+    cut: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +63,8 @@ class CapturedLanes:
     pseudo-gradients were not finite.
 
     The tensors are those in use: they are replaced and never written to, here and by whoever reads
-    them. Residuals are empty without error feedback.
+    them. Residuals are empty without error feedback, and the last three where late work is not
+    carried (`late`).
     """
 
     anchor: Mapping[int, Tensor]
@@ -49,14 +73,22 @@ class CapturedLanes:
     residual_after: Mapping[int, Tensor]
     is_declined: bool
     broken_in_a_row: int
+    carried: Mapping[int, Tensor] = field(default_factory=dict)
+    carried_norm: Mapping[int, Tensor] = field(default_factory=dict)
+    delta: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedFragment:
-    """One fragment of an island: its ledger and its lanes."""
+    """One fragment of an island: its ledger and its lanes.
+
+    Of one that was read, the ledger has what is in flight as the first attempt of the timeline that
+    goes on, and `sent_as` is the round that it was sent to.
+    """
 
     ledger: FragmentLedger
     lanes: CapturedLanes
+    sent_as: RoundKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +99,30 @@ class StateLayout:
     lanes: Mapping[int, Sequence[int]]
     codec: str
     error_feedback: bool
+    is_carried: bool = False
 
     def expected(self) -> dict[str, tuple[list[int], torch.dtype]]:
         """Return what `to_tensors` gives, name by name."""
-        shapes: dict[str, tuple[list[int], torch.dtype]] = {"meta": ([3], torch.int64)}
+        shapes: dict[str, tuple[list[int], torch.dtype]] = {"meta": ([5], torch.int64)}
         for p in self.lanes:
             shapes[f"ledger/{p}"] = ([_LEDGER_NUMBERS], torch.int64)
             for section, lane_id in self._parts(p):
                 fragment = self.plan.fragments[p]
                 numel = fragment.lanes[lane_id].numel
-                codec = lane_codec(self.codec, fragment, lane_id)
-                shapes[f"{section}/{p}/{lane_id}"] = (
-                    ([codec.wire_bytes(numel)], torch.uint8)
-                    if section == "payload"
-                    else ([numel], torch.float32)
-                )
+                shape = [numel], torch.float32
+                if section == "payload":
+                    codec = lane_codec(self.codec, fragment, lane_id)
+                    shape = [codec.wire_bytes(numel)], torch.uint8
+                elif section == "carried_norm":
+                    shape = [1], torch.float64
+                shapes[f"{section}/{p}/{lane_id}"] = shape
         return shapes
 
     def to_tensors(
-        self, timeline: int, inner_step: int, fragments: Sequence[CapturedFragment]
+        self, moment: Moment, fragments: Sequence[CapturedFragment]
     ) -> dict[str, Tensor]:
         """Return the state of fragments 0, 1, ... under its names."""
-        state = {"meta": torch.tensor([_FORMAT, timeline, inner_step])}
+        state = {"meta": torch.tensor([_FORMAT, *astuple(moment)])}
         for p, fragment in enumerate(fragments):
             state[f"ledger/{p}"] = torch.tensor(_numbers(fragment))
             for section, lane_id in self._parts(p):
@@ -97,37 +131,39 @@ class StateLayout:
 
     def from_tensors(
         self, state: Mapping[str, Tensor], timeline: int
-    ) -> tuple[int, list[CapturedFragment]]:
+    ) -> tuple[Moment, list[CapturedFragment]]:
         """Read a state into another timeline; lanes of other ranks may be in it too.
 
         Returns:
-            The inner step and fragments 0, 1, ...: copies of the tensors; what is in flight as
+            The moment of it and fragments 0, 1, ...: copies of the tensors; what is in flight as
             the first attempt in `timeline`.
 
         Raises:
             ConfigError: Naming the first tensor that is missing or of another shape or dtype.
         """
+        if "meta" in state and (form := int(state["meta"].view(-1)[0])) != _FORMAT:
+            raise ConfigError(
+                f"the outer state cannot be resumed: it has format {form}, this version of diloco "
+                f"reads {_FORMAT}: resume with the version that wrote it"
+            )
         for name, (shape, dtype) in self.expected().items():
             found = state.get(name)
             if found is None or (list(found.shape), found.dtype) != (shape, dtype):
                 what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
                 raise ConfigError(
                     f"the outer state cannot be resumed: {name!r} must be {dtype} {shape}, found "
-                    f"{what}. It was captured with another plan, outer.uplink_codec or "
-                    f"outer.error_feedback, or lanes of some ranks are missing from it"
+                    f"{what}. It was captured with another plan, outer.uplink_codec, "
+                    f"outer.error_feedback or outer.late, by another version of diloco, or lanes "
+                    f"of some ranks are missing from it"
                 )
-        form, _, inner_step = state["meta"].tolist()
-        if form != _FORMAT:
-            raise ConfigError(
-                f"the outer state cannot be resumed: it has format {form}, this version of diloco "
-                f"reads {_FORMAT}: resume with the version that wrote it"
-            )
-        return inner_step, [self._fragment(state, timeline, p) for p in self.lanes]
+        _, *moment = state["meta"].tolist()
+        return Moment(*moment), [self._fragment(state, timeline, p) for p in self.lanes]
 
     def _fragment(self, state: Mapping[str, Tensor], timeline: int, p: int) -> CapturedFragment:
         (
             version, tokens, steps, local_steps, sent_until, is_flushed, broken_in_a_row,
-            in_flight, sent_at_inner_step, weight_tokens, weight_steps, is_flush,
+            merged_tokens, in_flight, sent_at_inner_step, weight_tokens, weight_steps, is_flush,
+            attempt,
         ) = state[f"ledger/{p}"].tolist()  # fmt: skip
         ledger = FragmentLedger(
             timeline,
@@ -138,31 +174,36 @@ class StateLayout:
             local_steps=local_steps,
             sent_until=sent_until,
             is_flushed=bool(is_flushed),
+            merged_tokens=merged_tokens,
         )
+        sent_as = None
         if in_flight:
+            sent_as = RoundKey(int(state["meta"][1]), p, version, attempt)
             key = RoundKey(timeline, p, version, 0)
             ledger.outstanding = Outstanding(
                 key, sent_at_inner_step, weight_tokens, weight_steps, bool(is_flush)
             )
         parts: dict[str, dict[int, Tensor]] = {
-            name: {} for name in ("anchor", "payload", "residual", "residual_after")
+            name: {} for name in (*_ALWAYS, *_WITH_FEEDBACK, *_WITH_CARRY)
         }
         for section, lane_id in self._parts(p):
             values = state[f"{section}/{p}/{lane_id}"].detach().cpu()
             parts[section][lane_id] = values.clone(memory_format=torch.contiguous_format)
         lanes = CapturedLanes(**parts, is_declined=in_flight == 2, broken_in_a_row=broken_in_a_row)
-        return CapturedFragment(ledger, lanes)
+        return CapturedFragment(ledger, lanes, sent_as)
 
     def _parts(self, p: int) -> Iterator[tuple[str, int]]:
-        feedback = ("residual", "residual_after") if self.error_feedback else ()
-        for section in ("anchor", "payload", *feedback):
+        sections = _ALWAYS
+        sections += _WITH_FEEDBACK if self.error_feedback else ()
+        sections += _WITH_CARRY if self.is_carried else ()
+        for section in sections:
             for lane_id in self.lanes[p]:
                 yield section, lane_id
 
 
 def _numbers(fragment: CapturedFragment) -> list[int]:
     ledger, sent = fragment.ledger, fragment.ledger.outstanding
-    in_flight = [0, 0, 0, 0, 0]
+    in_flight = [0] * 6
     if sent is not None:
         in_flight = [
             2 if fragment.lanes.is_declined else 1,
@@ -170,6 +211,7 @@ def _numbers(fragment: CapturedFragment) -> list[int]:
             sent.weight_tokens,
             sent.weight_steps,
             int(sent.is_flush),
+            sent.key.attempt,
         ]
     return [
         ledger.version,
@@ -179,5 +221,6 @@ def _numbers(fragment: CapturedFragment) -> list[int]:
         ledger.sent_until,
         int(ledger.is_flushed),
         fragment.lanes.broken_in_a_row,
+        ledger.merged_tokens,
         *in_flight,
     ]

@@ -54,7 +54,8 @@ class FragmentView:
 
     `staging` is what this rank stages, or has staged; `gone_version` the newest of which it heard
     that the syncer has it no more. `is_open`: the attempt that is announced waits for this island;
-    `is_ending`: it takes a flush, or there is none any more.
+    `is_ending`: it takes a flush, or there is none any more. `counted` is the newest contribution
+    of the start whose checkpoint is resumed: the version that counts it (0: none), and the attempt.
     """
 
     key: RoundKey | None = None
@@ -74,6 +75,7 @@ class FragmentView:
     gone_version: int = -1
     is_open: bool = False
     is_ending: bool = False
+    counted: tuple[int, int] = (0, 0)
 
     @property
     def newest(self) -> Target:
@@ -203,6 +205,7 @@ class CarriedFragment:
             gone_version=self.gone_version,
             is_open=state.is_open and island in state.members,
             is_ending=state.takes_flush or state.is_flush,
+            counted=(state.counted_version, state.counted_attempt),
         )
 
     def _staging(self) -> Announced | None:
@@ -215,8 +218,13 @@ class CarriedFragment:
         target = Target(version, state.merged_tokens, state.is_flush)
         return Announced(target, state.digest.hex(), tuple(state.contributors))
 
-    def captured(self, fragment: Fragment, codec: str, *, error_feedback: bool) -> CapturedLanes:
+    def captured(
+        self, fragment: Fragment, codec: str, *, error_feedback: bool, is_carried: bool
+    ) -> CapturedLanes:
         """Return the state of the lanes, zeros where there is none; tensors are not copied."""
+        carried: dict[int, Tensor] = {}
+        carried_norm: dict[int, Tensor] = {}
+        delta: dict[int, Tensor] = {}
         payload: dict[int, Tensor] = {}
         residual: dict[int, Tensor] = {}
         residual_after: dict[int, Tensor] = {}
@@ -233,6 +241,10 @@ class CarriedFragment:
                 after = None if sent is None else sent.residual_after
                 residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel))
                 residual_after[lane_id] = torch.zeros(numel) if after is None else after
+            if is_carried:
+                missed = None if sent is None else sent.delta
+                carried[lane_id], carried_norm[lane_id] = self.over.captured(lane_id, numel)
+                delta[lane_id] = torch.zeros(numel) if missed is None else missed
         return CapturedLanes(
             dict(self.anchor),
             payload,
@@ -240,7 +252,22 @@ class CarriedFragment:
             residual_after,
             is_declined=bool(self.decline_reason),
             broken_in_a_row=self.broken_in_a_row,
+            carried=carried,
+            carried_norm=carried_norm,
+            delta=delta,
         )
+
+    def restore(self, version: int, lanes: CapturedLanes) -> None:
+        """Take over what was captured, but for what was outstanding."""
+        self.anchor, self.anchor_version = dict(lanes.anchor), version
+        self.residual = dict(lanes.residual)
+        self.broken_in_a_row = lanes.broken_in_a_row
+        for lane_id, carried in lanes.carried.items():
+            self.over.restore(lane_id, carried, lanes.carried_norm[lane_id])
+
+    def begin_anew(self) -> None:
+        """Forget work that was captured, and counts already."""
+        self.residual, self.over = {}, Over()
 
     def known(self) -> wire.FragmentState:
         """Return what a poll compares with the syncer's state."""

@@ -36,7 +36,7 @@ from diloco.sync.registration import Island, IslandState, Progress, Registration
 from diloco.sync.shards import LaneShards
 from diloco.sync.stop_line import StopLine
 from diloco.telemetry.events import Event
-from protos.control_pb2 import JoinReply, SyncerAssignment
+from protos.control_pb2 import CutPart, JoinReply, SyncerAssignment
 from transport.contracts import Transport
 from transport.retry import RetryPolicy
 
@@ -309,8 +309,20 @@ class Connection:
             self._registration.checkpoint_steps = self._kept
 
     def kept(self, step: int) -> None:
-        """Note that all ranks have saved the checkpoint of an inner step."""
+        """Note that all ranks have saved the checkpoint of an inner step, or of a cut."""
         self.report_checkpoints({step, *(other for other in self._kept if other < step)})
+
+    def cut(self, number: int, inner_step: int, versions: Sequence[int], text_json: str) -> None:
+        """Note that all ranks have saved this island's part of a cut; no `versions`: they cannot.
+
+        Its end waits until the coordinator has heard of it.
+        """
+        if versions:
+            self.kept(number)
+        if self._registration is not None:
+            self._registration.cut = CutPart(
+                number=number, versions=versions, inner_step=inner_step, text_json=text_json
+            )
 
     def has_kept(self, step: int) -> bool:
         """Whether all ranks have saved the checkpoint of an inner step."""

@@ -116,18 +116,31 @@ class Contributions:
         self._start_decline(carried, sent, reason)
         self._on_event(_sent_event(sent, 0.0, reason))
 
-    def resume(self, carried: CarriedFragment, sent: Outstanding, lanes: CapturedLanes) -> None:
-        """Submit again what was outstanding when a checkpoint was taken."""
+    def resume(
+        self, carried: CarriedFragment, sent: Outstanding, lanes: CapturedLanes, *, is_asking: bool
+    ) -> None:
+        """Submit again what was outstanding when a checkpoint was taken.
+
+        Args:
+            carried: The fragment.
+            sent: What was sent.
+            lanes: As captured.
+            is_asking: Whether its round is over, and only its outcome is asked for.
+        """
         self._begin(carried, sent)
+        if lanes.is_declined and is_asking:
+            carried.outcome = Verdict.DECLINED
+            return
         if lanes.is_declined:
             reason = "declined before the checkpoint that is resumed"
             self._start_decline(carried, sent, reason)
             return
-        carried.sending = {
-            lane_id: SentLane.of(payload, lanes.residual_after.get(lane_id))
-            for lane_id, payload in lanes.payload.items()
-        }
-        self._submit_all(carried, sent)
+        for lane_id, payload in lanes.payload.items():
+            lane = SentLane.of(payload, lanes.residual_after.get(lane_id))
+            lane.delta = lanes.delta.get(lane_id)
+            carried.sending[lane_id] = lane
+        if not is_asking:
+            self._submit_all(carried, sent)
 
     def settle(self, fragment_id: int) -> None:
         """Submit nothing more of what was outstanding."""

@@ -118,7 +118,7 @@ class Exchange:
         self._on_event = on_event
         self._carried = {p: CarriedFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
         self._views = {p: FragmentView() for p in self._carried}
-        self._epoch = 0
+        self._epoch = self._sent_by = 0
         self._pinned_step = -1
         self._tasks = Tasks(self._show)
         self._contributions = Contributions(
@@ -169,6 +169,11 @@ class Exchange:
         return self._carried[fragment_id].staged
 
     @property
+    def incarnation(self) -> int:
+        """Of this start of the island."""
+        return self._grant.incarnation
+
+    @property
     def pinned_step(self) -> int:
         """Inner step of the last `pin`, once the syncer has done it; -1 before."""
         return self._pinned_step
@@ -194,13 +199,29 @@ class Exchange:
         self._tasks.spawn(self._poll_forever())
         self._tasks.spawn(self._enter(own, overwrite_initial))
 
-    def restore(self, fragments: Sequence[CapturedFragment]) -> None:
+    def restore(self, fragments: Sequence[CapturedFragment], sent_by: int) -> None:
         """Begin to poll and enter the run with the state of its checkpoint.
 
-        Done when every view has an anchor version; what was in flight is submitted again.
+        Done when every view has an anchor version; what was in flight waits for `resume`.
+
+        Args:
+            fragments: In plan order.
+            sent_by: Incarnation that sent what was in flight.
         """
+        self._sent_by = sent_by
         self._tasks.spawn(self._poll_forever())
         self._tasks.spawn(self._restore(fragments))
+
+    def begin_anew(self, fragment_id: int) -> None:
+        """Forget the work of a checkpoint that counts already."""
+        self._carried[fragment_id].begin_anew()
+
+    def resume(self, sent: Outstanding, lanes: CapturedLanes) -> None:
+        """Submit again what a checkpoint had in flight; ask of what is of an earlier timeline."""
+        is_asking = sent.key.timeline != self._grant.timeline
+        carried = self._carried[sent.key.fragment_id]
+        self._contributions.resume(carried, sent, lanes, is_asking=is_asking)
+        self._tasks.notify()
 
     def follow(self, fragment_id: int, version: int) -> None:
         """Bring an entered fragment to a version that other ranks of the island entered with.
@@ -290,6 +311,7 @@ class Exchange:
                 self._plan.fragments[p],
                 self.rules.uplink_codec,
                 error_feedback=self.rules.error_feedback,
+                is_carried=self.rules.is_carried,
             )
 
     def pin(self, inner_step: int, versions: Sequence[int]) -> None:
@@ -318,7 +340,10 @@ class Exchange:
                 if carried.outstanding is not None and carried.outcome is None
             ]
             known = [carried.known() for carried in self._carried.values()]
-            self._take(await self._calls.poll(self._epoch, known, undecided, step_s=self.step_s))
+            reply = await self._calls.poll(
+                self._epoch, known, undecided, step_s=self.step_s, sent_by=self._sent_by
+            )
+            self._take(reply)
 
     def _take(self, reply: wire.PollReply) -> None:
         if reply.is_fenced:
@@ -382,13 +407,7 @@ class Exchange:
         await self._entry.until_steady({})
         for carried, restored in zip(self._carried.values(), fragments, strict=True):
             check_restored(carried, restored)
-            carried.anchor = dict(restored.lanes.anchor)
-            carried.anchor_version = restored.ledger.version
-            carried.residual = dict(restored.lanes.residual)
-            carried.broken_in_a_row = restored.lanes.broken_in_a_row
-            if (sent := restored.ledger.outstanding) is None:
-                continue
-            self._contributions.resume(carried, sent, restored.lanes)
+            carried.restore(restored.ledger.version, restored.lanes)
         self._entered()
 
     def _entered(self) -> None:

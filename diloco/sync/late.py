@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from diloco.outer.pseudo_gradient import l2_norm
@@ -31,6 +32,18 @@ class Over:
     def of(self, lane_id: int) -> Tensor | None:
         """Return what the next contribution of a lane carries; None: nothing."""
         return self._carried.get(lane_id)
+
+    def captured(self, lane_id: int, numel: int) -> tuple[Tensor, Tensor]:
+        """Return what a lane carries and the bound of its norm, for `restore`; not copied."""
+        norm = torch.tensor([self._norms.get(lane_id, -1.0)], dtype=torch.float64)
+        return self._carried.get(lane_id, torch.zeros(numel)), norm
+
+    def restore(self, lane_id: int, carried: Tensor, norm: Tensor) -> None:
+        """Carry what was captured."""
+        if bool(carried.any()):
+            self._carried[lane_id] = carried
+        if (most := float(norm)) >= 0:
+            self._norms[lane_id] = most
 
     def included(self, lane_id: int, delta: Tensor) -> None:
         """Take note that a contribution of `delta` counts: what it carried is used up."""

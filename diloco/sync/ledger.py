@@ -154,6 +154,11 @@ class FragmentLedger:
         self.steps += 1
         self.local_steps += 1
 
+    def begin_anew(self) -> None:
+        """Let the counters begin as an island's that returned: all of them count already."""
+        self.tokens = self.steps = self.local_steps = 0
+        self.outstanding = None
+
     def send(self, inner_step: int, *, is_flush: bool) -> Outstanding:
         """Make a contribution outstanding; at most one a fragment."""
         assert self.outstanding is None, f"fragment {self.fragment_id} has one outstanding"

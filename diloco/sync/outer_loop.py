@@ -15,14 +15,22 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
-from diloco.sync.agreement import Agreed, Agreement, Standing, exit_code_of, raise_failure
+from diloco.sync.agreement import (
+    NO_CUT,
+    Agreed,
+    Agreement,
+    Cut,
+    Standing,
+    exit_code_of,
+    raise_failure,
+)
 from diloco.sync.carried import Announced, FragmentView
 from diloco.sync.exchange import Exchange
 from diloco.sync.held import published_digests
@@ -58,8 +66,9 @@ class OuterLoop:
     merge replaced, `dropped_tokens` what no contribution will count, each fragment by its share of
     the parameters; they and `blocked_s` are sums since the start. On arrival, the leader asks
     `must_leave`, and `is_leaving` is the answer on all ranks: to finish what is outstanding, and
-    contribute no more. No run checkpoint may be taken before `first_checkpoint_step`: an island
-    that returned holds versions until then that the others merge only there.
+    contribute no more. It asks `asked_cut`, too: `cut` is the one to take now, on all ranks, until
+    `cut_over` says that it was. No run checkpoint may be taken before `first_checkpoint_step`: an
+    island that returned holds versions until then that the others merge only there.
     """
 
     def __init__(
@@ -121,6 +130,9 @@ class OuterLoop:
         self.dropped_tokens = 0.0
         self.is_leaving = False
         self.must_leave: Callable[[], bool] = lambda: False
+        self.asked_cut: Callable[[], Cut] = lambda: NO_CUT
+        self.cut = NO_CUT
+        self._past_cut = 0
         self.digests: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -220,7 +232,19 @@ class OuterLoop:
             FingerprintMismatch: If the syncer restored another checkpoint.
             DilocoError: If another rank failed, or the run cannot be entered.
         """
-        self._take((yield from self._keeper.resuming(state)))
+        resumed = yield from self._keeper.resuming(state)
+        self._take(resumed)
+        if self._arrival is not None:
+            yield from self._catching_up(resumed.newest)
+
+    def _catching_up(self, versions: Sequence[int]) -> Waits[None]:
+        """Merge what was published beyond this island's part of the cut, before the first step."""
+        while any(x.version < v for x, v in zip(self._ledgers, versions, strict=True)):
+            news = self._exchange.news
+            agreed = self._agree()
+            self._raise_failure(agreed)
+            self._take_in(agreed)
+            yield self._exchange.wait_for_news(news, LOOK_S)
 
     def _take(self, state: OuterState) -> None:
         self.inner_step, self.first_checkpoint_step = state.inner_step, state.first_checkpoint_step
@@ -256,7 +280,18 @@ class OuterLoop:
             self._ledgers,
             self._anchors,
         )
-        return (yield from self._keeper.capturing(state))
+        return (yield from self._keeper.capturing(state, self.cut.number))
+
+    @property
+    def is_cut_due(self) -> bool:
+        """Whether a cut is to be taken after the last step."""
+        return self.cut.number > self._past_cut
+
+    def cut_over(self) -> None:
+        """Take note that the cut was taken, or cannot be: it is not asked for again."""
+        self._past_cut = self.cut.number
+        if not self.cut.is_last:
+            self.cut = NO_CUT
 
     # -- training --------------------------------------------------------------------------------
 
@@ -275,11 +310,18 @@ class OuterLoop:
             if self._pace.is_merge_due(ledger, self.inner_step):
                 yield from self._settle(ledger, agreed)
         due = self._act(agreed)
+        if agreed is not None and agreed.cut.number > self._past_cut and not self.is_over:
+            self.cut = agreed.cut
         if self._pace.waits_at_send:
             for fragment_id in due:
                 yield from self._settle(self._ledgers[fragment_id], None)
         if self._pace.is_agreeing(self.num_in_flight) and not self._agrees_at_once:
-            self._agreement.start(self._exit_code, self._standings(), is_leaving=self.must_leave())
+            self._agreement.start(
+                self._exit_code,
+                self._standings(),
+                is_leaving=self.must_leave(),
+                cut=self.asked_cut(),
+            )
         self._stepped_at = self._clock()
 
     def _measure_step(self) -> None:
@@ -297,15 +339,19 @@ class OuterLoop:
         return agreed
 
     def _agree(self) -> Agreed:
-        return self._agreement.now(self._exit_code, self._standings(), is_leaving=self.must_leave())
+        return self._agreement.now(
+            self._exit_code,
+            self._standings(),
+            is_leaving=self.must_leave(),
+            cut=self.asked_cut(),
+        )
 
     def _act(self, agreed: Agreed | None) -> list[int]:
         """Merge what has arrived and send what is due; returns the fragments that were sent."""
         if self._arrival is not None and agreed is not None:
             self.is_leaving = self.is_leaving or agreed.is_leaving
             self._is_over = self._is_over or all(each.is_ending for each in agreed.standings)
-            for ledger, standing in zip(self._ledgers, agreed.standings, strict=True):
-                self._arrive(ledger, standing)
+            self._take_in(agreed)
         if self.is_leaving:
             return []
         due = self._pace.due(self._ledgers, self.inner_step, agreed, is_over=self._is_over)
@@ -317,6 +363,11 @@ class OuterLoop:
                 is_flush = standing.is_ending
             self._send(self._ledgers[fragment_id], is_flush=is_flush)
         return due
+
+    def _take_in(self, agreed: Agreed) -> None:
+        """Merge what all ranks have staged."""
+        for ledger, standing in zip(self._ledgers, agreed.standings, strict=True):
+            self._arrive(ledger, standing)
 
     def _arrive(self, ledger: FragmentLedger, standing: Standing) -> None:
         """Take the target that the leader names, and settle what needs no more waiting."""

@@ -19,7 +19,7 @@ from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.agreement import Agreement, exit_code_of, raise_failure
-from diloco.sync.captured import CapturedFragment, CapturedLanes, StateLayout
+from diloco.sync.captured import CapturedFragment, CapturedLanes, Moment, StateLayout
 from diloco.sync.course import Entered, RanksApart, entered_of, entry_words, go_on_at, set_course
 from diloco.sync.exchange import Exchange
 from diloco.sync.io_thread import Waits
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 #: Seconds after which a blocked rank looks at the others again.
 LOOK_S = 1.0
 _TELL_LOOKS = 10
+_MOST_ATTEMPT = (1 << 20) - 1
 
 
 class Runner(Protocol):
@@ -45,13 +46,27 @@ class Runner(Protocol):
 class OuterState:
     """What an outer loop goes on from: by fragment its ledger and anchor.
 
-    Before `first_checkpoint_step` no checkpoint of the run can be taken (`course`).
+    Before `first_checkpoint_step` no checkpoint of the run can be taken (`course`). `newest` are
+    the versions that were published when a checkpoint was resumed.
     """
 
     inner_step: int
     first_checkpoint_step: int
     ledgers: list[FragmentLedger]
     anchors: list[Mapping[int, Tensor]]
+    newest: tuple[int, ...] = ()
+
+
+def _last_known(fragment: CapturedFragment) -> int:
+    """Return what a checkpoint may know of: the version that counts it, at most, and attempt."""
+    version, sent_as = fragment.ledger.version, fragment.sent_as
+    return _as_word((version, _MOST_ATTEMPT) if sent_as is None else (version + 1, sent_as.attempt))
+
+
+def _as_word(counted: tuple[int, int]) -> int:
+    """Return a version and an attempt as one integer, in their order."""
+    version, attempt = counted
+    return version * (_MOST_ATTEMPT + 1) + min(attempt, _MOST_ATTEMPT)
 
 
 class StateKeeper:
@@ -85,6 +100,7 @@ class StateKeeper:
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
             exchange.rules.uplink_codec,
             exchange.rules.error_feedback,
+            exchange.rules.is_carried,
         )
 
     def starting(self, *, overwrite_initial: bool, last_inner_step: int) -> Waits[OuterState]:
@@ -121,27 +137,49 @@ class StateKeeper:
         return OuterState(course.inner_step, course.first_checkpoint_step, ledgers, anchors)
 
     def resuming(self, state: Mapping[str, Tensor]) -> Waits[OuterState]:
-        """Restore what `capturing` returned, and submit again what was in flight."""
+        """Restore what `capturing` returned, and submit again what was in flight.
+
+        Where its round is over, as the run was taken back to a later version than this island's
+        checkpoint has, only the outcome is asked for. Where that version counts even what the
+        island sent after its checkpoint, the work in the checkpoint is done: as when an island
+        returns, the counters begin at 0, and nothing is outstanding, carried or left over.
+        """
         problem: ConfigError | None = None
-        inner_step, fragments = -1, list[CapturedFragment]()
+        moment, fragments = Moment(0, -1, 0, 0), list[CapturedFragment]()
         try:
-            inner_step, fragments = self._layout.from_tensors(state, self._timeline)
+            moment, fragments = self._layout.from_tensors(state, self._timeline)
         except ConfigError as error:
             problem = error
+        inner_step = moment.inner_step
         least, minus_most = self._smallest([inner_step, -inner_step], problem)
         if least != -minus_most:
             raise ConfigError(
                 f"the ranks of this island were given outer states of inner steps {least} to "
                 f"{-minus_most}: resume all of them from one checkpoint"
             )
-        self._runner.post(self._exchange.restore, fragments)
+        self._runner.post(self._exchange.restore, fragments, moment.incarnation)
         yield from self._entering()
+        # Ranks hear of versions at different times; all must say the same of one contribution.
+        views = [self._exchange.view(f.fragment_id) for f in self._plan.fragments]
+        heard = [view.version for view in views]
+        counted = self._largest([_as_word(view.counted) for view in views])
+        for p, (fragment, version) in enumerate(zip(fragments, self._smallest(heard), strict=True)):
+            if self._exchange.rules.on_arrival and version > fragment.ledger.version:
+                if counted[p] > _last_known(fragment):
+                    fragment.ledger.begin_anew()
+                    self._runner.post(self._exchange.begin_anew, p)
+                elif (sent := fragment.ledger.outstanding) is not None:
+                    assert fragment.sent_as is not None
+                    fragment.ledger.outstanding = replace(sent, key=fragment.sent_as)
+            if (sent := fragment.ledger.outstanding) is not None:
+                self._runner.post(self._exchange.resume, sent, fragment.lanes)
         self._on_event(IslandResumed(inner_step, self._timeline))
         return OuterState(
             inner_step,
             inner_step,
             [fragment.ledger for fragment in fragments],
             [fragment.lanes.anchor for fragment in fragments],
+            tuple(self._largest(heard)),
         )
 
     def pinning(self, inner_step: int, versions: Sequence[int]) -> Waits[None]:
@@ -156,8 +194,11 @@ class StateKeeper:
                 yield exchange.wait_until_pinned(inner_step, LOOK_S)
             (pinned_step,) = self._smallest([exchange.pinned_step if is_leader else inner_step])
 
-    def capturing(self, state: OuterState) -> Waits[dict[str, Tensor]]:
-        """Return the state of this rank's lanes, after what was posted to the exchange."""
+    def capturing(self, state: OuterState, cut: int) -> Waits[dict[str, Tensor]]:
+        """Return the state of this rank's lanes, after what was posted to the exchange.
+
+        `cut` is the number of the cut that it is for; 0: of none.
+        """
         lanes: dict[int, CapturedLanes] = {}
         yield self._exchange.capture(lanes)
         # Only ranks whose lanes are broken know of it; whoever carries these lanes next must too.
@@ -171,7 +212,8 @@ class StateKeeper:
             )
             for p, ledger in enumerate(state.ledgers)
         ]
-        return self._layout.to_tensors(self._timeline, state.inner_step, fragments)
+        moment = Moment(self._timeline, state.inner_step, cut, self._exchange.incarnation)
+        return self._layout.to_tensors(moment, fragments)
 
     def _entering(self) -> Waits[list[Entered]]:
         """Wait until every rank holds its anchors; they must be of the same versions."""

@@ -37,7 +37,7 @@ class Position:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this island ends before the run does, without flush and checkpoint."""
+        """Whether an operator has this island end before the run does, without its flush."""
         return self._loop.is_leaving
 
     @property

@@ -26,12 +26,14 @@ from diloco.errors import (
     RunStopped,
     error_of_exit_code,
 )
+from diloco.sync.agreement import Cut
 from diloco.sync.stop_line import StopLine
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
     JOIN_STATUS_PLAN_MISMATCH,
     JOIN_STATUS_RUN_STOPPED,
+    CutPart,
     Grant,
     JoinReply,
     JoinRequest,
@@ -121,7 +123,8 @@ class Registration:
     """The leader's channel to the coordinator; everything but the constructor runs in one loop.
 
     `checkpoint_steps` are the complete checkpoints that the island keeps, ascending, as its reports
-    say; whoever keeps them replaces the tuple, from any thread. `text` is what reports say of the
+    say; whoever keeps them replaces the tuple, from any thread. `cut` is what they say of the last
+    cut, replaced whole, too. `text` is what reports say of the
     island's text, if anything. `complete_checkpoints` are those of
     the run that every island has, as the coordinator last said; None before it has.
     """
@@ -143,6 +146,8 @@ class Registration:
         self._rng = rng
         self.checkpoint_steps: tuple[int, ...] = ()
         self.complete_checkpoints: tuple[int, ...] | None = None
+        self.cut = CutPart()
+        self._told_cut = 0
         self.text: TextWord | None = None
         self._grant = Grant()
         self._stop_line: StopLine | None = None
@@ -246,12 +251,19 @@ class Registration:
         if self._grant.incarnation:
             try:
                 async with asyncio.timeout(at_most_s):
-                    with contextlib.suppress(TransportError):
-                        await self.report(last)
+                    await self._last_report(last, policy)
                     await self._call("control.leave", request, policy)
             except (DilocoError, TimeoutError) as error:
                 logger.warning("left without a word, exit_code=%d: %s", exit_code, error)
         await self._transport.close()
+
+    async def _last_report(self, last: Progress, policy: RetryPolicy) -> None:
+        """Report; again and again, as long as the coordinator has not heard of a cut."""
+        with contextlib.suppress(TransportError):
+            if self.cut.number == self._told_cut:
+                await self.report(last)
+            else:
+                await retry(lambda: self.report(last), policy, self._rng)
 
     async def report(self, progress: Progress) -> ReportReply:
         """Report once.
@@ -278,6 +290,9 @@ class Registration:
         promise = self._stop_line.promise() if self._is_held and self._stop_line else None
         if promise is not None:
             request.has_hold, request.hold_step = True, promise
+        cut = self.cut
+        if cut.number != self._told_cut:
+            request.cut.CopyFrom(cut)
         text = self.text
         if text is not None:
             request.position_json = text.say()
@@ -285,6 +300,7 @@ class Registration:
             "control.report", request.SerializeToString(), deadline_s=self._rpc_deadline_s
         )
         reply = ReportReply.FromString(answer.header)
+        self._told_cut = cut.number
         if text is not None and not reply.stop:
             text.hear(reply.claims_json)
         return reply
@@ -316,6 +332,7 @@ class Registration:
                     is_asked=reply.hold,
                     is_complete=stop_step in reply.checkpoint_steps,
                     is_drained=reply.drain,
+                    cut=Cut(reply.cut, reply.is_last_cut),
                 )
             await asyncio.sleep(_REPORT_S)
 

@@ -10,7 +10,7 @@
             outer.step(num_tokens=tokens_of_the_island)
             if outer.checkpoint_due:
                 with outer.checkpointing():
-                    save(model, optimizer, outer.state_dict(), outer.inner_step)
+                    save(model, optimizer, outer.state_dict(), outer.checkpoint_number)
             if outer.is_stopping:
                 break
         outer.finish()
@@ -24,6 +24,7 @@ different numbers of inner steps; the loop is
             set_learning_rate(optimizer, outer.schedule_step, outer.inner_steps)
             train_one_step(model, optimizer)
             outer.step(num_tokens=tokens_of_the_island)
+            ...  # checkpoints and stops as above
         outer.finish()
 
 (which serves scheduled runs, too). Every rank of an island makes the same calls. Everything here
@@ -85,9 +86,9 @@ class DiLoCo(Position):
         island_slot: Index of the island among the run's; chooses its data.
         start_step: Inner steps that lie behind this start: 0; a warm start's; where an island that
             returns goes on; or that of the checkpoint to resume from.
-        resume_step: Inner step of the run checkpoint that must be loaded before the first step:
-            model, inner optimizer and data by the loop, the rest with `load_state_dict`; None:
-            nothing is to be loaded.
+        resume_step: `checkpoint_number` of the run checkpoint that must be loaded before the first
+            step: model, inner optimizer and data by the loop, the rest with `load_state_dict`;
+            None: nothing is to be loaded.
         inner_steps: Inner steps of the run, as the coordinator has it; on arrival, what islands
             make on average.
         plan: Fragments and lanes of the run.
@@ -158,7 +159,7 @@ class DiLoCo(Position):
         self.island_slot = reply.island_slot
         self.timeline = reply.grant.timeline
         self.resume_step = reply.resume_step if reply.is_resumed else None
-        self.start_step = reply.resume_step
+        self.start_step = reply.resume_step if not outer.is_on_arrival else reply.last_inner_step
         self._is_ready = not reply.is_resumed
         self._build_loop(reply, shards, start_step)
         transport.progress = self._progress
@@ -195,12 +196,6 @@ class DiLoCo(Position):
         connection, plan = self._connection, self.plan
         config = connection.joined(reply)
         self._on_arrival = config.outer.is_on_arrival
-        if self._on_arrival and reply.is_resumed:
-            raise ConfigError(
-                f"run {config.run.name!r} cannot be resumed from a checkpoint: with outer.merge = "
-                f'"on_arrival" there is none yet. Without --resume it goes on where its syncer '
-                f"stands: diloco coordinator RUN.toml"
-            )
         self.inner_steps = config.run.inner_steps
         self._period = config.outer.inner_steps_per_round
         self._checkpoint_every = config.checkpoint.every_inner_steps
@@ -214,6 +209,7 @@ class DiLoCo(Position):
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
             config.outer.uplink,
             config.outer.error_feedback,
+            config.outer.late == "carry",
         )
         agreement = Agreement(self._groups.agreement)
         self._stopping = Stopping(
@@ -244,6 +240,7 @@ class DiLoCo(Position):
             else None,
         )
         self._loop.must_leave = lambda: self._stop_line.must_leave
+        self._loop.asked_cut = lambda: self._stop_line.cut
 
     def __repr__(self) -> str:
         """Say where the island stands: steps, versions, what is in flight, what it waited."""
@@ -260,8 +257,10 @@ class DiLoCo(Position):
         """Whether everybody stops after the step just made, for a resume: leave the loop.
 
         After its checkpoint: until every island has that, the stop may move to a later step or be
-        taken back.
+        taken back; not so on arrival, where each stops by itself.
         """
+        if self._on_arrival:
+            return self._loop.cut.is_last
         return self._stopping.step == self.inner_step < self.inner_steps
 
     # -- training --------------------------------------------------------------------------------
@@ -312,9 +311,7 @@ class DiLoCo(Position):
         self._insist_on_training(is_stepping=False)
         self._trained.settle(self.inner_step)
         is_stopping = self.is_stopping
-        if self._on_arrival:
-            return self._finish_on_arrival()
-        if is_stopping and not self._connection.has_kept(self.inner_step):
+        if is_stopping and not self._connection.has_kept(self.checkpoint_number):
             raise ConfigError(
                 f"outer.finish() at the graceful stop after inner step {self.inner_step}, and "
                 f"this island has no checkpoint of it to resume from: while outer.checkpoint_due, "
@@ -323,23 +320,12 @@ class DiLoCo(Position):
         if not is_stopping:
             self._state = IslandState.FLUSHING
             self._connection.io.drive(self._loop.finishing())
-        farewell = f"stopped after inner step {self.inner_step}" if is_stopping else "finished"
-        self._connection.finished(farewell, is_stopped=is_stopping)
+        how = "left early" if self.is_leaving else "finished"
+        how = f"{'stopped' if is_stopping else how} after inner step {self.inner_step}"
+        self._connection.finished(how, is_stopped=is_stopping)
         # All ranks have stopped their exchange when the leader leaves and the run may end.
         self._sum()
         self._state = IslandState.STOPPED if is_stopping else IslandState.FINISHED
-        return self._heard()
-
-    def _finish_on_arrival(self) -> list[Event]:
-        """Flush, or leave early with the last outcomes."""
-        self._state = IslandState.FLUSHING
-        self._connection.io.drive(self._loop.finishing())
-        is_stopped = self.is_leaving and self._stop_line.is_stop_asked
-        how = "left early" if self.is_leaving else "finished"
-        farewell = f"{how} after inner step {self.inner_step}"
-        self._connection.finished(farewell, is_stopped=is_stopped)
-        self._sum()
-        self._state = IslandState.STOPPED if is_stopped else IslandState.FINISHED
         return self._heard()
 
     @contextlib.contextmanager
@@ -365,7 +351,7 @@ class DiLoCo(Position):
         """Whether a run checkpoint belongs after the step just made."""
         step, every = self.inner_step, self._checkpoint_every
         if self._on_arrival:
-            return False
+            return self._loop.is_cut_due
         if self.is_stopping:
             return True
         return (
@@ -374,8 +360,17 @@ class DiLoCo(Position):
             and max(self.start_step, self._loop.first_checkpoint_step - 1) < step < self.inner_steps
         )
 
+    @property
+    def checkpoint_number(self) -> int:
+        """Names the run checkpoint of this moment, equal on all islands.
+
+        `inner_step`; on arrival, where islands make different numbers of inner steps, that of the
+        cut that the coordinator asks for, 0 while it asks for none.
+        """
+        return self._loop.cut.number if self._on_arrival else self.inner_step
+
     @contextlib.contextmanager
-    def checkpointing(self) -> Iterator[None]:
+    def checkpointing(self, *, text_json: str = "") -> Iterator[None]:
         """Make what is saved inside the island's part of the run checkpoint of this inner step.
 
         The syncer keeps the present versions before; after it, if the block raised on no rank, the
@@ -384,15 +379,21 @@ class DiLoCo(Position):
         which is the built-in loop's. Collective at both ends. A graceful stop waits here until
         every island has the checkpoint, so that none leaves before, or until it is taken back.
 
+        On arrival an island has its part for itself: the syncer keeps versions when all have
+        theirs, and nobody waits.
+
+        Args:
+            text_json: What of the text the coordinator is to share out anew when this checkpoint
+                is resumed (the built-in loop's; on arrival only).
+
         Raises:
+            ConfigError: On arrival, if no checkpoint is due.
             DilocoError: If the syncer cannot keep the present versions, or the stop has failed.
         """
         self._insist_on_training(is_stepping=False)
         if self._on_arrival:
-            raise ConfigError(
-                'with outer.merge = "on_arrival" there are no run checkpoints yet: save only what '
-                "is your own; an island that starts again takes what is published"
-            )
+            yield from self._cutting(text_json)
+            return
         self._connection.io.drive(self._loop.pinning())
         is_saved = False
         try:
@@ -408,6 +409,26 @@ class DiLoCo(Position):
             )
         if is_whole and self.is_stopping:
             self._connection.io.drive(self._stopping.completing(self.inner_step))
+
+    def _cutting(self, text_json: str) -> Iterator[None]:
+        """Make what is saved this island's part of the cut, or tell that it has none."""
+        if not self.checkpoint_due:
+            raise ConfigError(
+                f"no run checkpoint is due after inner step {self.inner_step}: with outer.merge = "
+                f'"on_arrival" the coordinator asks for them (checkpoint.every_tokens, diloco stop '
+                f"HOST:PORT --checkpoint): use outer.checkpointing() while outer.checkpoint_due"
+            )
+        number, is_saved = self.checkpoint_number, False
+        try:
+            yield
+            is_saved = True
+        finally:
+            is_whole = self._groups.all_say(is_saved)
+            versions = self.versions if is_whole else ()
+            self._connection.cut(number, self.inner_step, versions, text_json)
+            self._loop.cut_over()
+        if not is_whole:
+            logger.error("no part of cut %d: another rank could not save", number)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part of the island's outer state, by lane; collective.
@@ -444,15 +465,19 @@ class DiLoCo(Position):
                 f"RUN.toml --resume`; an island that starts again takes what is published, and "
                 f"needs its inner optimizer only"
             )
-        step = int(state["meta"][-1]) if "meta" in state else self.resume_step
+        step, what = self.resume_step, "cut" if self._on_arrival else "inner step"
+        if "meta" in state:
+            _, _, inner_step, cut, _ = state["meta"].tolist()
+            step = cut if self._on_arrival else inner_step
         if not self._groups.all_say(step == self.resume_step):
-            other = "another rank's is not" if step == self.resume_step else f"of inner step {step}"
+            other = "another rank's is not" if step == self.resume_step else f"of {what} {step}"
             raise ConfigError(
-                f"the run is resumed at inner step {self.resume_step}, this outer state is "
+                f"the run is resumed at {what} {self.resume_step}, this outer state is "
                 f"{other}: load the checkpoint of outer.resume_step on all ranks"
             )
         self._trained.settle(self.inner_step)
         self._connection.io.drive(self._loop.resuming(state))
+        self.start_step = self._loop.inner_step
         self._is_ready = True
         self._begin()
 

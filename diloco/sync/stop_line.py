@@ -5,6 +5,9 @@ there; when every island has promised, the coordinator names the step after whic
 It names a later one if an island that starts again meanwhile can stop only later. A stop that is
 taken back voids all of it: who holds goes on.
 
+Islands that merge on arrival promise nothing: they hear of a cut, a run checkpoint that each takes
+at its next step, and whether they are to leave then.
+
 The leader has one. Its IO thread calls `promise` and `hear`, its training thread the rest, but for
 `wait_for_word`, which runs in the IO thread's loop.
 
@@ -17,6 +20,7 @@ import asyncio
 import threading
 
 from diloco.outer.schedule import Schedule
+from diloco.sync.agreement import NO_CUT, Cut
 from diloco.sync.tasks import wait_for
 
 
@@ -30,7 +34,8 @@ class StopLine:
         """Assign only; `on_arrival`: islands have no inner step in common to stop after."""
         self._schedule = schedule
         self._on_arrival = on_arrival
-        self._is_asked = self._is_drained = False
+        self._is_drained = False
+        self._cut = NO_CUT
         self._lock = threading.Lock()
         self._passed: int | None = None
         self._first_stop_step = 0
@@ -63,6 +68,7 @@ class StopLine:
         is_asked: bool,
         is_complete: bool,
         is_drained: bool = False,
+        cut: Cut = NO_CUT,
     ) -> None:
         """Hear what the coordinator says.
 
@@ -73,11 +79,12 @@ class StopLine:
                 promise nor stop step. A complete stop is never taken back.
             is_complete: Whether every island has its checkpoint: all may leave.
             is_drained: Whether this island is to finish what is outstanding, and to leave for good.
+            cut: That this island is to take, if it has not.
         """
         with self._lock:
             self.num_words += 1
-            self._is_asked = is_asked
             self._is_drained = is_drained
+            self._cut = cut
             if not is_asked:
                 self._promised = self._stop_step = None
             elif stop_step is not None:
@@ -111,16 +118,16 @@ class StopLine:
             return is_undecided and inner_step >= (self._promised or 0)
 
     @property
-    def is_stop_asked(self) -> bool:
-        """Whether the run is to stop."""
+    def must_leave(self) -> bool:
+        """Whether an island that merges on arrival has to end now, before the run does."""
         with self._lock:
-            return self._is_asked
+            return self._on_arrival and self._is_drained
 
     @property
-    def must_leave(self) -> bool:
-        """Whether an island that merges on arrival has to end now, for whichever reason."""
+    def cut(self) -> Cut:
+        """The cut that an island that merges on arrival was asked for last."""
         with self._lock:
-            return self._on_arrival and (self._is_asked or self._is_drained)
+            return self._cut
 
     @property
     def stop_step(self) -> int | None:

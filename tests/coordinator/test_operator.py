@@ -322,7 +322,6 @@ def test_what_the_coordinator_obeys_itself_counts_at_once(tmp_path: Path, config
         ("set", {"key": "inner.threads", "value": "2"}, ["unknown key"]),
         ("set", {"key": "transport.rpc_timeout", "value": "3s"}, ["a site's own"]),
         ("set", {"key": "outer.min_contributions", "value": "3"}, ["min_contributions", "3"]),
-        ("stop", {"checkpoint": "true"}, ["different inner steps", "diloco stop HOST:PORT"]),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_way_and_changes_nothing(

@@ -47,7 +47,7 @@ def test_what_was_written_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     assert sorted(file.name for file in path.iterdir()) == [MANIFEST, PARTS]
     assert sorted(file.name for file in (path / PARTS).iterdir()) == [PLAN, RANK_FILE]
     manifest = checkpoint.manifest
-    assert manifest["step"] == 120
+    assert manifest["inner_step"] == 120
     assert manifest["optimizer_step"] == 2
     assert manifest["data"] == {"step": 120}
     assert manifest["plan_fingerprint"] == trained.plan().fingerprint()

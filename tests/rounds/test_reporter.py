@@ -34,6 +34,8 @@ class FakeRounds:
         self.versions = [0, 0]
         self.kept: list[list[int]] = []
         self.orders: list[Orders] = []
+        self.pinned_cut = 0
+        self.cuts: list[tuple[int, list[int]]] = []
 
     @property
     def states(self) -> list[FragmentState]:
@@ -50,6 +52,9 @@ class FakeRounds:
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
         self.kept.append(list(steps))
+
+    def keep_cut(self, number: int, versions: Sequence[int]) -> None:
+        self.cuts.append((number, list(versions)))
 
     def heard_of(self, orders: Orders) -> None:
         self.orders.append(orders)

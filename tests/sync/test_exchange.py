@@ -586,7 +586,7 @@ def test_a_version_that_is_no_longer_the_newest_is_staged_whole_and_verified(
         lanes = CapturedLanes(
             lanes_of(run.setting, 0.0), {}, {}, {}, is_declined=False, broken_in_a_row=0
         )
-        exchange.restore([CapturedFragment(FragmentLedger(0, 0), lanes)])
+        exchange.restore([CapturedFragment(FragmentLedger(0, 0), lanes)], sent_by=1)
         await asyncio.sleep(1.0)
 
         assert exchange.view(0).staged_version == 1

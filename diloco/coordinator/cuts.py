@@ -1,0 +1,179 @@
+"""Cuts: run checkpoints of islands that stand at different inner steps, a pure machine.
+
+    named      the islands at work are asked for their parts; each takes it at its next step
+    taken      nobody owes one any more: the syncers are asked to keep a version of each fragment
+               that no part is ahead of
+    complete   they do; a run can be resumed from it
+
+An island that loses its lease, leaves, or cannot write owes nothing any more: the cut goes on
+without it. One that has a part keeps it there, whatever becomes of it. A cut without any part comes
+to nothing. There is one at a time; a last one, after which everybody leaves, takes the place of
+another. Numbers are counted over all timelines, so that no directory is ever written twice.
+
+    cut/N    a `Cut`
+
+Source: protocol.md section 9.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from diloco.coordinator.admission import Entries
+
+_KIND = "cut"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What an island has written.
+
+    Args:
+        inner_step: At which it stood.
+        versions: That it held, by fragment.
+        text: Slot of the text, as digits -> how far it was drawn, in JSON values.
+    """
+
+    inner_step: int
+    versions: tuple[int, ...]
+    text: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One cut.
+
+    Args:
+        number: From 1 on.
+        timeline: In which it was named.
+        tokens: That all fragments had merged when it was named.
+        is_last: Whether everybody leaves after it.
+        owing: Islands that have not written their part.
+        parts: By island.
+        is_complete: Whether the syncers keep its versions.
+    """
+
+    number: int
+    timeline: int
+    tokens: int
+    is_last: bool
+    owing: tuple[str, ...]
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    is_complete: bool = False
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it came to nothing."""
+        return not (self.owing or self.parts)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether only the syncers' part is missing."""
+        return bool(self.parts) and not (self.owing or self.is_complete)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Newest version of each fragment that a part holds."""
+        return tuple(map(max, zip(*(part.versions for part in self.parts.values()), strict=True)))
+
+
+class Cuts:
+    """All cuts of one run."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._cuts: dict[int, Cut] = {}
+
+    def apply(self, entries: Iterable[tuple[str, str]]) -> None:
+        """Take over what is durable; entries of others are passed over."""
+        for key, value in entries:
+            kind, _, number = key.partition("/")
+            if kind == _KIND:
+                saved = json.loads(value)
+                parts = {
+                    island: Part(p["inner_step"], tuple(p["versions"]), p["text"])
+                    for island, p in saved.pop("parts").items()
+                }
+                owing = tuple(saved.pop("owing"))
+                self._cuts[int(number)] = Cut(**saved, owing=owing, parts=parts)
+
+    def __getitem__(self, number: int) -> Cut:
+        """Return a cut by its number."""
+        return self._cuts[number]
+
+    def newest(self, timeline: int) -> Cut | None:
+        """Return the cut that was named last in a timeline; None: none was."""
+        number = max((n for n, cut in self._cuts.items() if cut.timeline == timeline), default=0)
+        return self._cuts.get(number)
+
+    def open(self, timeline: int) -> Cut | None:
+        """Return the cut that is under way; None: none is."""
+        cut = self.newest(timeline)
+        return None if cut is None or cut.is_void or cut.is_complete else cut
+
+    def is_due(self, timeline: int, tokens: int, every_tokens: int) -> bool:
+        """Whether the next one belongs here: one in so many merged tokens, one at a time."""
+        if not every_tokens or self.open(timeline) is not None:
+            return False
+        newest = self.newest(timeline)
+        if newest is None:  # what was merged before a resume was cut before it
+            newest = max(self._cuts.values(), key=lambda cut: cut.number, default=None)
+        before = 0 if newest is None else min(newest.tokens, tokens)
+        return tokens // every_tokens > before // every_tokens
+
+    def named(
+        self, islands: Collection[str], *, timeline: int, tokens: int, is_last: bool
+    ) -> Entries:
+        """Ask islands for their parts; one that is under way comes to nothing."""
+        number = max(self._cuts, default=0) + 1
+        cut = Cut(number, timeline, tokens, is_last, tuple(sorted(islands)))
+        earlier = self.open(timeline)
+        return (
+            *(() if earlier is None else _entry(replace(earlier, owing=(), parts={}))),
+            *_entry(cut),
+        )
+
+    def taken(self, timeline: int, island: str, number: int, part: Part | None) -> Entries:
+        """Take note of an island's part of the cut that is under way; None: it cannot write it."""
+        cut = self.open(timeline)
+        if cut is None or cut.number != number or island not in cut.owing:
+            return ()
+        owing = tuple(other for other in cut.owing if other != island)
+        parts = cut.parts if part is None else {**cut.parts, island: part}
+        return _entry(replace(cut, owing=owing, parts=parts))
+
+    def without(self, timeline: int, holders: Collection[str]) -> Entries:
+        """Let the cut go on without those who owe a part and do not hold a lease."""
+        cut = self.open(timeline)
+        if cut is None or not (lost := set(cut.owing).difference(holders)):
+            return ()
+        return _entry(replace(cut, owing=tuple(o for o in cut.owing if o not in lost)))
+
+    def completed(self, number: int) -> Entries:
+        """Take note that the syncers keep the versions of a cut."""
+        return _entry(replace(self._cuts[number], is_complete=True))
+
+    def asked_of(self, timeline: int, island: str) -> tuple[int, bool]:
+        """Return the cut that an island is to take, and whether it leaves then; 0: none."""
+        cut = self.open(timeline)
+        if cut is None or island not in cut.owing:
+            return 0, False
+        return cut.number, cut.is_last
+
+    def taken_back(self, timeline: int) -> Entries:
+        """Let the run go on after a last cut that came to nothing."""
+        cut = self.newest(timeline)
+        assert cut is not None and cut.is_void
+        return _entry(replace(cut, is_last=False))
+
+    def last(self, timeline: int) -> Cut | None:
+        """Return the cut with which the run stops, unless it came to nothing."""
+        cut = self.newest(timeline)
+        return cut if cut is not None and cut.is_last and not cut.is_void else None
+
+
+def _entry(cut: Cut) -> Entries:
+    return ((f"{_KIND}/{cut.number}", json.dumps(asdict(cut))),)

@@ -1,0 +1,215 @@
+"""Cuts: who owes a part, when they are named, and what a resume makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.coordinator.cuts import Cuts, Part
+from protos import control_pb2 as control
+from tests.coordinator_desk import Desk, tell
+from tests.run_files import write_run
+from transport.errors import TransportError
+
+NAMES = ("east", "west")
+
+
+@pytest.fixture
+def elastic(tmp_path: Path) -> Config:
+    path = write_run(tmp_path / "run", dict.fromkeys(NAMES, ""))
+    return load_config(path, ["outer.preset=decoupled", "checkpoint.every_tokens=500"])
+
+
+def part_of(number: int, *versions: int, at: int = 7, **drawn: int) -> control.CutPart:
+    text = {
+        slot.removeprefix("slot"): {"drawn": {"web": count}, "cursor": {}}
+        for slot, count in drawn.items()
+    }
+    return control.CutPart(
+        number=number, versions=versions, inner_step=at, text_json=json.dumps(text)
+    )
+
+
+def merged(tokens: int) -> list[control.FragmentStatus]:
+    return [
+        control.FragmentStatus(fragment_id=p, version=4, merged_tokens=tokens + p) for p in (0, 1)
+    ]
+
+
+async def told_to_syncer(desk: Desk, **fields: Any) -> control.RoundReportReply:
+    await desk.round_report(desk.membership.timeline, fragments=merged(600), **fields)
+    return await desk.told_to_syncer()
+
+
+async def stop(desk: Desk) -> None:
+    assert (await desk.operate("stop", checkpoint="true")).is_done
+
+
+def test_a_stop_is_a_cut_after_which_everybody_leaves(tmp_path: Path, elastic: Config) -> None:
+    async def story(desk: Desk) -> None:
+        grants = [(await desk.join(name)).grant for name in NAMES]
+        assert (await desk.report(grants[0])).cut == 0
+        await stop(desk)
+        for grant in grants:
+            told = await desk.report(grant)
+            assert (told.cut, told.is_last_cut, told.hold, told.drain) == (1, True, False, False)
+        assert "already" in (await desk.operate("stop", checkpoint="true")).message
+
+        told = await desk.report(grants[0], cut=part_of(1, 3, 5))
+        assert told.cut == 0, "it has its part"
+        await desk.leave(grants[0], is_stopped=True)
+        assert (await told_to_syncer(desk)).cut == 0, "west has none yet"
+        await desk.restart()
+        await desk.report(grants[1], cut=part_of(1, 4, 2, at=3))
+        asked = await told_to_syncer(desk)
+        assert (asked.cut, list(asked.cut_versions)) == (1, [4, 5])
+        assert (await desk.join("east", "b")).status == control.JOIN_STATUS_RUN_STOPPED
+        await told_to_syncer(desk, pinned_cut=1)
+        assert desk.membership.checkpoints == (1,)
+        assert not desk.coordinator.ended.is_set(), "west has not left"
+        await desk.leave(grants[1], is_stopped=True)
+        assert (desk.coordinator.ended.is_set(), desk.state()) == (True, "stopped")
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        east, west = [(await desk.join(name)).grant for name in NAMES]
+        await desk.report(west, inner_step=30)
+        await stop(desk)
+        await desk.report(east, cut=part_of(1, 3, 5, slot0=40, slot1=20))
+        await desk.leave(west, exit_code=40)  # it has died
+        assert (await told_to_syncer(desk)).cut == 1
+        await told_to_syncer(desk, pinned_cut=1)
+        await desk.leave(east, is_stopped=True)
+        assert desk.membership.is_stopped
+
+        await desk.restart(resume_step=1)
+        with_part, without = await desk.join("east", "b"), await desk.join("west", "b")
+        assert (with_part.is_resumed, with_part.resume_step) == (True, 1)
+        assert with_part.last_inner_step == 7, "where it stood at the cut"
+        assert (without.is_resumed, without.last_inner_step) == (False, 30)
+        claims = [json.loads(reply.claims_json)["slots"] for reply in (with_part, without)]
+        drawn = {slot: claim["position"]["drawn"] for of in claims for slot, claim in of.items()}
+        assert drawn == {"0": {"web": 40}, "1": {"web": 20}}
+
+        assert (await desk.join("east", "b")).is_resumed, "the same start asks again"
+        again = await desk.join("east", "c")
+        assert not again.is_resumed, "what its first start has contributed counts"
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_a_cut_is_named_after_so_many_tokens_and_one_at_a_time(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        grants = [(await desk.join(name)).grant for name in NAMES]
+
+        async def asked(tokens: int) -> int:
+            await desk.round_report(fragments=merged(tokens))
+            desk.coordinator._cut_when_due()
+            return (await desk.report(grants[0])).cut
+
+        assert [await asked(tokens) for tokens in (499, 500, 1200)] == [0, 1, 1]
+        for grant in grants:
+            told = await desk.report(grant, cut=part_of(1, 1, 1))
+            assert not told.is_last_cut
+        assert await asked(1200) == 0, "the syncer's part is missing"
+        await told_to_syncer(desk, pinned_cut=1)
+        assert [await asked(1200), await asked(1300)] == [2, 2], "of 1000, late"
+        for grant in grants:
+            await desk.report(grant, cut=part_of(2))  # no room on their disks
+        assert desk.membership.cuts[2].is_void and desk.membership.checkpoints == (1,)
+        assert [await asked(1499), await asked(1500)] == [0, 3]
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_a_stop_of_which_nobody_has_a_part_is_taken_back(tmp_path: Path, elastic: Config) -> None:
+    async def story(desk: Desk) -> None:
+        (grant,) = [(await desk.join("east")).grant]
+        await stop(desk)
+        await desk.report(grant, cut=part_of(1))
+        await desk.leave(grant, exit_code=1)
+        desk.coordinator._end_if_over()
+        assert desk.coordinator.ended.is_set()
+        assert "came to nothing" in desk.membership.fatal_reason
+
+        await desk.restart()  # with the command that it names
+        assert not desk.membership.is_stopping
+        assert (await desk.join("east", "b")).status == control.JOIN_STATUS_ACCEPTED
+        desk.coordinator._end_if_over()
+        assert not desk.coordinator.ended.is_set()
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_who_comes_to_the_end_of_the_run_first_is_not_stopped(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        grants = [(await desk.join(name)).grant for name in NAMES]
+        await stop(desk)
+        for grant in grants:
+            await desk.leave(grant)  # it was in its last flush
+        assert (desk.membership.is_finished, desk.membership.is_stopped) == (True, False)
+        assert desk.coordinator.ended.is_set()
+
+    tell(tmp_path, story, config=elastic)
+
+
+BAD: dict[str, Callable[[control.CutPart], None]] = {
+    "versions": lambda part: part.versions.append(1),
+    "not JSON": lambda part: setattr(part, "text_json", "{"),
+    "a list": lambda part: setattr(part, "text_json", "[]"),
+    "slot": lambda part: setattr(part, "text_json", '{"9": {"drawn": {}, "cursor": {}}}'),
+    "position": lambda part: setattr(part, "text_json", '{"0": {"drawn": {"web": -1}}}'),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_part_that_no_island_says_is_refused_and_counted(
+    what: str, tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        grant = (await desk.join("east")).grant
+        await stop(desk)
+        part = part_of(1, 1, 1)
+        BAD[what](part)
+        before = desk.journal.entries()
+
+        with pytest.raises(TransportError):
+            await desk.report(grant, cut=part)
+
+        assert desk.journal.entries() == before
+        (refused,) = desk.coordinator.status().refusals
+        assert (refused.island, refused.count) == ("east", 1)
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_what_is_not_asked_for_changes_nothing() -> None:
+    cuts = Cuts()
+    part = Part(1, (2, 3))
+    cuts.apply(cuts.named(["a", "b"], timeline=0, tokens=0, is_last=False))
+
+    assert cuts.taken(0, "a", 2, part) == cuts.taken(0, "c", 1, part) == ()
+    assert cuts.taken(1, "a", 1, part) == (), "of another timeline"
+    cuts.apply(cuts.taken(0, "a", 1, part))
+    assert cuts.taken(0, "a", 1, Part(9, (9, 9))) == (), "it has said so"
+    cuts.apply(cuts.named(["a", "b"], timeline=0, tokens=0, is_last=True))
+    assert cuts[1].is_void, "a last one takes its place"
+    assert cuts.asked_of(0, "a") == (2, True)
+    assert cuts.asked_of(1, "a") == (0, False)
+    cuts.apply(cuts.named(["b"], timeline=1, tokens=0, is_last=False))
+    assert cuts.asked_of(1, "b") == (3, False), "numbers are counted over all timelines"
