@@ -35,7 +35,7 @@ def run_plan(
     )
     evidence = gather(ended, faults)
     undisturbed = None
-    if plan.config.judge.loss_difference:
+    if plan.config.judge.loss_rise:
         same = configured(plan, directory / "undisturbed")
         say = "the same run without faults"
         undisturbed = gather(drive(plan, same, (), request, lambda *_: on_progress(say, 0, 1)), ())

@@ -154,11 +154,11 @@ class JudgeConfig(Section):
     published_again: Duration = Field(
         default="0s", description="Longest time from a fault's end to every fragment's next version"
     )
-    loss_difference: float = Field(
+    loss_rise: float = Field(
         default=0.0,
         ge=0,
-        description="Largest relative difference of the published parameters' held-out loss from "
-        "that of the same run without faults, which is then made, too",
+        description="Largest relative rise of the published parameters' held-out loss over that of "
+        "the same run without faults, which is then made, too",
     )
 
 

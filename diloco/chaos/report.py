@@ -176,8 +176,8 @@ def _loss_requirement(
     islands: Sequence[IslandFigures], undisturbed: Sequence[IslandFigures], bars: JudgeConfig
 ) -> Requirement:
     here, there = _mean_loss(islands), _mean_loss(undisturbed)
-    what = f"held-out loss {here:.4f} nats a byte, undisturbed {there:.4f}: relative difference"
-    return Requirement(what, abs(here - there) / there, bars.loss_difference, "x")
+    what = f"held-out loss {here:.4f} nats a byte, undisturbed {there:.4f}: relative rise"
+    return Requirement(what, (here - there) / there, bars.loss_rise, "x")
 
 
 def _mean_loss(islands: Sequence[IslandFigures]) -> float:
