@@ -368,12 +368,6 @@ def _tell_end(
 
 
 def _stopped_text(config: Config, state: StateDir, membership: Membership) -> str:
-    if config.outer.is_on_arrival:
-        return (
-            f"the run {membership.run!r} is stopped, every island has left: it ends here, as "
-            f'outer.merge = "on_arrival" has no checkpoints yet. What it published: diloco export '
-            f"{config.coordinator.state_dir}"
-        )
     return (
         f"the run {membership.run!r} is stopped {membership.stop_name}. Its "
         f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
