@@ -256,20 +256,9 @@ def test_a_run_that_everybody_was_drained_from_has_not_finished() -> None:
     assert not run.membership.is_finished
 
 
-def test_who_left_for_good_owes_no_checkpoint() -> None:
-    run = joined()
-    run.do(run.membership.drained("west"))
-    run.do(run.membership.left("west", 0, is_stopped=False))
-    run.do(run.membership.keeps("east", [10], inner_step=10))
-    assert run.membership.checkpoints == ()
-
-    run.do(run.membership.keeps("north", [10], inner_step=12))
-
-    assert run.membership.checkpoints == (10,)
-
-
-def test_islands_at_different_inner_steps_are_not_asked_to_stop_at_one() -> None:
-    assert joined().membership.request_stop() == ()
+def test_islands_at_different_inner_steps_stop_at_a_cut() -> None:
+    ((key, _),) = joined().membership.request_stop()
+    assert key == "cut/1"
 
 
 # -- strangers -------------------------------------------------------------------------------------
