@@ -104,7 +104,11 @@ def test_a_loop_of_ones_own_trains_to_the_end_and_hears_what_happened(served: Se
     assert events == heard
     assert not is_equal(before, local)
     (leave,) = served.leaves
-    assert (leave.exit_code, leave.reason, leave.is_stopped) == (0, "finished after inner step 8", False)
+    assert (leave.exit_code, leave.reason, leave.is_stopped) == (
+        0,
+        "finished after inner step 8",
+        False,
+    )
     report = served.reports["east"]
     assert (report.state, report.inner_step, report.tokens) == ("finished", 8, 8 * TOKENS)
     assert report.tokens_per_s > 0
