@@ -63,7 +63,7 @@ class Stored:
         plan = self.plan.to_json().encode()
         (path / "parts-0001" / "plan.json").write_bytes(plan)
         digest = {"bytes": len(plan), "blake3": blake3.blake3(plan).hexdigest()}
-        manifest = {"format": 2, "parts": "parts-0001", "files": {"plan.json": digest}}
+        manifest = {"format": 3, "parts": "parts-0001", "files": {"plan.json": digest}}
         (path / "manifest.json").write_text(json.dumps(manifest))
         return path
 
