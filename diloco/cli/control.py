@@ -36,7 +36,12 @@ def coordinator(
     ] = False,
     at_step: Annotated[
         int | None,
-        typer.Option("--at", metavar="STEP", min=0, help="With --resume: to that checkpoint."),
+        typer.Option(
+            "--at",
+            metavar="STEP",
+            min=0,
+            help="With --resume: to that checkpoint (inner step or cut).",
+        ),
     ] = None,
 ) -> None:
     """Coordinate a run and keep its syncer alive; prints the address that islands need.
@@ -45,7 +50,7 @@ def coordinator(
     address. Ctrl-C stops the run gracefully: every island goes on to one inner step, writes a
     checkpoint and leaves; --resume goes on from there. A second Ctrl-C stops coordinator and syncer
     at once; nothing published is lost. Where islands merge on arrival they have no inner step in
-    common: the first one ends all of them at once, and the same command goes on where the run was.
+    common: each writes its part of a cut after its next one, and leaves.
     """
     from diloco.cli.doctor import tell_at_start
     from diloco.config.load import load_config

@@ -103,7 +103,9 @@ def stop(
     address: Address,
     checkpoint: Annotated[
         bool,
-        typer.Option("--checkpoint", help="Each island goes on to one inner step, and saves."),
+        typer.Option(
+            "--checkpoint", help="Each island saves and leaves, at one inner step or with a cut."
+        ),
     ] = False,
     certs: Certs = "",
     tokens: Tokens = "",
@@ -113,7 +115,7 @@ def stop(
 
     Without --checkpoint at once: nothing published is lost, the run goes on where it was when
     coordinator and islands are started again. With it, `diloco coordinator RUN.toml --resume` goes
-    on as if nothing had happened; runs whose islands merge on arrival have no such step.
+    on as if nothing had happened; where islands merge on arrival, each from its part of a cut.
     """
     arguments = {"checkpoint": "true"} if checkpoint else {}
     _tell(address, "stop", arguments, certs, tokens, insecure)

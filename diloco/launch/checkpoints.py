@@ -212,8 +212,9 @@ class Checkpoint:
             parts = path / manifest["parts"]
             plan = _read_plan(parts / PLAN)
         except ConfigError as error:
+            of = "cut" if path.name.startswith("cut") else "inner step"
             raise ConfigError(
-                f"island {island} cannot load its checkpoint {path.name}: {error}"
+                f"island {island} cannot load its checkpoint of {of} {step}: {error}"
             ) from error
         return cls(parts, step, manifest, plan)
 

@@ -466,7 +466,7 @@ class DiLoCo(Position):
                 f"needs its inner optimizer only"
             )
         step, what = self.resume_step, "cut" if self._on_arrival else "inner step"
-        if "meta" in state and state["meta"].numel() == 5:  # else it is refused by its shape below
+        if "meta" in state and state["meta"].shape == (5,):  # else it is refused below
             _, _, inner_step, cut, _ = state["meta"].tolist()
             step = cut if self._on_arrival else inner_step
         if not self._groups.all_say(step == self.resume_step):

@@ -52,7 +52,7 @@ class Trained:
                 state[f"payload/{name}"] = torch.arange(9, dtype=torch.uint8)
         return state
 
-    def write(self, directory: Path, step: int) -> int:
+    def write(self, directory: Path, step: int, cut: int = 0) -> int:
         writer = CheckpointWriter(directory, ISLAND, self.plan(), group=None)
         return writer.write(
             step,
@@ -63,6 +63,7 @@ class Trained:
                 "data": {"step": step},
                 "timeline": 0,
             },
+            cut=cut,
         )
 
 

@@ -44,6 +44,27 @@ class Batches:
         self.sent.append(inner_step)
 
 
+def take_up(
+    directory: Path, trained: Any, batches: Any, memory: Any, told: list[Event], *, on_arrival: bool
+) -> None:
+    """Return at `START_STEP`."""
+    site: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            checkpoint_dir=directory,
+            island_id=ISLAND,
+            outer=SimpleNamespace(is_on_arrival=on_arrival),
+        ),
+        report_checkpoints=lambda steps: None,
+    )
+    outer: Any = SimpleNamespace(
+        plan=trained.plan(), versions=[1], resume_step=None, start_step=START_STEP
+    )
+    checkpoints = IslandCheckpoints(
+        site, outer, trained, batches, memory=memory, on_event=told.append
+    )
+    checkpoints.take_up(None)
+
+
 @pytest.mark.parametrize(
     ("written", "damaged", "newest", "expected", "sent"),
     [
@@ -72,23 +93,8 @@ def test_the_newer_of_memory_and_storage_is_taken(
         (step_directory(tmp_path, ISLAND, step) / MANIFEST).write_text("{}")
     trained, memory, batches = Trained(seed=2, num_steps=0), Memory(newest), Batches()
     told: list[Event] = []
-    site: Any = SimpleNamespace(
-        config=SimpleNamespace(
-            checkpoint_dir=tmp_path,
-            island_id=ISLAND,
-            outer=SimpleNamespace(is_on_arrival=False),
-        ),
-        report_checkpoints=lambda steps: None,
-    )
-    outer: Any = SimpleNamespace(
-        plan=trained.plan(), versions=[1], resume_step=None, start_step=START_STEP
-    )
-    parts: list[Any] = [trained, batches, memory]
-    checkpoints = IslandCheckpoints(
-        site, outer, parts[0], parts[1], memory=parts[2], on_event=told.append
-    )
 
-    checkpoints.take_up(None)
+    take_up(tmp_path, trained, batches, memory, told, on_arrival=False)
 
     taken = [event for event in told if isinstance(event, InnerStateTaken)]
     assert [(event.source, event.taken_step) for event in taken] == ([expected] if expected else [])
@@ -98,3 +104,21 @@ def test_the_newer_of_memory_and_storage_is_taken(
     assert memory.has_loaded == (expected is not None and expected[0] == "memory")
     is_from_storage = expected is not None and expected[0] == "checkpoint"
     assert optimizer_step(trained.optimizer) == (AGE if is_from_storage else 0)
+
+
+@pytest.mark.parametrize(
+    ("copied", "expected"), [(None, ("checkpoint", 4)), (5, ("memory", 5)), (3, ("checkpoint", 4))]
+)
+def test_where_nobody_waits_an_island_returns_with_the_optimizer_of_its_newest_cut(
+    tmp_path: Path, copied: int | None, expected: tuple[str, int]
+) -> None:
+    source = Trained(num_steps=AGE)
+    for step, cut in ((2, 11), (4, 12)):  # numbers of cuts say nothing of inner steps
+        source.write(tmp_path, step, cut)
+    trained, told = Trained(seed=2, num_steps=0), list[Event]()
+
+    take_up(tmp_path, trained, Batches(), Memory(copied), told, on_arrival=True)
+
+    (taken,) = [event for event in told if isinstance(event, InnerStateTaken)]
+    assert (taken.source, taken.taken_step) == expected
+    assert optimizer_step(trained.optimizer) == (AGE if expected[0] == "checkpoint" else 0)

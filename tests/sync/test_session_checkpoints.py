@@ -232,7 +232,7 @@ def evaluate(outer: diloco.DiLoCo, saved: dict[str, Any]) -> None:
 
 
 def load_other_step(outer: diloco.DiLoCo, saved: dict[str, Any]) -> None:
-    outer.load_state_dict({**saved["outer"], "meta": torch.tensor([2, 0, 8, 0, 0])})
+    outer.load_state_dict({**saved["outer"], "meta": torch.tensor([2, 0, 8, 0, 1])})
 
 
 def load_less(outer: diloco.DiLoCo, saved: dict[str, Any]) -> None:
