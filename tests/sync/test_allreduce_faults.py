@@ -75,13 +75,15 @@ def test_a_coordinator_that_cannot_write_ends_and_its_next_start_goes_on(
         write = run.journal.write
 
         def full(
-            entries: Iterable[tuple[str, str]], rounds: Iterable[tuple[int, int, int, str]] = ()
+            entries: Iterable[tuple[str, str]],
+            rounds: Iterable[tuple[int, int, int, str]] = (),
+            told: Iterable[tuple[str, str]] = (),
         ) -> None:
             entries = list(entries)
             value = json.loads(dict(entries).get("round/0", "{}"))
             if value.get("attempt") if is_expiry else value and value["record"]["version"] == 2:
                 raise sqlite3.OperationalError("database or disk is full")
-            write(entries, rounds)
+            write(entries, rounds, told)
 
         run.journal.write = full  # type: ignore[method-assign]
         if is_expiry:
