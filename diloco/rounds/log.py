@@ -73,13 +73,21 @@ def frames_in(directory: Path) -> dict[int, StoredRecord]:
     """Find all frames of a fragment by version.
 
     A segment ends where a later one begins: what a damaged one holds beyond that is another past.
+    Unless all of the later one is in the earlier one, too: then it is one past, kept twice.
     """
     found: dict[int, StoredRecord] = {}
     for start in segments_in(directory):
-        found = {version: frame for version, frame in found.items() if version <= start}
-        for frame in frames_of(segment_path(directory, start)):
-            found[frame.header["version"]] = frame
+        frames = {f.header["version"]: f for f in frames_of(segment_path(directory, start))}
+        is_twice = all(_is_same_version(found.get(v), frame) for v, frame in frames.items())
+        if not (frames and is_twice):
+            found = {version: frame for version, frame in found.items() if version <= start}
+        found |= frames
     return found
+
+
+def _is_same_version(one: StoredRecord | None, other: StoredRecord) -> bool:
+    """Whether both are there and of one past; headers name every byte that went in."""
+    return one is not None and one.header == other.header
 
 
 def locate_version(directory: Path, version: int) -> StoredRecord:
@@ -196,12 +204,14 @@ def keep_segment(directory: Path, path: Path) -> None:
 def keep_without_state(directory: Path, record: StoredRecord) -> None:
     """Keep what a version was made of, durably, when its record is about to be forgotten.
 
+    Of a record that was made of a frame, for a pin, the frame is kept, with those after it.
+
     Raises:
         DiskFull: If there is no room.
         RecordInvalid: If the record is damaged.
     """
     version = record.header["version"]
-    if version == 0:
+    if version == 0 or any(_has_frame(at, record) for at in (directory, directory / KEPT)):
         return
     sections = [
         (name, section.num_bytes)
@@ -219,6 +229,20 @@ def keep_without_state(directory: Path, record: StoredRecord) -> None:
     except (OSError, RecordInvalid):
         draft.abandon()
         raise
+
+
+def _has_frame(directory: Path, record: StoredRecord) -> bool:
+    """Whether a segment has a whole frame of a record's version."""
+    version = record.header["version"]
+    starts = [start for start in segments_in(directory) if start < version]
+    for frame in frames_of(segment_path(directory, starts[-1])) if starts else ():
+        if _is_same_version(frame, record):
+            try:
+                frame.verify()
+            except RecordInvalid:
+                return False
+            return True
+    return False
 
 
 def _make_kept(directory: Path) -> None:

@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 
 from diloco.outer.optimizer import OuterOptimizer
-from diloco.rounds.log import KEPT, frames_in, frames_of, headers_in, segment_path, segments_in
+from diloco.rounds.log import (
+    KEPT,
+    frames_in,
+    frames_of,
+    headers_in,
+    keep_segment,
+    keep_without_state,
+    segment_path,
+    segments_in,
+)
 from diloco.rounds.pins import restore, valid_pins
-from diloco.rounds.record import RecordInvalid, record_path, versions_in
+from diloco.rounds.record import RecordInvalid, locate, record_path, versions_in
 from diloco.rounds.store import FragmentStore, PinRefused
 from tests.rounds.test_store import (
     FRAGMENT,
@@ -317,3 +326,24 @@ def test_everything_that_a_run_was_made_of_is_kept(tmp_path: Path, snapshot_roun
         assert bytes(frame.read("payload/1")) == bytes(record.payloads[1])
     assert_same(store.load(0), records[0])
     assert_newest(store, 9)
+
+
+def test_a_version_that_is_kept_twice_does_not_hide_what_is_kept_after_it(tmp_path: Path) -> None:
+    store = opened(tmp_path, snapshot_rounds=8)
+    commit(store, 5)
+    directory = directory_of(store)
+    store.pin(8, 2)
+    second = locate(record_path(directory, 2))
+    (directory / KEPT).mkdir()
+    keep_without_state(directory, second)
+    assert not segments_in(directory / KEPT), "its frame will be kept with those after it"
+    damaged = bytearray(segment(store).read_bytes())
+    damaged[frames_in(directory)[2].sections["payload/0"].start] ^= 1
+    segment(store).write_bytes(damaged)
+
+    keep_without_state(directory, second)
+    keep_segment(directory, segment(store))
+
+    kept = frames_in(directory / KEPT)
+    assert sorted(kept) == [1, 2, 3, 4, 5]
+    kept[2].verify()
