@@ -1,7 +1,7 @@
 """Versions as frames of a log: a record without its state, appended to the segment of a snapshot.
 
     fragment-0003/v000000000016.record    a snapshot: the whole record of version 16
-    fragment-0003/v000000000016.log       frames of versions 17, 18, ... until the next snapshot
+    fragment-0003/v000000000016.log       frames of versions 17, 18, ... until the next record
     fragment-0003/kept/                   segments of versions that the store has forgotten, if all
                                           are to be kept; of a snapshot, one of its own
 
@@ -141,19 +141,23 @@ class FrameDraft(RecordDraft):
 def segment_after(directory: Path, version: int) -> Path | None:
     """Say where the frame of the version after this one belongs.
 
+    A segment begins after every whole record, be it one that a pin has made of a frame.
+
     Returns:
         The segment; None where no frame could be found again: there is no record that leads to
         this version, or the segment has more in it than that. A record is due then.
     """
+    if record_path(directory, version).exists():
+        path = segment_path(directory, version)
+        return path if not path.exists() or path.stat().st_size == 0 else None
     segments = segments_in(directory)
-    if segments:
-        path = segment_path(directory, segments[-1])
-        frames = list(frames_of(path))
-        end = frames[-1].end if frames else 0
-        if segments[-1] + len(frames) == version and path.stat().st_size == end:
-            return path
-    path = segment_path(directory, version)
-    return path if record_path(directory, version).exists() and not path.exists() else None
+    if not segments:
+        return None
+    path = segment_path(directory, segments[-1])
+    frames = list(frames_of(path))
+    end = frames[-1].end if frames else 0
+    is_next = segments[-1] + len(frames) == version and path.stat().st_size == end
+    return path if is_next else None
 
 
 def remove_torn_tail(path: Path) -> None:

@@ -231,11 +231,15 @@ class FragmentStore:
         return RecordDraft(path, record.header(), sections)
 
     def _segment_of(self, version: int) -> Path | None:
-        """Where the frame of a version goes; None: it is to be a record."""
-        snapshots = [v for v in versions_in(self._directory) if v < version]
-        if not snapshots or version - snapshots[-1] >= self._snapshot_rounds:
+        """Where the frame of a version goes; None: it is to be a record.
+
+        Counted from where the segment begins: no record that a pin has made of a frame puts off
+        the next one, so that a segment is never longer than from one snapshot to the next.
+        """
+        segment = segment_after(self._directory, version - 1)
+        if segment is None or version - version_of(segment) >= self._snapshot_rounds:
             return None
-        return segment_after(self._directory, version - 1)
+        return segment
 
     def commit(self, record: VersionRecord, draft: RecordDraft | None = None) -> None:
         """Write a version durably, then forget what is no longer retained.

@@ -105,7 +105,7 @@ def test_a_policy_may_change_with_any_start(tmp_path: Path) -> None:
         assert_same(opened(tmp_path).recover().record, record)
         record = following(record)
 
-    # 8 is four after the snapshot at 5; until then frames 6 and 7 follow that.
+    # 9 is four after the snapshot at 5; until then frames 6, 7 and 8 follow that.
     assert versions_in(tmp_path / "fragment-0000") == [5, 9]
     for record in records[5:]:
         assert_same(opened(tmp_path).load(record.version), record)
@@ -326,6 +326,29 @@ def test_everything_that_a_run_was_made_of_is_kept(tmp_path: Path, snapshot_roun
         assert bytes(frame.read("payload/1")) == bytes(record.payloads[1])
     assert_same(store.load(0), records[0])
     assert_newest(store, 9)
+
+
+@pytest.mark.parametrize(("every", "lag"), [(3, 0), (2, 1)])
+def test_pins_put_off_no_snapshot_and_all_is_kept(tmp_path: Path, every: int, lag: int) -> None:
+    """A pin makes a record of a frame, of the newest version or of one before it."""
+    store = opened(tmp_path, keeps_all=True)
+    directory = directory_of(store)
+    records = commit(store, 0)
+
+    for version in range(1, 15):
+        records.append(following(records[-1]))
+        put(store, records[-1])
+        if version % every == lag and version > lag:
+            store.pin(version, version - lag)
+        assert all(len(list(frames_of(segment(store, s)))) < 4 for s in segments_in(directory))
+        assert len(frames_in(directory)) < RETAINED + 2 * 4
+
+    assert_same(opened(tmp_path).recover().record, records[-1])
+    kept = {**frames_in(directory / KEPT), **frames_in(directory)}
+    assert {*kept, *versions_in(directory)} == set(range(15))
+    for version, frame in kept.items():
+        frame.verify()
+        assert frame.header["lane_digests"] == records[version].header()["lane_digests"]
 
 
 def test_a_version_that_is_kept_twice_does_not_hide_what_is_kept_after_it(tmp_path: Path) -> None:
