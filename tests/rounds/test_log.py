@@ -10,6 +10,7 @@ import pytest
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.log import (
     KEPT,
+    damaged_path,
     frames_in,
     frames_of,
     headers_in,
@@ -55,6 +56,13 @@ def directory_of(store: FragmentStore) -> Path:
 
 def segment(store: FragmentStore, start: int = 0) -> Path:
     return segment_path(directory_of(store), start)
+
+
+def damage(store: FragmentStore, version: int, section: str) -> None:
+    frame = frames_in(directory_of(store))[version]
+    data = bytearray(frame.path.read_bytes())
+    data[frame.sections[section].start] ^= 1
+    frame.path.write_bytes(data)
 
 
 def assert_newest(store: FragmentStore, version: int) -> None:
@@ -188,12 +196,53 @@ def test_any_bit_flipped_in_a_frame_is_seen(store: FragmentStore) -> None:
 
                 recovered = store.recover()
 
-                # Without its payload a version cannot be sent, but those after it be computed.
-                leads_on = name.startswith("payload/") and number < 2
+                # Without its payload a version cannot be sent, but be made again if it is the
+                # newest, and those after it be computed.
+                leads_on = name.startswith("payload/")
                 assert recovered is not None
                 assert_same(recovered.record, records[3 if leads_on else number])
+                if leads_on and number == 2:
+                    record_path(directory_of(store), 3).unlink()
                 with pytest.raises(RecordInvalid):
                     store.load(number + 1)
+
+
+def test_the_newest_frame_is_made_again_where_its_contributions_are_whole(
+    store: FragmentStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = commit(store, 3)
+    damage(store, 3, "payload/1")
+
+    recovered = FragmentStore(store.store_dir, FRAGMENT, RETAINED).recover()
+
+    assert recovered is not None
+    assert_same(recovered.record, records[3])
+    assert_same(store.load(3), records[3])
+    assert "version 3 made again" in caplog.text
+    put(store, following(records[3]))
+    assert_newest(store, 4)
+
+
+def test_a_newest_frame_that_cannot_be_made_again_is_set_aside(
+    store: FragmentStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = commit(store, 3)
+    third = frames_in(directory_of(store))[3]
+    damage(store, 3, "contribution/b/0")
+    data = segment(store).read_bytes()
+    segment(store).write_bytes(data + b"torn")
+
+    assert_newest(store, 2)
+
+    aside = damaged_path(directory_of(store), 3)
+    assert aside.read_bytes() == data[third.start :]
+    assert segment(store).read_bytes() == data[: third.start]
+    assert "version 3 is damaged and set aside" in caplog.text
+    put(store, following(records[2]))
+    damage(store, 3, "contribution/a/0")
+    put(store, following(store.load(2)))
+    assert_newest(store, 3)
+    assert aside.exists(), "until there is another"
 
 
 def test_damage_in_the_middle_is_left_alone_and_the_log_goes_on_from_a_snapshot(
