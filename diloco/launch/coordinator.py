@@ -313,12 +313,8 @@ async def _stop_syncer(state: StateDir, supervisor: SyncerSupervisor, journal: J
         )
     for directory in sorted(state.store.glob("fragment-*")):
         for header in headers_in(directory):
-            journal.index_round(
-                header["timeline"],
-                header["fragment_id"],
-                header["version"],
-                json.dumps(header, sort_keys=True),
-            )
+            key = header["timeline"], header["fragment_id"], header["version"]
+            journal.write((), [(*key, json.dumps(header, sort_keys=True))])
 
 
 async def _linger(membership: Membership, linger_s: float) -> None:
