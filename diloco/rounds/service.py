@@ -112,7 +112,8 @@ class FragmentService:
         self._units = units
         self._rules = self._next_rules = rules
         self._hooks = hooks
-        self._unfetched: dict[str, set[int]] = {}  # contributor -> lanes it has not fetched yet
+        self._unfetched: dict[str, set[int]] = {}  # contributor -> lanes it was not sent yet
+        self._fetched_at: float | None = None  # when the last of the others had them all
         self._spool: dict[str, dict[int, SpooledLane]] = {}
         self._initial: dict[int, Buffer] = {}
         self._initial_by = "", 0
@@ -154,12 +155,12 @@ class FragmentService:
 
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
+        self._await_no_fetch([island])
         self._perform(self.rounds.granted(island, incarnation, _now()))
 
     def heard_of(self, roster: Roster) -> None:
         """Take who may take part in the next openings."""
-        for island in set(self._unfetched) - set(roster.live):
-            self._has_fetched(island)
+        self._await_no_fetch(set(self._unfetched) - set(roster.live))
         self._perform(self.rounds.heard_of(roster, _now()))
 
     def obey(self, rules: FragmentRules) -> None:
@@ -358,23 +359,29 @@ class FragmentService:
         """Return lanes of a published version, and the reply that goes before them."""
         reply, payload = await fetch_lanes(header, self.record, self._store, self._hooks.worker)
         self._hooks.meter.sent(header.fragment_id, header.grant.island, len(payload))
-        if reply.status == wire.FETCH_STATUS_OK:
-            self._note_fetch(header)
         return reply, payload
 
-    def _note_fetch(self, header: wire.FetchHeader) -> None:
-        """Tell the machine when the last contributor has asked for its last lane."""
-        missing = self._unfetched.get(header.grant.island)
+    def fetched(self, header: wire.FetchHeader) -> None:
+        """Take note that lanes were sent, to the last byte: what xi_sync is measured by."""
+        island = header.grant.island
+        missing = self._unfetched.get(island)
         if missing is None or header.version != self.rounds.version:
             return
         missing.difference_update(header.lane_ids)
         if not missing:
-            self._has_fetched(header.grant.island)
+            self._fetched_at = _now()
+            self._await_no_fetch([island])
 
-    def _has_fetched(self, island: str) -> None:
-        del self._unfetched[island]
-        if not self._unfetched:
-            self.rounds.fetched(_now())
+    def _await_no_fetch(self, islands: Iterable[str]) -> None:
+        """Wait for these no more; with nobody left the last that was sent all lanes tells.
+
+        Who has died or lapsed meanwhile measures nothing: its silence is no transfer.
+        """
+        was_waiting = bool(self._unfetched)
+        for island in islands:
+            self._unfetched.pop(island, None)
+        if was_waiting and not self._unfetched and self._fetched_at is not None:
+            self.rounds.fetched(self._fetched_at)
 
     # -- what the machine decides ----------------------------------------------------------------
 
@@ -408,16 +415,17 @@ class FragmentService:
         self._perform(self.rounds.tick(_now()))
 
     def _begin(self, opened: Opened) -> None:
-        """Begin an attempt: under the rules of now, and nobody's fetch is waited for any more."""
+        """Begin an attempt: under the rules of now, and nobody's fetch is waited for any more.
+
+        A wait that is given up measures nothing either: who has not asked by then may be dead.
+        """
         self._rules = self._next_rules
         key = opened.key
         event = RoundOpened(
             key.fragment_id, key.version, key.attempt, opened.members, opened.is_flush
         )
         self._hooks.on_event(event)
-        if self._unfetched:
-            self._unfetched = {}
-            self.rounds.fetched(_now())
+        self._unfetched = {}
 
     def _heed_tokens(self) -> None:
         """Have the fragment end when it has merged the tokens of the run."""
@@ -459,6 +467,7 @@ class FragmentService:
         self._tell_closed(close, record)
         lanes = range(len(self._fragment.lanes))
         self._unfetched = {c.island: set(lanes) for c in record.contributors}
+        self._fetched_at = None
         instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)

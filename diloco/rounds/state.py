@@ -246,7 +246,7 @@ class FragmentRounds(Standing):
         return self._open_if_due(now)
 
     def fetched(self, now: float) -> None:
-        """Take note that the last contributor holds what was published last."""
+        """Take note that the last contributor was sent what was published last."""
         self._timing.fetched(now)
 
     def finishing(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import heapq
 import logging
 import time
@@ -422,7 +423,10 @@ class Syncer:
         else:
             reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
-        return Reply(reply.SerializeToString(), payload)
+        if service is None or reply.status != wire.FETCH_STATUS_OK:
+            return _reply(reply)
+        on_sent = functools.partial(service.fetched, header)
+        return Reply(reply.SerializeToString(), payload, on_sent)
 
     async def _pin(self, call: IncomingCall) -> Reply:
         request = wire.PinRequest.FromString(call.header)

@@ -8,10 +8,11 @@ Scheduled runs know these times beforehand (`FixedTiming`); decoupled ones measu
     deadline   clamp(max over members of (xi_late + 4 * deviation), floor, cap), doubled by every
                expiry since the last publication
 
-xi_quorum is the time from an opening to its quorum, xi_sync that from a close until its last
-contributor holds the new version, xi_late how long after the first complete contribution of a
-round a member's own was complete. The grace only spends time that the overlap gives anyway;
-where one of its terms is unknown it is 0. Times are in seconds.
+xi_quorum is the time from an opening to its quorum, xi_sync that from a close until the last of its
+contributors that live was sent the new version (what the windows of the way hold may still be under
+way), xi_late how long after the first complete contribution of a round a member's own was complete.
+The grace only spends time that the overlap gives anyway; where one of its terms is unknown it is 0.
+Times are in seconds.
 
 Source: protocol.md section 4; grace of Decoupled DiLoCo (arXiv 2604.21428, Eq. 3); deviation as in
 RFC 6298, section 2.
@@ -98,7 +99,7 @@ class Timing(Protocol):
         """The contributors are decided."""
 
     def fetched(self, now: float) -> None:
-        """The last contributor holds what the previous close has published."""
+        """The last contributor was sent what the previous close has published."""
 
     def published(self) -> None:
         """What was closed last is durable."""

@@ -16,10 +16,11 @@ from torch import Tensor
 from diloco.rounds.orders import Orders
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.terms import OutcomeKind, Roster, RoundKey
+from diloco.rounds.timing import MeasuredTiming
 from protos import fragment_pb2 as wire
 from tests.raw_island import NUMEL, RawIsland, SlowWorker, restart
 from tests.virtual_run import Setting, VirtualRun
-from transport.loopback import run_virtual
+from transport.loopback import LoopbackNetwork, run_virtual
 
 #: Of an inner step, and H: nothing opens earlier than a round after the close before it.
 STEP_S, ROUND_S = 1.0, 4.0
@@ -53,10 +54,11 @@ def version_of(run: VirtualRun) -> tuple[int, int, bool]:
 
 
 async def begun(
-    setting: Setting, names: Sequence[str] = "abc"
+    setting: Setting, names: Sequence[str] = "abc", reply_bps: float = math.inf
 ) -> tuple[VirtualRun, list[RawIsland]]:
     """A run whose first round is open to all of `names`."""
     run = VirtualRun(setting)
+    run.network = LoopbackNetwork(reply_bps)
     await run.start_syncer()
     islands = [RawIsland(run, name) for name in names]
     for island in islands:
@@ -607,16 +609,22 @@ def test_the_floor_counts_from_the_close_not_from_the_publication(setting: Setti
     run_virtual(scenario())
 
 
-def test_the_grace_is_measured_from_steps_quorums_and_fetches(setting: Setting) -> None:
+@pytest.mark.parametrize("is_link_slow", [False, True])
+def test_the_grace_is_measured_from_steps_quorums_and_fetches(
+    setting: Setting, is_link_slow: bool
+) -> None:
+    """Whether it is the island that asks late, or the version that is long on its way."""
+    reply_bps = 8 * 4 * NUMEL / 0.2 if is_link_slow else math.inf
+
     async def scenario() -> None:
-        run, (a, b, c) = await begun(replace(setting, total_tokens=100))
+        run, (a, b, c) = await begun(replace(setting, total_tokens=100), reply_bps=reply_bps)
         for version in (0, 1):
             key = replace(KEY, version=version)
             await asyncio.sleep(0.4)  # until the quorum
             await a.contribute(key, weight_tokens=1)
             if version == 0:
                 assert version_of(run)[0] == 1, "nothing is known yet: no grace"
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.0 if is_link_slow else 0.2)
                 await fetch(a, 1)
                 await asyncio.sleep(ROUND_S - 0.2)
                 await heartbeat(a, b, c)
@@ -627,5 +635,36 @@ def test_the_grace_is_measured_from_steps_quorums_and_fetches(setting: Setting) 
         await asyncio.sleep(0.2)
         assert version_of(run)[0] == 2
         assert run.events[-1].as_dict()["grace_s"] == pytest.approx(0.7, abs=0.05)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("end", ["dies", "leaves", "starts anew", "is slow"])
+def test_a_contributor_that_is_gone_measures_no_fetch(setting: Setting, end: str) -> None:
+    """As long as it takes to be noticed: the grace would be 0 for rounds."""
+
+    async def scenario() -> None:
+        run, (a, b, c) = await begun(replace(setting, quorum=2, total_tokens=100))
+        await a.contribute(KEY, weight_tokens=1)
+        await b.contribute(KEY, weight_tokens=1)
+        assert version_of(run)[0] == 1
+        await asyncio.sleep(0.2)
+        await fetch(a, 1)
+        await asyncio.sleep(1.0)
+        match end:
+            case "leaves":
+                await order(run, "a", "c")
+            case "starts anew":
+                await RawIsland(run, "b", 2).poll()
+            case "is slow":
+                await fetch(b, 1)
+        await asyncio.sleep(ROUND_S - 1.2)
+        await heartbeat(a, c)
+        assert version_of(run) == (1, 0, True)
+
+        timing = run.syncer._services[0].rounds._timing
+        assert isinstance(timing, MeasuredTiming)
+        measured = {"dies": None, "is slow": pytest.approx(1.2)}
+        assert timing._until_fetched.value == measured.get(end, pytest.approx(0.2, abs=0.05))
 
     run_virtual(scenario())
