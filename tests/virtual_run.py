@@ -31,7 +31,7 @@ from diloco.rounds.syncer import Syncer
 from diloco.rounds.timing import TimingRules
 from diloco.rounds.worker import Worker
 from diloco.sync.agreement import Agreement
-from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.io_thread import Waits
 from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards
@@ -213,8 +213,7 @@ class VirtualIsland:
         self.exchange = Exchange(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
-            control=control,
-            data=data,
+            ways=[SyncerWay(range(len(plan.fragments)), control, data)],
             grant=grant(name, incarnation, timeline),
             rules=ExchangeRules(
                 setting.uplink_codec,

@@ -17,7 +17,7 @@ from diloco.chaos.runner import TRUTH, Ended
 from diloco.chaos.truth import read_story
 from diloco.coordinator.journal import Journal
 from diloco.launch.state_dir import StateDir
-from diloco.outer.fragments import Plan
+from diloco.launch.stores import read_plan, state_by_fragment
 from diloco.rounds.log import headers_in
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.record import RecordInvalid, fragment_directory
@@ -33,10 +33,12 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
     state = StateDir(Path(config.coordinator.state_dir))
     lines = _json_lines(state.root / TRUTH)
     stores = []
-    if state.plan.exists():
-        plan = Plan.from_json(state.plan.read_text())
+    if (plan := read_plan(state)) is not None:
         retained = config.outer.retained_versions
-        stores = [FragmentStore(state.store, part, retained) for part in plan.fragments]
+        stores = [
+            FragmentStore(each.store, plan.fragments[p], retained)
+            for p, each in sorted(state_by_fragment(state, plan).items())
+        ]
     newest, recomputed = {}, []
     for store in stores:
         record = store.newest()
@@ -67,7 +69,7 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
             ]
             for island in sorted(config.islands)
         },
-        headers=[*_tape(state), *_kept_headers(state, stores)],
+        headers=[*_tape(state), *_kept_headers(stores)],
         newest=newest,
         recomputed=recomputed,
         exit_codes=ended.exit_codes,
@@ -90,9 +92,9 @@ def _tape(state: StateDir) -> Iterator[dict[str, Any]]:
         journal.close()
 
 
-def _kept_headers(state: StateDir, stores: Sequence[FragmentStore]) -> Iterator[dict[str, Any]]:
+def _kept_headers(stores: Sequence[FragmentStore]) -> Iterator[dict[str, Any]]:
     for store in stores:
-        yield from headers_in(fragment_directory(state.store, store.fragment.fragment_id))
+        yield from headers_in(fragment_directory(store.store_dir, store.fragment.fragment_id))
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,7 @@ from diloco.coordinator.journal import Journal
 from diloco.coordinator.leases import Lease, Leases
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.operations import decide
-from diloco.coordinator.syncer_desk import RoundRow, SyncerDesk, fragment_ids
+from diloco.coordinator.syncer_desk import RoundRow, SyncerDesk
 from diloco.coordinator.terms import Terms, terms_of
 from diloco.errors import ConfigError, CoordinatorUnavailable, Fenced, QuorumLost
 from diloco.peer_texts import bounded_text
@@ -56,7 +56,6 @@ from protos.control_pb2 import (
     StandingRequest,
     StatusReply,
     StatusRequest,
-    SyncerAssignment,
 )
 from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
 from transport.errors import FrameError
@@ -325,13 +324,7 @@ class Coordinator:
         )
         if self._membership.claims is not None:
             reply.claims_json = self._membership.claims.of(request.island)
-        if self.board.syncer_address:
-            reply.syncers.append(
-                SyncerAssignment(
-                    address=self.board.syncer_address,
-                    fragment_ids=fragment_ids(self._membership),
-                )
-            )
+        reply.syncers.extend(self.board.assignments())
         return _reply(reply)
 
     async def _report(self, call: IncomingCall) -> Reply:

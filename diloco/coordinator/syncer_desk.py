@@ -73,25 +73,29 @@ class SyncerDesk:
             raise FrameError(
                 f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed"
             )
+        fragment_ids = self._fragments_of(request.syncer_id)
         if request.address:
-            self._board.syncer_address = request.address
-            self._board.syncer_epoch = request.syncer_epoch
+            self._board.syncer_is_at(request.syncer_id, request.address, request.syncer_epoch)
         return _reply(
             SyncerHelloReply(
                 plan_json=self._membership.plan_json,
                 islands=self._membership.members,
-                fragment_ids=fragment_ids(self._membership),
+                fragment_ids=fragment_ids,
             )
         )
 
     async def _report(self, call: IncomingCall) -> Reply:
         report = RoundReport.FromString(call.header)
         self._insist(report.grant)
-        membership, known = self._membership, set(fragment_ids(self._membership))
+        membership, known = self._membership, self._fragments_of(report.syncer_id)
         if strangers := [f.fragment_id for f in report.fragments if f.fragment_id not in known]:
-            raise FrameError(f"a report of fragment {strangers[0]}; the plan has {len(known)}")
-        self._board.syncer_epoch = report.syncer_epoch
-        self._board.syncer_refusals = _counted(report.refusals, membership.members)
+            raise FrameError(
+                f"a report of fragment {strangers[0]}; syncer {report.syncer_id} has "
+                f"{len(known)} of the plan's: {known[:8]}"
+            )
+        self._board.syncer_has_refused(
+            report.syncer_id, _counted(report.refusals, membership.members)
+        )
         for fragment in report.fragments:
             self._board.fragment_stands(self._bounded(fragment))
         if report.record_json:
@@ -115,6 +119,13 @@ class SyncerDesk:
             )
         return _reply(reply)
 
+    def _fragments_of(self, syncer_id: int) -> list[int]:
+        """Give the fragments of one of the run's syncers; none before the first join."""
+        assignment = self._membership.assignment
+        if syncer_id >= assignment.num_syncers:
+            raise FrameError(f"a word of syncer {syncer_id}; the run has {assignment.num_syncers}")
+        return assignment.of(syncer_id, self._membership.plan_json)
+
     def _bounded(self, fragment: FragmentStatus) -> FragmentStatus:
         """Cut what a report says of a fragment to what can be true of it."""
         return FragmentStatus(
@@ -127,13 +138,6 @@ class SyncerDesk:
             phase=bounded_text(fragment.phase),
             merged_tokens=fragment.merged_tokens,
         )
-
-
-def fragment_ids(membership: Membership) -> list[int]:
-    """Fragments of the run's plan; none before the first join."""
-    if not membership.plan_json:
-        return []
-    return list(range(len(json.loads(membership.plan_json)["fragments"])))
 
 
 def _reply(message: Message) -> Reply:
