@@ -197,7 +197,9 @@ class VirtualIsland:
         data: Transport,
         incarnation: int = 1,
         timeline: int = 0,
+        ways: Sequence[SyncerWay] = (),
     ) -> None:
+        """With `ways` to several syncers, `control` and `data` are not used."""
         self.name = name
         self.setting = setting
         self.events: list[Event] = []
@@ -213,7 +215,7 @@ class VirtualIsland:
         self.exchange = Exchange(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
-            ways=[SyncerWay(range(len(plan.fragments)), control, data)],
+            ways=ways or [SyncerWay(range(len(plan.fragments)), control, data)],
             grant=grant(name, incarnation, timeline),
             rules=ExchangeRules(
                 setting.uplink_codec,
@@ -332,11 +334,23 @@ class MemoryOrders:
 
 
 class VirtualRun:
-    """The network, the syncer and its durable state; `syncer` can be killed and started again."""
+    """The network, the syncer and its durable state; `syncer` can be killed and started again.
 
-    def __init__(self, setting: Setting) -> None:
+    `own` are the fragments of one of several syncers, which share a network.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        name: str = "syncer",
+        own: Sequence[int] | None = None,
+        network: LoopbackNetwork | None = None,
+    ) -> None:
         self.setting = setting
-        self.network = LoopbackNetwork()
+        self.name = name
+        self.own = range(len(setting.plan().fragments)) if own is None else own
+        self.network = network or LoopbackNetwork()
         self.incarnations = MemoryIncarnations()
         self.orders = MemoryOrders(setting)
         self.events: list[Event] = []
@@ -360,7 +374,7 @@ class VirtualRun:
                     self.retained_versions,
                     snapshot_rounds=setting.snapshot_rounds,
                 )
-                for fragment in plan.fragments
+                for fragment in (plan.fragments[p] for p in self.own)
             ],
             syncer_epoch=self.epoch,
             incarnations=self.incarnations,
@@ -372,7 +386,7 @@ class VirtualRun:
             on_event=self.events.append,
         )
         await self.syncer.start()
-        self.server = self.network.server("syncer", self.syncer.handlers)
+        self.server = self.network.server(self.name, self.syncer.handlers)
         await self.server.start()
         return self.syncer
 
@@ -384,9 +398,10 @@ class VirtualRun:
     async def resume(self, step: int) -> None:
         """Take the store back to a run checkpoint and serve it in a new timeline."""
         await self.kill_syncer()
+        plan = self.setting.plan()
         restore(
             self.setting.directory,
-            self.setting.plan(),
+            replace(plan, fragments=tuple(plan.fragments[p] for p in self.own)),
             step=step,
             abandoned_timeline=self.timeline,
         )

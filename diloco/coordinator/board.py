@@ -30,9 +30,9 @@ from protos.control_pb2 import (
 class SyncerWord:
     """Last word of a syncer: where islands reach it, which start it is, what that has refused."""
 
-    address: str
-    epoch: int
-    at: float
+    address: str = ""
+    epoch: int = 0
+    at: float = 0.0
     refusals: list[RefusalCount] = field(default_factory=list)
 
 
@@ -51,7 +51,7 @@ class Board:
     Attributes:
         terms: In force.
         is_halting: Whether everybody is told to end, with nothing lost.
-        syncers: Those that have said where they are, by their numbers.
+        syncers: Those that have said something, by their numbers.
         instead_of_syncer: For people, where there is none.
     """
 
@@ -72,22 +72,22 @@ class Board:
 
     def syncer_is_at(self, syncer_id: int, address: str, epoch: int) -> None:
         """Take note of where islands reach a syncer."""
-        word = self.syncers.setdefault(syncer_id, SyncerWord(address, epoch, _now()))
+        word = self.syncers.setdefault(syncer_id, SyncerWord())
         word.address, word.epoch, word.at = address, epoch, _now()
 
-    def syncer_has_refused(self, syncer_id: int, refusals: list[RefusalCount]) -> None:
-        """Take note of what a syncer has refused since its start."""
-        if (word := self.syncers.get(syncer_id)) is not None:
-            word.refusals, word.at = refusals, _now()
+    def syncer_says(self, syncer_id: int, epoch: int, refusals: list[RefusalCount]) -> None:
+        """Take note of a syncer's report, and of what it has refused since its start."""
+        word = self.syncers.setdefault(syncer_id, SyncerWord())
+        word.epoch, word.at, word.refusals = epoch, _now(), refusals
 
     def assignments(self) -> list[SyncerAssignment]:
         """Give the way to every fragment; none while a syncer has not said where it is."""
-        if len(self.syncers) < self._membership.assignment.num_syncers:
-            return []
-        return [
+        ways = [
             SyncerAssignment(address=word.address, fragment_ids=self._fragments_of(syncer_id))
             for syncer_id, word in sorted(self.syncers.items())
+            if word.address
         ]
+        return ways if len(ways) == self._membership.assignment.num_syncers else []
 
     def island_says(self, island: str, report: ReportRequest) -> None:
         """Take note of a report."""
@@ -128,7 +128,8 @@ class Board:
         reply = StatusReply(
             run=membership.run,
             timeline=membership.timeline,
-            syncer_address=", ".join(w.address for _, w in words) or self.instead_of_syncer,
+            syncer_address=", ".join(w.address for _, w in words if w.address)
+            or self.instead_of_syncer,
             syncer_epoch=max((word.epoch for _, word in words), default=0),
             state=self.state,
             message=membership.fatal_reason,

@@ -90,12 +90,11 @@ class SyncerDesk:
         membership, known = self._membership, self._fragments_of(report.syncer_id)
         if strangers := [f.fragment_id for f in report.fragments if f.fragment_id not in known]:
             raise FrameError(
-                f"a report of fragment {strangers[0]}; syncer {report.syncer_id} has "
-                f"{len(known)} of the plan's: {known[:8]}"
+                f"a report of fragment {strangers[0]}; syncer {report.syncer_id} has {known[:8]}, "
+                f"{len(known)} in all"
             )
-        self._board.syncer_has_refused(
-            report.syncer_id, _counted(report.refusals, membership.members)
-        )
+        refused = _counted(report.refusals, membership.members)
+        self._board.syncer_says(report.syncer_id, report.syncer_epoch, refused)
         for fragment in report.fragments:
             self._board.fragment_stands(self._bounded(fragment))
         if report.record_json:
