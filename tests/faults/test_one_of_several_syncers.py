@@ -158,8 +158,8 @@ def test_on_arrival_the_other_syncer_publishes_on_while_one_is_killed_again_and_
 
 @pytest.mark.slow
 def test_a_run_with_two_syncers_is_stopped_and_resumed(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, ISLANDS, inner_steps=200, num_fragments=3)
-    config = load_config(run_file, [TWO, "checkpoint.every_inner_steps=20"])
+    run_file = write_run(tmp_path, ISLANDS, inner_steps=120, num_fragments=3)
+    config = load_config(run_file, [TWO, "checkpoint.every_inner_steps=0"])
 
     with LocalRun(config) as run:
 
