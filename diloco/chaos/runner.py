@@ -55,7 +55,7 @@ def configured(plan: Plan, directory: Path) -> Config:
     """Load the run of a plan, to be made below `directory`.
 
     Raises:
-        ConfigError: If it cannot be used, or has no syncer.
+        ConfigError: If it cannot be used, or has no syncer, or several.
     """
     place = [f"coordinator.state_dir={directory}", "telemetry.dir=", "checkpoint.dir="]
     config = load_config(plan.run_file, [*plan.config.set, *place])
@@ -63,6 +63,12 @@ def configured(plan: Plan, directory: Path) -> Config:
         raise ConfigError(
             f"{plan.run_file}: outer.exchange = {config.outer.exchange!r}: faults are done to runs "
             f"with a syncer; set it to \"syncer\" for this plan (set = ['outer.exchange=syncer'])"
+        )
+    if config.coordinator.num_syncers > 1:
+        raise ConfigError(
+            f"{plan.run_file}: coordinator.num_syncers = {config.coordinator.num_syncers}: faults "
+            f"are done to runs with one syncer; set it to 1 for this plan "
+            f"(set = ['coordinator.num_syncers=1'])"
         )
     return config
 
