@@ -163,7 +163,7 @@ async def _serve(
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
             num_parameters = sum(tensor.numel for tensor in plan.tensors)
             insist_on_room(config, num_parameters, islands=(), is_new=True)
-        clock = wall_clock(os.environ, "syncer")
+        clock = wall_clock(os.environ, state.syncer_name)
         events = _open_events(config, state, epoch, timeline, clock)
         syncer = _build_syncer(
             config, state, plan, secret, epoch, timeline, reporter, worker, events, clock
