@@ -103,7 +103,10 @@ class Board:
 
     @property
     def merged_tokens(self) -> int:
-        """Tokens that all fragments have merged, as far as is known."""
+        """Tokens that all fragments have merged; 0 until all of them have been heard of."""
+        membership = self._membership
+        if not self._fragments.keys() >= {*membership.assignment.of_all(membership.plan_json)}:
+            return 0  # one of several syncers has not reported yet
         return min((seen.fragment.merged_tokens for seen in self._fragments.values()), default=0)
 
     @property

@@ -15,7 +15,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal, Told
 from diloco.durable import read_json
 from diloco.errors import ConfigError
-from diloco.launch.state_dir import Held, StateDir, hold, read_timeline
+from diloco.launch.state_dir import ONLY_SYNCER, Held, StateDir, hold, read_timeline
 from diloco.launch.stores import part_of
 from diloco.outer.fragments import Plan
 from diloco.rounds.repair import Condition, Finding, repair_fragment
@@ -87,7 +87,9 @@ def _findings(state: StateDir, config: Config) -> Iterator[Finding]:
         with _told(path) as problem:
             read_json(path)
         if problem:
-            yield Finding(ALL_FRAGMENTS, path.name, Condition.DAMAGED, problem[0])
+            place = state.store if state.syncer_name == ONLY_SYNCER else state.root
+            name = str(path.relative_to(place))
+            yield Finding(ALL_FRAGMENTS, name, Condition.DAMAGED, problem[0])
     plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
     outer = config.outer
     for fragment in part_of(state, plan).fragments:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diloco.durable import read_json
-from diloco.launch.state_dir import StateDir
+from diloco.errors import ConfigError
+from diloco.launch.state_dir import ONLY_SYNCER, StateDir
 from diloco.outer.fragments import Fragment, Plan
 
 
@@ -27,11 +29,19 @@ def part_of(state: StateDir, plan: Plan) -> Part:
     """Read which fragments a syncer serves that has learned the plan: all, if it is the only one.
 
     Raises:
-        ValueError: If the file that says so is damaged.
+        ConfigError: If the file that says so is missing or damaged.
     """
-    own = read_json(state.fragments)
-    if own is None:
+    if state.syncer_name == ONLY_SYNCER:
         return Part(state, plan.fragments)
+    own: object = None
+    with contextlib.suppress(ValueError):
+        own = read_json(state.fragments)
+    if not isinstance(own, list):
+        raise ConfigError(
+            f"{state.fragments}, which says which fragments {state.syncer_name} has, is missing or "
+            f"damaged. Remove it and start the coordinator, which tells that syncer again: diloco "
+            f"coordinator RUN.toml"
+        )
     return Part(state, tuple(plan.fragments[fragment_id] for fragment_id in own))
 
 

@@ -139,10 +139,11 @@ async def _run_syncer(state: StateDir) -> int:
 
 async def _keep_plan(state: StateDir, reporter: Reporter) -> None:
     """Have the plan in the store, and what of it is ours: a restart needs no coordinator."""
-    if state.plan.exists():
+    is_one_of_several = state.syncer_name != ONLY_SYNCER
+    if state.plan.exists() and (state.fragments.exists() or not is_one_of_several):
         return
     reply = await reporter.learn_plan()
-    if state.syncer_name != ONLY_SYNCER:
+    if is_one_of_several:
         write_json(state.fragments, list(reply.fragment_ids))
     write_durably(state.plan, [reply.plan_json.encode()])
 

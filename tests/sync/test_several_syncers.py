@@ -3,110 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from diloco.outer.assignment import assign_fragments
-from diloco.sync.exchange import SyncerWay
+from tests.several_syncers import Several, killing
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
-from transport.loopback import LoopbackNetwork, run_virtual
+from transport.loopback import run_virtual
 
 DESCENT = {"a": 1.0, "b": 3.0, "c": 2.0}
 STEPS = 24
-#: Seconds that a killed syncer is away each time.
-AWAY_S = 7.0
 
 
 def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
     for parameter in parameters.values():
         parameter.sub_(DESCENT[island])
-
-
-class Stamped(list[Mapping[str, Any]]):
-    """Headers of records; `came` gets the time of each."""
-
-    def __init__(self, came: list[tuple[float, Mapping[str, Any]]]) -> None:
-        self.came = came
-
-    def append(self, header: Mapping[str, Any]) -> None:
-        self.came.append((asyncio.get_running_loop().time(), header))
-        super().append(header)
-
-
-class Several:
-    """A run with two syncers, each with a store and incarnations of its own."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.network = LoopbackNetwork()
-        self.parts = [
-            VirtualRun(
-                replace(setting, directory=setting.directory / f"syncer-{number}"),
-                name=f"syncer-{number}",
-                own=own,
-                network=self.network,
-            )
-            for number, own in enumerate(assign_fragments(setting.plan(), 2))
-        ]
-
-    @property
-    def kept(self) -> VirtualRun:
-        """The part that nobody kills."""
-        return self.parts[0]
-
-    async def start(self) -> None:
-        self.came: list[tuple[float, Mapping[str, Any]]] = []
-        self.kept.records = Stamped(self.came)
-        for part in self.parts:
-            await part.start_syncer()
-
-    def island(self, name: str, incarnation: int = 1) -> VirtualIsland:
-        ways = [
-            SyncerWay(p.own, self.network.connect(p.name), self.network.connect(p.name))
-            for p in self.parts
-        ]
-        unused, timeline = self.network.connect("nobody"), self.kept.timeline
-        return VirtualIsland(name, self.setting, unused, unused, incarnation, timeline, ways=ways)
-
-    async def run(
-        self, meanwhile: Callable[[Several], Coroutine[Any, Any, None]] | None = None
-    ) -> dict[str, VirtualIsland]:
-        """Run every island to its end beside something else; returns them by name."""
-        await self.start()
-        islands = {name: self.island(name) for name in self.setting.islands}
-        beside = asyncio.create_task(meanwhile(self)) if meanwhile else None
-        await asyncio.gather(*(island.run() for island in islands.values()))
-        if beside is not None:
-            beside.cancel()
-            await asyncio.gather(beside, return_exceptions=True)
-        for island in islands.values():
-            await island.exchange.stop()
-        for part in self.parts:
-            await part.kill_syncer()
-        return islands
-
-
-def killing(every_s: float) -> Callable[[Several], Coroutine[Any, Any, None]]:
-    """Kill the syncer that is not kept, again and again, so many seconds after it came back."""
-
-    async def kill(run: Several) -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            await asyncio.shield(killed(run))
-
-    return kill
-
-
-async def killed(run: Several) -> None:
-    await run.parts[1].kill_syncer()
-    await asyncio.sleep(AWAY_S)
-    await run.parts[1].start_syncer()
 
 
 @pytest.fixture
@@ -213,8 +127,7 @@ def test_an_island_returns_though_the_fragments_of_one_syncer_have_not_moved(
         assert back.session.digests == islands["b"].session.digests
         for island in (back, islands["b"], islands["c"]):
             await island.exchange.stop()
-        for part in run.parts:
-            await part.kill_syncer()
+        await run.kill()
 
     run_virtual(scenario())
 
@@ -236,16 +149,14 @@ def test_a_resumed_run_with_two_syncers_goes_on_as_if_it_had_not_been_stopped(
         await asyncio.gather(*(island.train(6) for island in islands.values()))
         for island in islands.values():
             await island.drop()
-        for part in run.parts:
-            await part.resume(step)
+        await run.resume(step)
         run.setting = replace(scheduled, start_step=step)
         islands = {name: run.island(name) for name in scheduled.islands}
         await asyncio.gather(*(islands[name].resume(kept[name]) for name in islands))
         await asyncio.gather(*(island.go_on() for island in islands.values()))
         for island in islands.values():
             await island.exchange.stop()
-        for part in run.parts:
-            await part.kill_syncer()
+        await run.kill()
         return islands
 
     assert values(run_virtual(scenario())) == values(whole)
