@@ -20,10 +20,15 @@ import pytest
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.launch.local import LocalRun
-from diloco.launch.local_resume import find_resume_step
+from diloco.launch.local_resume import find_resume_step, read_standing
 from diloco.launch.published import read_published
+from diloco.launch.repair import repair_run
+from diloco.launch.replay import replay_run
 from diloco.launch.state_dir import StateDir, holder, read_endpoint
+from diloco.rounds.pins import pinned_steps
 from diloco.rounds.record import versions_in
+from diloco.rounds.repair import Condition
+from diloco.rounds.replay import Verdict
 from diloco.sync.layout import build_schedule
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 
@@ -43,9 +48,10 @@ ON_ARRIVAL = [
 
 @dataclass
 class Absence:
-    """A time in which a syncer was dead, and what the other one published meanwhile."""
+    """A time in which a syncer was dead, and what the other one had published, and did then."""
 
     seconds: float
+    before: int
     published: int
 
 
@@ -69,9 +75,8 @@ class Killer(threading.Thread):
             os.kill(pid, signal.SIGKILL)
             if self.until(victim, other_than=pid, after=-1) is None:
                 return
-            self.absences.append(
-                Absence(time.monotonic() - killed_at, num_versions(kept) - published)
-            )
+            seconds = time.monotonic() - killed_at
+            self.absences.append(Absence(seconds, published, num_versions(kept) - published))
 
     def until(self, victim: StateDir, *, other_than: int, after: int) -> int | None:
         """Wait for another process that serves, and for more versions; None: the run is over."""
@@ -151,7 +156,11 @@ def test_on_arrival_the_other_syncer_publishes_on_while_one_is_killed_again_and_
     finished, killer = run_and_kill(load_config(run_file, ON_ARRIVAL), num_kills=4)
 
     insist_on_whole(finished)
-    assert all(absence.published > 0 for absence in killer.absences), killer.absences
+    kept = finished.state.syncers[0]
+    num_flushed = len(json.loads(kept.fragments.read_text()))
+    unfinished = [a for a in killer.absences if a.before < num_versions(kept) - num_flushed]
+    assert len(unfinished) > 1, f"it was through too soon: {killer.absences}"
+    assert all(absence.published > 0 for absence in unfinished), killer.absences
     for island in ISLANDS:
         assert not any(e["blocked_s"] > 1.0 for e in finished.of_kind(island, "fragment_merged"))
 
@@ -185,3 +194,54 @@ def test_a_run_with_two_syncers_is_stopped_and_resumed(tmp_path: Path) -> None:
     assert finished.ending_digests() == {tuple(record.digest.hex() for record in records)}
     at_stop = read_published(resumed.state, at_step=step)
     assert all(fragment.timeline == 0 for fragment in at_stop.fragments)
+
+
+@pytest.mark.slow
+def test_a_run_in_which_nobody_waits_is_cut_resumed_and_made_again(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, ISLANDS, inner_steps=400, num_fragments=4, overlap_steps=2)
+    options = [*ON_ARRIVAL, "outer.keep_contributions=all"]
+    often = load_config(run_file, options).total_tokens // 10
+    config = load_config(run_file, [*options, f"checkpoint.every_tokens={often}"])
+
+    killed: list[int] = []
+    with LocalRun(config) as run:
+        kept, victim = run.state.of_syncers(2)
+
+        def look() -> None:
+            pins = set(pinned_steps(kept.store)).intersection(pinned_steps(victim.store))
+            pid = serving(victim)
+            if run.request.number:
+                return
+            if pins and pid is not None and not killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.extend([pid, max(pins)])
+            elif killed and pid not in (None, killed[0]) and max(pins) > killed[1]:
+                run.request.note(SIGINT)
+
+        run.start()
+        code = run.wait(look)
+        run.wait_for_coordinator()
+        assert code == 0 and run.is_stopped, f"exit code {code}\n{all_logs(run.state.root)}"
+    number = find_resume_step(config, None, print, start="diloco local")
+    standing = read_standing(config)
+    assert standing is not None and standing.checkpoints[-1] == number
+    assert all(number in pinned_steps(each.store) for each in run.state.syncers)
+    stopped = replay_run(run.state)
+    with LocalRun(config, resume_step=number) as resumed:
+        resumed.start()
+        assert resumed.wait(lambda: None) == 0, all_logs(run.state.root)
+        resumed.wait_for_coordinator()
+
+    finished = FinishedRun(resumed)
+    records = finished.last_records()
+    assert {record.timeline for record in records} == {1}
+    assert all(record.merged_tokens >= config.total_tokens for record in records)
+    assert finished.ending_digests() == {tuple(record.digest.hex() for record in records)}
+    assert {each.verdict for each in stopped.versions} == {Verdict.RECOMPUTED}
+    made = {v.fragment_id: [] for v in stopped.versions}
+    for each in replay_run(run.state).versions:
+        assert each.verdict in (Verdict.RECOMPUTED, Verdict.ABANDONED), each
+        if each.verdict is Verdict.RECOMPUTED:
+            made[each.fragment_id].append(each.version)
+    assert made == {r.fragment_id: [*range(1, r.version + 1)] for r in records}
+    assert {finding.condition for finding in repair_run(run.state)} == {Condition.WHOLE}
