@@ -199,7 +199,7 @@ def test_a_torn_plan_is_met_by_both_and_both_fall_back() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         first, second = run_ranks(take_up_at_two_ranks, 2, Path(temporary))
 
-    told = "island east cannot load its checkpoint step-000000000004: "
+    told = "island east cannot load its checkpoint of inner step 4: "
     assert f"rank 0: {told}" in first["refused"] and f"rank 1: {told}" in first["refused"]
     assert first["refused"].endswith(
         f"Others of this island in {temporary}: [2]; to go on from one: diloco coordinator "

@@ -140,7 +140,7 @@ def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(
 
     assert valid_steps(tmp_path, ISLAND) == [5]
     assert "checkpoint skipped, island=east step=10" in caplog.text
-    with pytest.raises(ConfigError, match=rf"its checkpoint step-000000000010: .*{told}"):
+    with pytest.raises(ConfigError, match=rf"its checkpoint of inner step 10: .*{told}"):
         Checkpoint.open(tmp_path, ISLAND, 10)
 
 
@@ -160,7 +160,7 @@ def test_a_damaged_plan_is_the_same_error_in_any_share(
     Trained().write(tmp_path, 5)
     damage(step_directory(tmp_path, ISLAND, 5) / PARTS / PLAN)
 
-    with pytest.raises(ConfigError, match=rf"its checkpoint step-000000000005: .*{PLAN} "):
+    with pytest.raises(ConfigError, match=rf"its checkpoint of inner step 5: .*{PLAN} "):
         Checkpoint.open(tmp_path, ISLAND, 5, share=share)
 
 
