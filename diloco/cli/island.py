@@ -232,6 +232,9 @@ def _show(planned: Forecast) -> None:
         f"({disk.num_records} records of "
         f"{format_bytes(disk.record_bytes)})."
     )
+    if len(planned.syncers) > 1:
+        console.print(f"\nThere are {len(planned.syncers)} of it, with fragments of their own:\n")
+        console.print(_table(*_syncer_rows(planned)))
     for island, num_bytes in planned.kept_bytes.items():
         console.print(
             f"In the memory of island {island}'s hosts: {format_bytes(num_bytes)} for each of the "
@@ -242,6 +245,21 @@ def _show(planned: Forecast) -> None:
         f"\nFingerprints: configuration {planned.config_fingerprint[:16]}, plan "
         f"{planned.plan_fingerprint[:16]}."
     )
+
+
+def _syncer_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:
+    from transport.units import format_bytes
+
+    columns = ["syncer", "parameters", "on disk", "fragments"]
+    return columns, [
+        [
+            str(syncer.syncer_id),
+            f"{syncer.parameters:,}",
+            format_bytes(syncer.store_bytes),
+            ", ".join(map(str, syncer.fragment_ids)),
+        ]
+        for syncer in planned.syncers
+    ]
 
 
 def _fragment_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:

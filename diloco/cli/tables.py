@@ -14,14 +14,18 @@ _DIGEST_CHARACTERS = 12
 _UNKNOWN = "-"
 #: State of an island that has joined and does not train yet (`IslandState`).
 _WAITING = "waiting"
-_TEXTS = frozenset({"island", "state", "lease", "phase", "digest", "contributors"})
+_TEXTS = frozenset(
+    {"island", "state", "lease", "phase", "digest", "contributors", "address", "fragments"}
+)
 #: Leases that end when nothing is heard.
 _RUNNING = frozenset({"active", "draining"})
 
 
 def status_view(reply: StatusReply) -> RenderableType:
-    """Show everything: the run, its islands, its fragments, and what was refused, if anything."""
+    """Show everything: run, islands, fragments, several syncers, what was refused, if anything."""
     parts: list[RenderableType] = [run_line(reply), islands_table(reply), fragments_table(reply)]
+    if len(reply.syncers) > 1:
+        parts.append(syncers_table(reply))
     if reply.refusals:
         parts.append(refusals_line(reply))
     return Group(*parts)
@@ -74,6 +78,20 @@ def fragments_table(reply: StatusReply) -> Table:
     table = _table("fragment", "version", "attempt", "phase", "published", "digest", "contributors")
     for fragment in reply.fragments:
         table.add_row(*_fragment_cells(fragment))
+    return table
+
+
+def syncers_table(reply: StatusReply) -> Table:
+    """Show one row a syncer: one that is not heard of stalls its own fragments."""
+    table = _table("syncer", "address", "epoch", "fragments", "heard")
+    for syncer in reply.syncers:
+        table.add_row(
+            str(syncer.syncer_id),
+            syncer.address or _UNKNOWN,
+            str(syncer.syncer_epoch),
+            ", ".join(map(str, syncer.fragment_ids)) or _UNKNOWN,
+            f"{_seconds(syncer.age_s)} ago",
+        )
     return table
 
 

@@ -26,7 +26,7 @@ from diloco.coordinator.journal import Journal
 from diloco.coordinator.leases import Lease, Leases
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.operations import decide
-from diloco.coordinator.syncer_desk import RoundRow, SyncerDesk, fragment_ids
+from diloco.coordinator.syncer_desk import RoundRow, SyncerDesk
 from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import Terms, terms_of
 from diloco.errors import ConfigError, CoordinatorUnavailable, Fenced, QuorumLost
@@ -58,7 +58,6 @@ from protos.control_pb2 import (
     StandingRequest,
     StatusReply,
     StatusRequest,
-    SyncerAssignment,
 )
 from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
 from transport.errors import FrameError
@@ -338,13 +337,7 @@ class Coordinator:
         )
         if self._membership.claims is not None:
             reply.claims_json = self._membership.claims.of(request.island)
-        if self.board.syncer_address:
-            reply.syncers.append(
-                SyncerAssignment(
-                    address=self.board.syncer_address,
-                    fragment_ids=fragment_ids(self._membership),
-                )
-            )
+        reply.syncers.extend(self.board.assignments())
         return _reply(reply)
 
     async def _report(self, call: IncomingCall) -> Reply:
@@ -428,7 +421,8 @@ class Coordinator:
             return
         try:
             text = membership.claims.read_positions(told.text_json)
-            if len(told.versions) not in (0, count := len(fragment_ids(membership))):
+            count = len(membership.assignment.of_all(membership.plan_json))
+            if len(told.versions) not in (0, count):
                 raise ValueError(f"{len(told.versions)} versions; the plan has {count} fragments")
         except ValueError as error:
             self.refused(island, Cause.FRAME)

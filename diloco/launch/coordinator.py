@@ -1,9 +1,9 @@
-"""Composition root of the coordinator's process: state directory, journal, server, its syncer.
+"""Composition root of the coordinator's process: state directory, journal, server, its syncers.
 
 One coordinator at a time holds the state directory; a restarted one binds the same address, takes
-back what was durable and adopts the syncer that outlived it. A resume begins a new timeline: the
-journal knows it first, then the syncer that lives is stopped, and the next one takes the store back
-to the checkpoint. No tensor is ever loaded here.
+back what was durable and adopts the syncers that outlived it. A resume begins a new timeline: the
+journal knows it first, then the syncers that live are stopped, and the next ones take their stores
+back to the checkpoint. No tensor is ever loaded here.
 
 Source: design.md section 2; protocol.md sections 8 and 9.
 """
@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diloco.config.classes import fingerprint, identity_difference, policy_json
@@ -51,6 +51,7 @@ from diloco.launch.state_dir import (
     Timeline,
     hold,
     holder,
+    make_directory,
     read_endpoint,
     read_timeline,
 )
@@ -105,12 +106,13 @@ async def run_coordinator(
         syncer_address(config.coordinator.syncer_listen, config.coordinator)
     if resume:
         insist_on_run(state)
-    state.create()
+    make_directory(state.root, "coordinator.state_dir")
     try:
         with hold(state.coordinator_lock):
             insist_on_same_run(
                 config, state, "Give this run another coordinator.state_dir, or undo the change"
             )
+            state.create(config.coordinator.num_syncers)
             with open_journal(state.journal) as journal:
                 membership = read_membership(config, journal)
                 if resume:
@@ -173,10 +175,11 @@ def _insist_on_same_policy(
             + "\n  ".join(differing)
             + f"\nUndo the change, or end all islands and resume a checkpoint with it: {RESUME}"
         )
-    if differing and (pid := holder(state.store_lock)) is not None:
+    pids = [pid for each in state.syncers if (pid := holder(each.store_lock)) is not None]
+    if differing and pids:
         raise ConfigError(
-            f"the run {before.run.name!r} is under way (syncer: process {pid}) under another "
-            f"policy than this file's (here):\n  "
+            f"the run {before.run.name!r} is under way (syncer: process "
+            f"{', '.join(map(str, pids))}) under another policy than this file's (here):\n  "
             + "\n  ".join(differing)
             + "\nUndo the change, or end that process before you start again"
         )
@@ -209,12 +212,15 @@ async def _coordinate(
     if security.insecure:
         tell(f"warning: {INSECURE_WARNING}")
     decider = _build_decider(config, coordinator, membership, journal, state)
-    supervisor = SyncerSupervisor(state, on_hopeless=coordinator.fail)
+    supervisors = [
+        SyncerSupervisor(each, on_hopeless=coordinator.fail)
+        for each in state.of_syncers(config.coordinator.num_syncers)
+    ]
     if _is_over(membership):
-        await _stop_syncer(state, supervisor, journal)
+        await _stop_syncers(state, supervisors, journal)
         return _tell_end(config, state, journal, membership, signals, tell)
     if read_timeline(state.timeline) != _timeline(membership):
-        await _stop_syncer(state, supervisor, journal)
+        await _stop_syncers(state, supervisors, journal)
     _timeline(membership).write(state.timeline)
     earlier = read_endpoint(state.coordinator)
     server = await listen(
@@ -239,11 +245,11 @@ async def _coordinate(
             coordinator.ended.wait(),
             coordinator.watch(),
             _asked_to_stop(coordinator, membership, signals, tell),
-            decider.watch() if decider else supervisor.run(),
+            *([decider.watch()] if decider else [s.run() for s in supervisors]),
         )
         if membership.fatal_reason or coordinator.is_halting:
             await _linger(membership, linger_s)
-        await _stop_syncer(state, supervisor, journal)  # served meanwhile: it has last reports
+        await _stop_syncers(state, supervisors, journal)  # served meanwhile: it has last reports
     finally:
         await metrics.stop()
         await server.stop(_DRAIN_S)
@@ -298,20 +304,23 @@ async def _asked_to_stop(
     await signals.forced.wait()
 
 
-async def _stop_syncer(state: StateDir, supervisor: SyncerSupervisor, journal: Journal) -> None:
-    """Stop the syncer that lives, if any, and index what it could not report.
+async def _stop_syncers(
+    state: StateDir, supervisors: Sequence[SyncerSupervisor], journal: Journal
+) -> None:
+    """Stop the syncers that live, if any, and index what they could not report.
 
     A coordinator that was away when the run ended has never heard of the last versions.
 
     Raises:
-        ConfigError: If it cannot be stopped.
+        ConfigError: If one cannot be stopped.
     """
-    await supervisor.stop()
-    if (pid := holder(state.store_lock)) is not None:
-        raise ConfigError(
-            f"the syncer of {state.root} (process {pid}) does not end: end it, then start again"
-        )
-    for directory in sorted(state.store.glob("fragment-*")):
+    await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
+    for each in state.syncers:
+        if (pid := holder(each.store_lock)) is not None:
+            raise ConfigError(
+                f"the syncer of {each.store} (process {pid}) does not end: end it, then start again"
+            )
+    for directory in sorted(d for each in state.syncers for d in each.store.glob("fragment-*")):
         for header in headers_in(directory):
             journal.index_round(
                 header["timeline"],
@@ -368,10 +377,12 @@ def _tell_end(
 
 
 def _stopped_text(config: Config, state: StateDir, membership: Membership) -> str:
+    step = membership.stop_step or 0
+    pins = [pin_directory(each.store, step) for each in state.holding_records]
     return (
         f"the run {membership.run!r} is stopped {membership.stop_name}. Its "
         f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
-        f"{pin_directory(state.holding_records().store, membership.stop_step or 0)} of "
+        f"{', '.join(map(str, pins))} of "
         f"{'the syncer' if config.outer.exchange == 'syncer' else 'each island'}\n"
         + _next_text(config, membership)
     )

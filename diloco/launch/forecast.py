@@ -29,6 +29,7 @@ from diloco.launch.traffic import (
     diloco_traffic,
     fragment_bytes,
 )
+from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Fragment, Plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.layout import build_plan, build_schedule
@@ -75,6 +76,16 @@ class WayForecast:
 
 
 @dataclass(frozen=True, slots=True)
+class SyncerForecast:
+    """One syncer: its fragments, their parameters, and what its store takes on disk at most."""
+
+    syncer_id: int
+    fragment_ids: tuple[int, ...]
+    parameters: int
+    store_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """A run before it starts.
 
@@ -100,6 +111,7 @@ class Forecast:
     disk: DiskForecast
     kept_bytes: dict[str, int]
     exchange: str
+    syncers: tuple[SyncerForecast, ...]
 
     @property
     def parameters(self) -> int:
@@ -147,7 +159,20 @@ def forecast(config: Config) -> Forecast:
             if island.memory_checkpoint_steps
         },
         exchange=config.outer.exchange,
+        syncers=_syncers(config, plan),
     )
+
+
+def _syncers(config: Config, plan: Plan) -> tuple[SyncerForecast, ...]:
+    """Foresee who has which fragments; nobody, where the islands merge among themselves."""
+    if config.outer.exchange == "allreduce":
+        return ()
+    syncers = []
+    for syncer_id, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers)):
+        parameters = sum(plan.fragments[p].numel for p in own)
+        store_bytes = forecast_disk(config, parameters).store_bytes
+        syncers.append(SyncerForecast(syncer_id, own, parameters, store_bytes))
+    return tuple(syncers)
 
 
 def _fragment(config: Config, plan: Plan, fragment: Fragment) -> FragmentForecast:

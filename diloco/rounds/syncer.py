@@ -60,7 +60,7 @@ _NO_FRAGMENT = "this syncer has no such fragment"
 
 
 class Syncer:
-    """Serves the rounds of all fragments of `plan`.
+    """Serves the rounds of those fragments of `plan` that it has `stores` of.
 
     `on_record` hears every durable record's header (also at the start), `on_change` of every
     change of state, `on_event` of what happens to rounds; none may block. `ended` is set when the
@@ -89,10 +89,8 @@ class Syncer:
         self._epoch = syncer_epoch
         self._worker = worker
         self._on_change = on_change
-        self._stores = {
-            fragment.fragment_id: store
-            for fragment, store in zip(plan.fragments, stores, strict=True)
-        }
+        self._stores = {store.fragment.fragment_id: store for store in stores}
+        fragments = [store.fragment for store in stores]
         self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
         self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
         self._pinning_cut = self.pinned_cut = 0
@@ -138,7 +136,7 @@ class Syncer:
                 ),
                 hooks,
             )
-            for fragment in plan.fragments
+            for fragment in fragments
         }
         self.fatal: wire.Fatal | None = None
         self.failure: BaseException | None = None
@@ -207,8 +205,8 @@ class Syncer:
 
     def _take_rules(self, rules: SyncerRules) -> None:
         num_fragments = len(self._plan.fragments)
-        for fragment in self._plan.fragments:
-            service = self._services[fragment.fragment_id]
+        for fragment_id, service in self._services.items():
+            fragment = self._plan.fragments[fragment_id]
             service.obey(rules.of_fragment(fragment, num_fragments))
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:

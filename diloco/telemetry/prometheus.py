@@ -290,7 +290,11 @@ def coordinator_metrics(status: StatusReply) -> Iterator[Metric]:
         newest = max(status.checkpoint_steps)
         what = "Inner step of the newest complete checkpoint"
         yield _gauge("run_checkpoint_inner_step", what, [], [([], newest)])
-    yield _gauge("run_syncer_epoch", "Starts of the syncer", [], [([], status.syncer_epoch)])
+    syncers = [([str(each.syncer_id)], each) for each in status.syncers]
+    epochs = [(labels, float(each.syncer_epoch)) for labels, each in syncers]
+    yield _gauge("run_syncer_epoch", "Starts of the syncer", ["syncer"], epochs)
+    ages = [(labels, each.age_s) for labels, each in syncers]
+    yield _gauge("run_syncer_age_seconds", "Since the syncer's last word", ["syncer"], ages)
     yield from _island_metrics(status.islands)
     own = [r for r in status.refusals if r.service == "coordinator"]
     refusals = [([r.island, r.cause], float(r.count)) for r in own]

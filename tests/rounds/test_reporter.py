@@ -140,7 +140,7 @@ def test_plan_is_asked_for_until_an_island_has_joined_and_while_nobody_answers()
         await asyncio.sleep(10)
         assert not learning.done()
         await scene.coordinator.up()
-        assert await learning == "the plan"
+        assert (await learning).plan_json == "the plan"
 
     scene = play(story, plan_after_s=12.0)
 
