@@ -315,6 +315,7 @@ def _build_syncer(
         on_change=reporter.changed,
         orders=_Orders(state.orders, config, rules),
         on_event=functools.partial(_hear, events, reporter),
+        unix_clock=clock,
     )
 
 

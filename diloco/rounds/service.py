@@ -47,7 +47,7 @@ from diloco.rounds.terms import (
     Roster,
     RoundKey,
 )
-from diloco.rounds.timing import MeasuredTiming, StepTimes
+from diloco.rounds.timing import Downtime, MeasuredTiming, StepTimes
 from diloco.rounds.version import VersionRecord, founding_record
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
@@ -76,6 +76,8 @@ class Hooks:
         meter: Counts what is done, for metrics.
         spool: Keeps what arrived until its round closes.
         num_threads: Lanes merged at once.
+        unix_clock: Wall clock in seconds, by which a later start knows how long ago a round closed.
+        downtime: What this start finds overdue.
     """
 
     worker: Worker
@@ -88,6 +90,8 @@ class Hooks:
     meter: SyncerMeter
     spool: Spool
     num_threads: int
+    unix_clock: Callable[[], float]
+    downtime: Downtime
 
 
 class FragmentService:
@@ -104,7 +108,9 @@ class FragmentService:
         hooks: Hooks,
     ) -> None:
         """Assign only; `start` reads the store. `steps` are the step times of the islands."""
-        timing = MeasuredTiming(rules.timing, steps, _now()) if rules.timing else None
+        timing = None
+        if rules.timing is not None:
+            timing = MeasuredTiming(rules.timing, steps, _now(), hooks.downtime)
         self.rounds = FragmentRounds(fragment.fragment_id, timeline, rules.rounds, timing)
         self.record: VersionRecord | None = None
         self._fragment = fragment
@@ -135,6 +141,7 @@ class FragmentService:
             self._heed_tokens()
             for header in recovered.headers:
                 self._hooks.on_record(header)
+            is_resumed = recovered.record.timeline != self.rounds.timeline  # a run begins anew
             instructions = self.rounds.founded(
                 recovered.record.version,
                 recovered.attempt,
@@ -144,8 +151,21 @@ class FragmentService:
                 expired_in_a_row=recovered.expired_in_a_row,
                 broken_in_a_row=recovered.broken_in_a_row,
                 missing=recovered.missing,
+                closed_at=self._loop_time_of(
+                    None if is_resumed else recovered.record.closed_unix_s
+                ),
+                expired_at=self._loop_time_of(recovered.expired_unix_s),
             )
             self._perform(instructions)
+
+    @property
+    def _unix_s(self) -> float | None:
+        """The time now, for a record; None where a restart has no use for it."""
+        return self._hooks.unix_clock() if self._rules.timing is not None else None
+
+    def _loop_time_of(self, unix_s: float | None) -> float | None:
+        """Give the loop's time of an earlier moment; now where the wall clock was set back."""
+        return None if unix_s is None else _now() - max(0.0, self._hooks.unix_clock() - unix_s)
 
     def stop(self) -> None:
         """Let no more time pass."""
@@ -323,6 +343,7 @@ class FragmentService:
             self._initial,
             self.rounds.timeline,
             has_second_moment=self._rules.publication.optimizer.has_second_moment,
+            closed_unix_s=self._unix_s,
         )
         await self._hooks.worker.run(lambda: self._store.commit(record))
         self._initial = {}
@@ -440,6 +461,7 @@ class FragmentService:
             hooks.meter,
             hooks.num_threads,
             rules.told(),
+            self._unix_s,
         )
 
     async def _publish(self, close: Close) -> None:
@@ -486,9 +508,11 @@ class FragmentService:
         self._hooks.on_event(closed)
 
     async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
+        at_unix_s = self._unix_s
+
         def expire() -> None:
             drop(spool)
-            self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row)
+            self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row, at_unix_s)
 
         members = self.rounds.members
         await self._with_room(expire)

@@ -187,7 +187,8 @@ class Standing:
         return tuple(island for island in self.live if island in self.incarnations)
 
     def _can_open(self) -> bool:
-        if self.is_over or self._is_held or self._roster.is_paused:
+        roster = self._roster
+        if self.is_over or self._is_held or roster.is_paused or roster.is_gathering:
             return False
         eligible = self._eligible()
         if self.rules.min_members is None:

@@ -103,6 +103,8 @@ class FragmentRounds(Standing):
         broken_in_a_row: int = 0,
         missing: tuple[str, ...] = (),
         reason: str = "",
+        closed_at: float | None = None,
+        expired_at: float | None = None,
     ) -> list[Instruction]:
         """Take the durable state: version 0 was committed, or a restart found its records.
 
@@ -116,6 +118,9 @@ class FragmentRounds(Standing):
             broken_in_a_row: Those whose results could not be used.
             missing: Members that the last of them waited for in vain.
             reason: Of its expiry, where it is known.
+            closed_at: When the round of `version` closed; None: not known, the floor counts from
+                the start of the timing.
+            expired_at: When the last of the expiries was; None: not known, it counts as now.
         """
         self._require(Phase.UNFOUNDED, "founded")
         self.version, self.attempt = version, attempt
@@ -124,7 +129,9 @@ class FragmentRounds(Standing):
         self._move(RoundEvent.FOUNDED)
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
         self._broken_in_a_row = broken_in_a_row
-        self._timing.resumed(expired_in_a_row, now)
+        self._timing.resumed(
+            version, closed_at, expired_in_a_row, now if expired_at is None else expired_at
+        )
         self._tell(now, f"founded at version {version}, attempt {attempt}")
         is_numeric = self._is_beyond(broken_in_a_row, or_at=_MOST_BROKEN)
         if is_numeric or self._is_beyond(expired_in_a_row):

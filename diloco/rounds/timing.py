@@ -73,6 +73,29 @@ class StepTimes:
         return [value for value in known if value is not None]
 
 
+class Downtime:
+    """What a start of a syncer finds overdue: one shift for all its fragments.
+
+    The fragment that was due first opens at once, the others as much after it as they would have,
+    had the syncer not been away: they go on taking turns. However often it is killed, the fragment
+    that is overdue for longest opens.
+    """
+
+    def __init__(self, ended_at: float) -> None:
+        """Begin with nothing that is due; `ended_at` is the start, `now` of its clock."""
+        self._ended_at = ended_at
+        self._floors: list[tuple[float, float]] = []
+
+    def found(self, closed_at: float, share: float) -> None:
+        """Take when a fragment's last round closed, and which share of a full floor follows."""
+        self._floors.append((closed_at, share))
+
+    def late_s(self, full_s: float) -> float:
+        """Seconds by which all are shifted where a floor is `full_s` long; 0: nothing is due."""
+        due = min((at + share * full_s for at, share in self._floors), default=math.inf)
+        return max(0.0, self._ended_at - due)
+
+
 class Timing(Protocol):
     """What one fragment's rounds ask, and what they tell; `now` is a monotonic clock's."""
 
@@ -106,8 +129,14 @@ class Timing(Protocol):
     def expired(self, now: float) -> None:
         """The attempt came to nothing."""
 
-    def resumed(self, expiries: int, now: float) -> None:
-        """A restart found so many expiries since the last publication."""
+    def resumed(
+        self, version: int, closed_at: float | None, expiries: int, expired_at: float
+    ) -> None:
+        """A start found a version, and so many expiries since it was published.
+
+        `closed_at` is when its round closed, None where that is not known; `expired_at` is of the
+        last of the expiries.
+        """
 
     def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
         """Rules have changed, between two attempts."""
@@ -158,7 +187,9 @@ class FixedTiming:
     def expired(self, now: float) -> None:
         """See `Timing`."""
 
-    def resumed(self, expiries: int, now: float) -> None:
+    def resumed(
+        self, version: int, closed_at: float | None, expiries: int, expired_at: float
+    ) -> None:
         """See `Timing`."""
 
     def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
@@ -196,9 +227,16 @@ class TimingRules:
 class MeasuredTiming:
     """Times of one fragment's rounds, from what its members have shown."""
 
-    def __init__(self, rules: TimingRules, steps: StepTimes, begins_at: float) -> None:
-        """Begin at `begins_at` as if a round had closed then."""
+    def __init__(
+        self,
+        rules: TimingRules,
+        steps: StepTimes,
+        begins_at: float,
+        downtime: Downtime | None = None,
+    ) -> None:
+        """Begin at `begins_at` as if a round had closed then; `downtime` is its syncer's."""
         self._rules = rules
+        self._downtime = downtime
         self._steps = steps
         self._late: dict[str, Average] = {}
         self._until_quorum, self._until_fetched = Average(), Average()
@@ -217,7 +255,8 @@ class MeasuredTiming:
             return self._expired_at + min(
                 min(steps) * 2.0 ** min(self._expiries - 1, _MOST_DOUBLINGS), full
             )
-        return self._closed_at + self._share * full
+        late_s = self._downtime.late_s(full) if self._downtime is not None else 0.0
+        return self._closed_at + self._share * full + late_s
 
     def grace_s(self, members: Collection[str]) -> float:
         """See `Timing`."""
@@ -258,7 +297,7 @@ class MeasuredTiming:
 
     def closed(self, now: float) -> None:
         """See `Timing`."""
-        self._closed_at, self._share = now, 1.0
+        self._closed_at, self._share, self._downtime = now, 1.0, None
 
     def fetched(self, now: float) -> None:
         """See `Timing`."""
@@ -272,10 +311,16 @@ class MeasuredTiming:
         """See `Timing`."""
         self._expired_at, self._expiries = now, self._expiries + 1
 
-    def resumed(self, expiries: int, now: float) -> None:
-        """See `Timing`."""
+    def resumed(
+        self, version: int, closed_at: float | None, expiries: int, expired_at: float
+    ) -> None:
+        """See `Timing`; the floor counts from that close, however late the start is."""
+        if closed_at is not None:
+            self._closed_at, self._share = closed_at, 1.0 if version else self._share
+        if self._downtime is not None:
+            self._downtime.found(self._closed_at, self._share)
         if expiries:
-            self._expired_at, self._expiries = now, expiries
+            self._expired_at, self._expiries = expired_at, expiries
 
     def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
         """See `Timing`."""

@@ -395,6 +395,89 @@ def test_version_0_is_founded_by_who_is_there(setting: Setting) -> None:
     run_virtual(scenario())
 
 
+# -- restarts --------------------------------------------------------------------------------------
+
+
+def test_a_syncer_that_is_killed_more_often_than_rounds_open_still_opens_them(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, islands = await begun(replace(setting, total_tokens=100))
+        await islands[0].contribute(KEY)
+        closed = asyncio.get_running_loop().time()
+        for _ in range(2):
+            await asyncio.sleep(ROUND_S / 2 - 0.5)
+            await restart(run)
+            await heartbeat(*islands)
+            assert not run.syncer.states[0].is_open
+        reply = await islands[0].poll(step_s=STEP_S)
+
+        await islands[0].poll(
+            wait_s=60.0, known_epoch=run.epoch, known=reply.fragments, step_s=STEP_S
+        )
+
+        assert run.syncer.states[0].is_open
+        assert asyncio.get_running_loop().time() == pytest.approx(closed + ROUND_S)
+        for version in (1, 2, 3):
+            await asyncio.sleep(2 * ROUND_S)  # away for longer than a floor
+            await restart(run)
+            await heartbeat(*islands)
+            assert version_of(run) == (version, 0, True), "overdue: at once"
+            await islands[0].contribute(replace(KEY, version=version))
+
+    run_virtual(scenario())
+
+
+def test_an_expiry_counts_its_wait_over_restarts(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, islands = await begun(replace(setting, quorum=2))
+        for _ in range(3):
+            for island in islands:
+                await island.decline(replace(KEY, attempt=version_of(run)[1]))
+            while not version_of(run)[2]:
+                await asyncio.sleep(0.4 * STEP_S)  # of waits of 1, 2 and 4 steps
+                await restart(run)
+                await heartbeat(*islands)
+                assert asyncio.get_running_loop().time() < 6 * ROUND_S
+        assert version_of(run) == (0, 3, True)
+
+    run_virtual(scenario())
+
+
+def test_after_a_restart_a_round_waits_for_those_that_are_only_reconnecting(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, (a, b, c) = await begun(setting)
+        await restart(run)
+        await asyncio.sleep(2 * ROUND_S)
+        await heartbeat(a)
+        await heartbeat(b)
+        assert version_of(run) == (0, 0, False)
+
+        await heartbeat(c)
+
+        (state,) = run.syncer.states
+        assert state.is_open and list(state.members) == ["a", "b", "c"]
+
+    run_virtual(scenario())
+
+
+def test_after_a_restart_nobody_waits_for_longer_than_a_lease(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, b, _) = await begun(setting)
+        await restart(run)  # and c died meanwhile
+        began = asyncio.get_running_loop().time()
+        while not version_of(run)[2]:
+            await asyncio.sleep(STEP_S / 2)
+            await heartbeat(a, b)
+
+        assert list(run.syncer.states[0].members) == ["a", "b"]
+        assert asyncio.get_running_loop().time() - began == pytest.approx(10.0, abs=STEP_S)
+
+    run_virtual(scenario())
+
+
 # -- policy ----------------------------------------------------------------------------------------
 
 

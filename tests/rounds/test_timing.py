@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.rounds.timing import FixedTiming, MeasuredTiming, StepTimes, TimingRules
+from diloco.rounds.timing import Downtime, FixedTiming, MeasuredTiming, StepTimes, TimingRules
 
 RULES = TimingRules(
     inner_steps_per_round=30,
@@ -108,9 +108,45 @@ def test_a_close_that_came_to_nothing_is_not_what_is_fetched() -> None:
 
 def test_a_restart_goes_on_waiting_ever_longer() -> None:
     timing = measured()
-    timing.resumed(3, 200.0)
+    timing.resumed(0, None, 3, 200.0)
 
     assert timing.opens_at(BOTH) == 204.0
+
+
+def restarted(ended_at: float, closed_at: float, *, num_fragments: int = 3) -> list[float]:
+    """When fragments open that closed 10 s apart, the first at `closed_at`, after a restart."""
+    downtime = Downtime(ended_at)
+    timings = []
+    for p in range(num_fragments):
+        rules = replace(RULES, phase=(p + 1) / num_fragments)
+        timing = MeasuredTiming(rules, step_times(), ended_at, downtime)
+        timing.resumed(7, closed_at + 10.0 * p, 0, ended_at)
+        timings.append(timing)
+    return [timing.opens_at(BOTH) for timing in timings]
+
+
+def test_the_floor_counts_from_the_close_before_a_restart() -> None:
+    assert restarted(ended_at=125.0, closed_at=100.0) == [130.0, 140.0, 150.0]
+
+
+def test_what_is_overdue_after_a_restart_opens_in_turn_the_oldest_at_once() -> None:
+    assert restarted(ended_at=1000.0, closed_at=100.0) == [1000.0, 1010.0, 1020.0]
+
+
+def test_a_round_after_the_restart_is_shifted_no_more() -> None:
+    downtime = Downtime(1000.0)
+    timing = MeasuredTiming(RULES, step_times(), 1000.0, downtime)
+    timing.resumed(7, 100.0, 0, 1000.0)
+    timing.closed(1001.0)
+
+    assert timing.opens_at(BOTH) == 1031.0
+
+
+def test_version_0_keeps_its_first_interval_over_a_restart() -> None:
+    timing = MeasuredTiming(replace(RULES, phase=1 / 3), step_times(), 104.0, Downtime(104.0))
+    timing.resumed(0, 100.0, 0, 104.0)
+
+    assert timing.opens_at(BOTH) == 110.0
 
 
 def test_where_fetching_takes_longer_than_the_overlap_there_is_no_grace() -> None:
