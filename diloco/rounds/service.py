@@ -505,6 +505,8 @@ class FragmentService:
             digest=record.digest.hex(),
         )
         self._hooks.meter.published(closed)
+        for island in record.rejected:
+            self._hooks.meter.refusal(island, Cause.OUTLIER)
         self._hooks.on_event(closed)
 
     async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
