@@ -55,6 +55,7 @@ from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
+from transport.errors import NotYet
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,11 @@ class FragmentService:
     # -- contributions ---------------------------------------------------------------------------
 
     async def receive(self, lane: LaneArrival, codec_name: str, call: IncomingCall) -> Admission:
-        """Judge a lane by its header, read and verify it, count it; refuse a malformed one."""
+        """Judge a lane by its header, read and verify it, count it; refuse a malformed one.
+
+        Raises:
+            NotYet: If it has to wait for its turn; the round waits for it.
+        """
         admission = self.rounds.admit(lane)
         if admission not in (Admission.ACCEPTED, Admission.CONFLICT):
             self._count_refusal(lane, admission)
@@ -224,7 +229,11 @@ class FragmentService:
                 return self.rounds.admit(lane)
             except DiskFull as error:
                 self._hooks.room.refuse_lane(lane.key, error)
+                self._await_room_for(lane)
                 return Admission.NOT_OPEN
+            except NotYet:
+                self._await_room_for(lane)
+                raise
         admission, instructions = self.rounds.lane_received(lane, _now())
         self._count_refusal(lane, admission)
         if spooled is not None and admission is Admission.ACCEPTED:
@@ -234,6 +243,10 @@ class FragmentService:
             spooled.drop()
         self._perform(instructions)
         return admission
+
+    def _await_room_for(self, lane: LaneArrival) -> None:
+        key, island = lane.key, lane.island
+        self._perform(self.rounds.has_no_room(key, island, lane.incarnation, _now()))
 
     @property
     def due_bytes(self) -> int:

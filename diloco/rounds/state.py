@@ -214,6 +214,22 @@ class FragmentRounds(Standing):
         self._begin_deadline(now)
         return instructions + self._advance(now)
 
+    def has_no_room(
+        self, key: RoundKey, island: str, incarnation: int, now: float
+    ) -> list[Instruction]:
+        """Let the deadline begin anew: the syncer itself has no room for what a member sends.
+
+        A deadline is for members that do not come. This one has, and comes again until there is
+        room; the deadline passes only once it does so no more. (To count it as late instead would
+        let a full disk choose whose work is merged.) A grace window ends without it, as ever.
+        """
+        is_member = island in self.members and island not in self.left
+        if key != self.key or not is_member or self.is_fenced(island, incarnation):
+            return []
+        if math.isfinite(self._deadline):
+            self._deadline = now + self._deadline_s
+        return []
+
     def heard_of(self, roster: Roster, now: float) -> list[Instruction]:
         """Take who may take part in the next openings, and whose earlier starts count no more.
 
