@@ -21,7 +21,7 @@ from pathlib import Path
 from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
-from diloco.coordinator.daemon import Coordinator, Operations
+from diloco.coordinator.daemon import RETURN_S, Coordinator, Operations
 from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
@@ -235,6 +235,11 @@ async def _coordinate(
         Endpoint(local_address(server.address), os.getpid()).write(state.coordinator)
         address = coordinator_address(server.address, config.coordinator)
         tell(f"coordinator of run {config.run.name!r} listens on {address}")
+        if membership.is_finished:
+            tell(
+                f"the run has finished, but for {', '.join(membership.away)}: waiting for up to "
+                f"{RETURN_S:g} s, so that it can fetch the end"
+            )
         await first_of(
             coordinator.ended.wait(),
             coordinator.watch(),
@@ -330,7 +335,9 @@ async def _linger(membership: Membership, linger_s: float) -> None:
 
 
 def _is_over(membership: Membership) -> bool:
-    return membership.is_finished or bool(membership.fatal_reason)
+    """Whether nobody is to be answered any more; who is away may still come for the end."""
+    has_all = membership.is_finished and not membership.away
+    return has_all or bool(membership.fatal_reason)
 
 
 def _timeline(membership: Membership) -> Timeline:
