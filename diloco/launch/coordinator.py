@@ -11,6 +11,7 @@ Source: design.md section 2; protocol.md sections 8 and 9.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ from diloco.launch.address import coordinator_address, listen, local_address, sy
 from diloco.launch.backup import Backups
 from diloco.launch.chaos import wall_clock
 from diloco.launch.ending import Request, first_of, heed_signals
+from diloco.launch.room import having_room
 from diloco.launch.run_checkpoints import (
     RESUME,
     choose_checkpoint,
@@ -122,7 +124,9 @@ async def run_coordinator(
                 elif membership.is_stopped:
                     raise ConfigError(_stopped_text(config, state, membership))
                 config = _with_settings(config, membership, tell)
-                _claim(config, state, membership)
+                await having_room(
+                    "the configuration", functools.partial(_claim, config, state, membership)
+                )
                 return await _coordinate(config, state, journal, membership, tell, linger_s)
     except Held as error:
         raise ConfigError(
@@ -211,11 +215,15 @@ async def _coordinate(
     decider = _build_decider(config, coordinator, membership, journal, state)
     supervisor = SyncerSupervisor(state, on_hopeless=coordinator.fail)
     if _is_over(membership):
-        await _stop_syncer(state, supervisor, journal)
+        await _stop_syncer(state, supervisor, journal, signals)
         return _tell_end(config, state, journal, membership, signals, tell)
     if read_timeline(state.timeline) != _timeline(membership):
-        await _stop_syncer(state, supervisor, journal)
-    _timeline(membership).write(state.timeline)
+        await _stop_syncer(state, supervisor, journal, signals)
+    await having_room(
+        "the timeline",
+        lambda: _timeline(membership).write(state.timeline),
+        given_up=signals.forced,
+    )
     earlier = read_endpoint(state.coordinator)
     server = await listen(
         config.coordinator.listen,
@@ -232,7 +240,12 @@ async def _coordinate(
     )
     try:
         await metrics.start(is_restart=earlier is not None)
-        Endpoint(local_address(server.address), os.getpid()).write(state.coordinator)
+        endpoint = Endpoint(local_address(server.address), os.getpid())
+        await having_room(
+            "the coordinator's address",
+            lambda: endpoint.write(state.coordinator),
+            given_up=signals.forced,
+        )
         address = coordinator_address(server.address, config.coordinator)
         tell(f"coordinator of run {config.run.name!r} listens on {address}")
         if membership.is_finished:
@@ -248,7 +261,8 @@ async def _coordinate(
         )
         if membership.fatal_reason or coordinator.is_halting:
             await _linger(membership, linger_s)
-        await _stop_syncer(state, supervisor, journal)  # served meanwhile: it has last reports
+        # It is served meanwhile: it has last reports.
+        await _stop_syncer(state, supervisor, journal, signals)
     finally:
         await metrics.stop()
         await server.stop(_DRAIN_S)
@@ -290,7 +304,7 @@ async def _asked_to_stop(
 ) -> None:
     """Return when everything is to stop at once; before that, pass a graceful stop on."""
     await signals.asked.wait()
-    if not coordinator.request_stop():
+    if not await having_room("the stop", coordinator.request_stop, given_up=signals.forced):
         if membership.rules.is_elastic:
             tell("stopping: every island is told to end; nothing published is lost")
             coordinator.halt()
@@ -303,7 +317,9 @@ async def _asked_to_stop(
     await signals.forced.wait()
 
 
-async def _stop_syncer(state: StateDir, supervisor: SyncerSupervisor, journal: Journal) -> None:
+async def _stop_syncer(
+    state: StateDir, supervisor: SyncerSupervisor, journal: Journal, signals: Request
+) -> None:
     """Stop the syncer that lives, if any, and index what it could not report.
 
     A coordinator that was away when the run ended has never heard of the last versions.
@@ -316,14 +332,18 @@ async def _stop_syncer(state: StateDir, supervisor: SyncerSupervisor, journal: J
         raise ConfigError(
             f"the syncer of {state.root} (process {pid}) does not end: end it, then start again"
         )
-    for directory in sorted(state.store.glob("fragment-*")):
-        for header in headers_in(directory):
-            journal.index_round(
-                header["timeline"],
-                header["fragment_id"],
-                header["version"],
-                json.dumps(header, sort_keys=True),
-            )
+
+    def index() -> None:
+        for directory in sorted(state.store.glob("fragment-*")):
+            for header in headers_in(directory):
+                journal.index_round(
+                    header["timeline"],
+                    header["fragment_id"],
+                    header["version"],
+                    json.dumps(header, sort_keys=True),
+                )
+
+    await having_room("the index of the last versions", index, given_up=signals.forced)
 
 
 async def _linger(membership: Membership, linger_s: float) -> None:

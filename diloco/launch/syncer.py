@@ -33,6 +33,7 @@ from diloco.launch.chaos import wall_clock
 from diloco.launch.disk import insist_on_room
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.logs import log_to
+from diloco.launch.room import having_room
 from diloco.launch.security import Security, metrics_protection
 from diloco.launch.state_dir import (
     Endpoint,
@@ -105,8 +106,11 @@ async def _run_syncer(state: StateDir) -> int:
     stopping = heed_signals().forced
     config = load_config(state.resolved)
     secret = load_secret(state.secret)
-    epoch = _next_epoch(state.syncer_epoch)
-    Endpoint("", os.getpid()).write(state.syncer)
+    epoch = await having_room(
+        "the syncer's epoch", lambda: _next_epoch(state.syncer_epoch), given_up=stopping
+    )
+    starting = Endpoint("", os.getpid())
+    await having_room("the syncer's word", lambda: starting.write(state.syncer), given_up=stopping)
     logger.info("syncer starting, run=%s epoch=%d pid=%d", config.run.name, epoch, os.getpid())
     timeline = read_timeline(state.timeline)
     security = Security.of(config, Role.SYNCER)
@@ -119,7 +123,7 @@ async def _run_syncer(state: StateDir) -> int:
     )
     importlib.import_module("diloco.rounds.syncer")  # seconds of torch, while islands start too
     try:
-        await first_of(_keep_plan(state, reporter), stopping.wait())
+        await first_of(_keep_plan(state, reporter, stopping), stopping.wait())
         if stopping.is_set():
             return 0
         return await _serve(config, state, security, secret, epoch, timeline, reporter, stopping)
@@ -127,10 +131,11 @@ async def _run_syncer(state: StateDir) -> int:
         await reporter.close()
 
 
-async def _keep_plan(state: StateDir, reporter: Reporter) -> None:
+async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Event) -> None:
     """Have the plan in the store, so that a restart needs no coordinator."""
     if not state.plan.exists():
-        write_durably(state.plan, [(await reporter.learn_plan()).encode()])
+        plan = (await reporter.learn_plan()).encode()
+        await having_room("the plan", lambda: write_durably(state.plan, [plan]), given_up=stopping)
 
 
 async def _serve(
@@ -165,9 +170,13 @@ async def _serve(
             security=security.knowing(coordinator.address if coordinator else ""),
             chunk_bytes=config.transport.chunk_bytes,
         )
-        write_json(state.bound, server.address)
         address = syncer_address(server.address, config.coordinator)
-        Endpoint(address, os.getpid()).write(state.syncer)
+
+        def tell_address() -> None:
+            write_json(state.bound, server.address)
+            Endpoint(address, os.getpid()).write(state.syncer)
+
+        await having_room("the syncer's address", tell_address, given_up=stopping)
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
         metrics = MetricsServer(
             config.telemetry.syncer_metrics,

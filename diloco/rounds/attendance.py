@@ -108,6 +108,7 @@ class Attendance:
         self._listeners = listeners
         self._granting, self._ordering = asyncio.Lock(), asyncio.Lock()
         self._orders = self._newest_orders = Orders()
+        self._has_warned = False
         self._heard_at: dict[str, float] = {}  # loop time of an island's last call
         self._unheard: set[str] = set()  # that were here before this start, and have not called yet
         self._alarm: asyncio.TimerHandle | None = None
@@ -193,9 +194,14 @@ class Attendance:
                 if store is not None:
                     await self._worker.run(lambda: store.store(orders))
             except OSError as error:
-                logger.error("orders cannot be kept, those before them stay: %s", error)
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.error("orders cannot be kept, those before them stay: %s", error)
                 self._newest_orders = self._orders  # the next report brings them again
                 return
+            if self._has_warned:
+                self._has_warned = False
+                logger.info("the newest orders are kept")
             before, self._orders = self._orders, orders
             if orders.policy_json != before.policy_json:
                 self._take_policy()

@@ -294,16 +294,20 @@ def test_a_kicked_start_is_fenced_and_stays_so_over_a_restart(setting: Setting) 
     run_virtual(scenario())
 
 
-def test_orders_count_once_they_are_durable(setting: Setting) -> None:
+def test_orders_count_once_they_are_durable(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
     def full_disk() -> None:
         raise OSError(28, "No space left on device")
 
     async def scenario() -> None:
         run, (_, b, _) = await begun(setting)
         run.orders.before_store = full_disk
-        await order(run, "a", "c", fenced={"b": 2})
+        for _ in range(3):  # with every report
+            await order(run, "a", "c", fenced={"b": 2})
         assert not (await b.poll()).is_fenced
         assert run.syncer.failure is None
+        assert sum("orders cannot be kept" in r.message for r in caplog.records) == 1
 
         run.orders.before_store = lambda: None
         await order(run, "a", "c", fenced={"b": 2})
