@@ -109,10 +109,10 @@ class FragmentService:
         hooks: Hooks,
     ) -> None:
         """Assign only; `start` reads the store. `steps` are the step times of the islands."""
-        timing = None
+        self._timing: MeasuredTiming | None = None
         if rules.timing is not None:
-            timing = MeasuredTiming(rules.timing, steps, _now(), hooks.downtime)
-        self.rounds = FragmentRounds(fragment.fragment_id, timeline, rules.rounds, timing)
+            self._timing = MeasuredTiming(rules.timing, steps, _now(), hooks.downtime)
+        self.rounds = FragmentRounds(fragment.fragment_id, timeline, rules.rounds, self._timing)
         self.record: VersionRecord | None = None
         self._fragment = fragment
         self._store = store
@@ -126,6 +126,7 @@ class FragmentService:
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
+        self._has_warned = False
 
     async def start(self, incarnations: Mapping[str, int]) -> None:
         """Go on from the durable state; the islands of `incarnations` hold their grants.
@@ -521,6 +522,23 @@ class FragmentService:
         for island in record.rejected:
             self._hooks.meter.refusal(island, Cause.OUTLIER)
         self._hooks.on_event(closed)
+        if closed.quorum < len(rounds.members):
+            self._warn_of_no_grace(rounds.members)
+
+    def _warn_of_no_grace(self, members: tuple[str, ...]) -> None:
+        """Say once that rounds wait for nobody, where that is not what `outer.grace` asks for."""
+        is_speaker = self._fragment.fragment_id == 0  # it is the same with all of them
+        if self._timing is None or self._has_warned or not is_speaker:
+            return
+        if (terms := self._timing.lacks_grace(members)) is not None:
+            self._has_warned = True
+            logger.warning(
+                "outer.grace = auto comes to 0, rounds close with whoever is first: tau inner "
+                "steps of the slowest island take %.3g s, a quorum and the fetch of its version "
+                "%.3g s; give it a time: diloco set HOST:PORT outer.grace=%.1fs",
+                *terms,
+                max(0.1, terms[1]),
+            )
 
     async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
         at_unix_s = self._unix_s

@@ -262,12 +262,24 @@ class MeasuredTiming:
         """See `Timing`."""
         if self._rules.grace_s is not None:
             return self._rules.grace_s
+        if (terms := self.slack_terms(members)) is None:
+            return 0.0
+        overlap_s, exchange_s = terms
+        slack_s = overlap_s - exchange_s
+        return min(max(self._rules.grace_share * slack_s, 0.0), self._rules.grace_cap_s)
+
+    def slack_terms(self, members: Collection[str]) -> tuple[float, float] | None:
+        """Give tau * xi_step(slowest) and xi_quorum + xi_sync; None while one is unknown."""
         steps = self._steps.of(members)
         quorum, fetched = self._until_quorum.value, self._until_fetched.value
         if len(steps) < max(len(members), 1) or quorum is None or fetched is None:
-            return 0.0
-        slack = self._rules.overlap_steps * max(steps) - (quorum + fetched)
-        return min(max(self._rules.grace_share * slack, 0.0), self._rules.grace_cap_s)
+            return None
+        return self._rules.overlap_steps * max(steps), quorum + fetched
+
+    def lacks_grace(self, members: Collection[str]) -> tuple[float, float] | None:
+        """Give `slack_terms` where a grace that is measured comes to 0 for want of slack."""
+        terms = self.slack_terms(members) if self._rules.grace_s is None else None
+        return terms if terms is not None and terms[0] <= terms[1] else None
 
     def deadline_s(self, members: Collection[str]) -> float:
         """See `Timing`."""

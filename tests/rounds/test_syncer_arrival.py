@@ -399,6 +399,24 @@ def test_version_0_is_founded_by_who_is_there(setting: Setting) -> None:
     run_virtual(scenario())
 
 
+def test_a_grace_of_auto_that_comes_to_nothing_is_said_once_with_the_key_to_set(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        run, islands = await begun(replace(setting, total_tokens=1000))
+        for version in range(4):
+            await asyncio.sleep(3 * STEP_S)  # until the quorum: more than tau steps
+            await islands[0].contribute(replace(KEY, version=version))
+            await fetch(islands[0], version + 1)
+            await next_opening(run, *islands)
+
+    run_virtual(scenario())
+
+    (said,) = (r.getMessage() for r in caplog.records if "outer.grace = auto" in r.message)
+    assert "tau inner steps of the slowest island take 2 s" in said
+    assert "diloco set HOST:PORT outer.grace=" in said
+
+
 # -- restarts --------------------------------------------------------------------------------------
 
 

@@ -157,6 +157,21 @@ def test_where_fetching_takes_longer_than_the_overlap_there_is_no_grace() -> Non
     assert timing.grace_s(BOTH) == 0.0
 
 
+def test_a_grace_that_comes_to_nothing_says_what_of() -> None:
+    timing = measured()
+    assert timing.lacks_grace(BOTH) is None, "not known yet"
+    one_round(timing, 130.0, slow_after=0.0)
+    assert timing.lacks_grace(BOTH) is None
+    timing.fetched(140.0)
+
+    assert timing.lacks_grace(BOTH) == pytest.approx((4.0, 1.0 + (0.5 + 9.0) / 2))
+
+    fixed = MeasuredTiming(replace(RULES, grace_s=0.0), step_times(), begins_at=100.0)
+    one_round(fixed, 130.0, slow_after=0.0)
+    fixed.fetched(140.0)
+    assert fixed.lacks_grace(BOTH) is None, "it is what was asked for"
+
+
 def test_the_deadline_follows_how_late_members_come() -> None:
     timing = measured()
     assert timing.deadline_s(BOTH) == 60.0  # of unknown members: the longest
