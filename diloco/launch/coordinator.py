@@ -22,6 +22,7 @@ from pathlib import Path
 from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
+from diloco.coordinator.board import Board
 from diloco.coordinator.daemon import RETURN_S, Coordinator, Operations
 from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.grants import load_or_create_secret
@@ -216,7 +217,7 @@ async def _coordinate(
     supervisor = SyncerSupervisor(state, on_hopeless=coordinator.fail)
     if _is_over(membership):
         await _stop_syncer(state, supervisor, journal, signals)
-        return _tell_end(config, state, journal, membership, signals, tell)
+        return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
     if read_timeline(state.timeline) != _timeline(membership):
         await _stop_syncer(state, supervisor, journal, signals)
     await having_room(
@@ -268,7 +269,7 @@ async def _coordinate(
         await server.stop(_DRAIN_S)
         if decider is not None:
             decider.stop()
-    return _tell_end(config, state, journal, membership, signals, tell)
+    return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
 
 
 def _build_decider(
@@ -369,6 +370,7 @@ def _tell_end(
     state: StateDir,
     journal: Journal,
     membership: Membership,
+    board: Board,
     signals: Request,
     tell: Callable[[str], None],
 ) -> int:
@@ -381,7 +383,12 @@ def _tell_end(
             tell(f"the islands: {commands_of_islands(config)}")
         return membership.fatal_exit_code
     if membership.is_finished:
-        tell(f"the run {membership.run!r} has finished")
+        said = f"the run {membership.run!r} has finished"
+        merged = board.merged_tokens  # 0 where nobody has told this start
+        if config.outer.is_on_arrival and merged:
+            said += f": every fragment has merged {merged:,} tokens, planned were "
+            said += f"{config.total_tokens:,}"
+        tell(said)
         return 0
     if membership.is_stopped:
         tell(_stopped_text(config, state, membership))

@@ -184,6 +184,10 @@ class Syncer:
         """Phase of a fragment's current round, in words."""
         return self._services[fragment_id].phase
 
+    def rounds_of(self, fragment_id: int) -> tuple[int, int]:
+        """Rounds of a fragment published since the start, and those that count one island."""
+        return self.meter.rounds_of(fragment_id)
+
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
         await self._worker.run(self._spool.start)
