@@ -129,8 +129,12 @@ class FragmentRounds(Standing):
         self._move(RoundEvent.FOUNDED)
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
         self._broken_in_a_row = broken_in_a_row
+        has_floor = not (self.is_over or self.is_finishing)
         self._timing.resumed(
-            version, closed_at, expired_in_a_row, now if expired_at is None else expired_at
+            version,
+            closed_at if has_floor else None,
+            expired_in_a_row,
+            now if expired_at is None else expired_at,
         )
         self._tell(now, f"founded at version {version}, attempt {attempt}")
         is_numeric = self._is_beyond(broken_in_a_row, or_at=_MOST_BROKEN)

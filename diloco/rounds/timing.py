@@ -74,11 +74,10 @@ class StepTimes:
 
 
 class Downtime:
-    """What a start of a syncer finds overdue: one shift for all its fragments.
+    """What a start of a syncer finds overdue; one object for all its fragments.
 
-    The fragment that was due first opens at once, the others as much after it as they would have,
-    had the syncer not been away: they go on taking turns. However often it is killed, the fragment
-    that is overdue for longest opens.
+    The fragment that is overdue for longest opens at once, the n-th of P after it n / P of a floor
+    later: they go on taking turns. However often the syncer is killed, each is the first in time.
     """
 
     def __init__(self, ended_at: float) -> None:
@@ -90,10 +89,12 @@ class Downtime:
         """Take when a fragment's last round closed, and which share of a full floor follows."""
         self._floors.append((closed_at, share))
 
-    def late_s(self, full_s: float) -> float:
-        """Seconds by which all are shifted where a floor is `full_s` long; 0: nothing is due."""
-        due = min((at + share * full_s for at, share in self._floors), default=math.inf)
-        return max(0.0, self._ended_at - due)
+    def opens_at(self, due: float, full_s: float) -> float:
+        """When a fragment opens that was due at `due`, where a full floor is `full_s` long."""
+        if due >= self._ended_at:
+            return due
+        before = sum(at + share * full_s < due for at, share in self._floors)
+        return self._ended_at + before * full_s / max(len(self._floors), 1)
 
 
 class Timing(Protocol):
@@ -255,8 +256,8 @@ class MeasuredTiming:
             return self._expired_at + min(
                 min(steps) * 2.0 ** min(self._expiries - 1, _MOST_DOUBLINGS), full
             )
-        late_s = self._downtime.late_s(full) if self._downtime is not None else 0.0
-        return self._closed_at + self._share * full + late_s
+        due = self._closed_at + self._share * full
+        return due if self._downtime is None else self._downtime.opens_at(due, full)
 
     def grace_s(self, members: Collection[str]) -> float:
         """See `Timing`."""
@@ -329,10 +330,10 @@ class MeasuredTiming:
         """See `Timing`; the floor counts from that close, however late the start is."""
         if closed_at is not None:
             self._closed_at, self._share = closed_at, 1.0 if version else self._share
-        if self._downtime is not None:
-            self._downtime.found(self._closed_at, self._share)
         if expiries:
             self._expired_at, self._expiries = expired_at, expiries
+        elif closed_at is not None and self._downtime is not None:
+            self._downtime.found(self._closed_at, self._share)
 
     def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
         """See `Timing`."""

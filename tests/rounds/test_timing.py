@@ -113,24 +113,28 @@ def test_a_restart_goes_on_waiting_ever_longer() -> None:
     assert timing.opens_at(BOTH) == 204.0
 
 
-def restarted(ended_at: float, closed_at: float, *, num_fragments: int = 3) -> list[float]:
-    """When fragments open that closed 10 s apart, the first at `closed_at`, after a restart."""
+def restarted(ended_at: float, *closed_at: float) -> list[float]:
+    """When fragments open after a restart that closed at these times."""
     downtime = Downtime(ended_at)
     timings = []
-    for p in range(num_fragments):
-        rules = replace(RULES, phase=(p + 1) / num_fragments)
+    for p, at in enumerate(closed_at):
+        rules = replace(RULES, phase=(p + 1) / len(closed_at))
         timing = MeasuredTiming(rules, step_times(), ended_at, downtime)
-        timing.resumed(7, closed_at + 10.0 * p, 0, ended_at)
+        timing.resumed(7, at, 0, ended_at)
         timings.append(timing)
     return [timing.opens_at(BOTH) for timing in timings]
 
 
 def test_the_floor_counts_from_the_close_before_a_restart() -> None:
-    assert restarted(ended_at=125.0, closed_at=100.0) == [130.0, 140.0, 150.0]
+    assert restarted(125.0, 100.0, 110.0, 120.0) == [130.0, 140.0, 150.0]
 
 
 def test_what_is_overdue_after_a_restart_opens_in_turn_the_oldest_at_once() -> None:
-    assert restarted(ended_at=1000.0, closed_at=100.0) == [1000.0, 1010.0, 1020.0]
+    assert restarted(1000.0, 110.0, 120.0, 100.0) == [1010.0, 1020.0, 1000.0]
+
+
+def test_a_fragment_that_is_long_overdue_delays_no_other() -> None:
+    assert restarted(1000.0, 100.0, 990.0, 995.0) == [1000.0, 1020.0, 1025.0]
 
 
 def test_a_round_after_the_restart_is_shifted_no_more() -> None:
