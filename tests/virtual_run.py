@@ -397,6 +397,7 @@ class VirtualRun:
             on_change=lambda: None,
             orders=self.orders,
             on_event=self.events.append,
+            unix_clock=asyncio.get_running_loop().time,
         )
         await self.syncer.start()
         self.server = self.network.server(self.name, self.syncer.handlers)

@@ -35,7 +35,7 @@ def run_line(reply: StatusReply) -> Text:
     """Show the run's name, state, syncer, generation, timeline, checkpoints and merged tokens.
 
     A run that was never resumed has no word on its timeline, one that inner steps end none on its
-    tokens: of those that end it the least that a fragment has merged. Below stands why it failed.
+    tokens (`_tokens_text`). Below stands why it failed.
     """
     line = Text.assemble(
         ("run ", "dim"),
@@ -51,8 +51,7 @@ def run_line(reply: StatusReply) -> Text:
     if reply.is_paused:
         line.append("  no round opens", "yellow")
     if reply.total_tokens:
-        merged = min((fragment.merged_tokens for fragment in reply.fragments), default=0)
-        line.append("  tokens merged ", "dim").append(f"{merged:,} of {reply.total_tokens:,}")
+        line.append("  tokens merged ", "dim").append(_tokens_text(reply))
     if reply.timeline:
         line.append("  timeline ", "dim").append(str(reply.timeline))
     if reply.checkpoint_steps:
@@ -113,11 +112,28 @@ def run_text(reply: StatusReply) -> str:
         for island in sorted(reply.islands, key=lambda island: island.island_slot)
     )
     versions = ", ".join(str(fragment.version) for fragment in reply.fragments)
-    return f"{reply.state}: {islands}; versions {versions or 'none yet'}"
+    tokens = f"; tokens merged {_tokens_text(reply)}" if reply.total_tokens else ""
+    return f"{reply.state}: {islands}; versions {versions or 'none yet'}{tokens}"
+
+
+def _tokens_text(reply: StatusReply) -> str:
+    """Say how far a run is that tokens end: the least that a fragment has merged, and solo rounds.
+
+    The share of these is of the rounds since the syncer's start; there is none before the first.
+    """
+    merged = min((fragment.merged_tokens for fragment in reply.fragments), default=0)
+    text = f"{merged:,} of {reply.total_tokens:,}"
+    if rounds := sum(fragment.rounds for fragment in reply.fragments):
+        solo = sum(fragment.solo_rounds for fragment in reply.fragments) / rounds
+        text += f" ({solo:.0%} of rounds solo)"
+    return text
 
 
 def island_text(island: IslandStatus, inner_steps: int) -> str:
-    """Say in a few words where an island stands; before its first step, what it has moved."""
+    """Say in a few words where an island stands; before its first step, what it has moved.
+
+    `inner_steps` is where the run ends, 0 where tokens end it.
+    """
     if not island.HasField("last_report"):
         return "joined" if island.incarnation else "not joined"
     report = island.last_report
@@ -125,7 +141,7 @@ def island_text(island: IslandStatus, inner_steps: int) -> str:
         moved = f"{format_bytes(report.bytes_up)} up, {format_bytes(report.bytes_down)} down"
         return f"{report.state}, {moved}"
     return (
-        f"{report.state}, step {report.inner_step}/{inner_steps} "
+        f"{report.state}, step {_step(report.inner_step, inner_steps)} "
         f"loss {report.loss_nats:.3f} {report.tokens_per_s:,.0f} tokens/s"
     )
 
@@ -150,7 +166,7 @@ def _island_cells(island: IslandStatus, inner_steps: int) -> tuple[str, ...]:
         incarnation,
         _lease(island),
         report.state,
-        f"{report.inner_step}/{inner_steps}",
+        _step(report.inner_step, inner_steps),
         f"{report.loss_nats:.4f}" if report.inner_step else _UNKNOWN,
         f"{report.tokens_per_s:,.0f}",
         str(report.fragments_in_flight),
@@ -160,6 +176,11 @@ def _island_cells(island: IslandStatus, inner_steps: int) -> tuple[str, ...]:
         f"{report.utilisation:.1%}",
         f"{_seconds(island.report_age_s)} ago",
     )
+
+
+def _step(inner_step: int, inner_steps: int) -> str:
+    """Write an inner step, and of how many where these end the run."""
+    return f"{inner_step}/{inner_steps}" if inner_steps else str(inner_step)
 
 
 def _lease(island: IslandStatus) -> str:

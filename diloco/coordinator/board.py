@@ -111,7 +111,9 @@ class Board:
 
     @property
     def inner_steps(self) -> int:
-        """Where inner steps end the run."""
+        """Where inner steps end the run; 0: tokens do."""
+        if self.terms.total_tokens:
+            return 0
         return int(json.loads(self.terms.policy_json)["run.inner_steps"])
 
     @property

@@ -9,6 +9,7 @@ Source: protocol.md sections 4, 7 and 8.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,6 +30,7 @@ from diloco.coordinator.operations import decide
 from diloco.coordinator.syncer_desk import RoundRow, SyncerDesk
 from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import Terms, terms_of
+from diloco.durable import DiskFull
 from diloco.errors import ConfigError, CoordinatorUnavailable, Fenced, QuorumLost
 from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
@@ -214,21 +216,33 @@ class Coordinator:
     # -- time --------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """End leases, and a stop that an island has stayed away from; watches for ever."""
+        """End leases, and a stop that an island has stayed away from; watches for ever.
+
+        What cannot be written for want of room is looked at again, once there is some.
+        """
         self._leases.restarted(self._membership.members, _now())
         while True:
             self._leases.looked(_now())
             await asyncio.sleep(min(_WATCH_S, self._terms.lease_s / 4))
             self._leases.looked(_now())
-            self._end_leases()
-            self._keep(self._membership.follow_ups())
-            self._cut_when_due()
-            self._end_if_over()
-            too_long = self._terms.unreachable_s
-            silent = [
-                i for i in self._membership.members if self._leases.silent_s(i, _now()) > too_long
-            ]
-            self._stop_without(silent)
+            with contextlib.suppress(DiskFull):  # the journal has said so
+                self._look()
+
+    def _look(self) -> None:
+        """Act on what time has brought.
+
+        Raises:
+            DiskFull: If there is no room to write it down: nothing of it has happened.
+        """
+        self._end_leases()
+        self._keep(self._membership.follow_ups())
+        self._cut_when_due()
+        self._end_if_over()
+        too_long = self._terms.unreachable_s
+        silent = [
+            i for i in self._membership.members if self._leases.silent_s(i, _now()) > too_long
+        ]
+        self._stop_without(silent)
 
     def _cut_when_due(self) -> None:
         """Ask for a run checkpoint, one in so many tokens that all fragments have merged."""

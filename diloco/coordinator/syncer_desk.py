@@ -182,6 +182,8 @@ class SyncerDesk:
             age_s=fragment.age_s,
             phase=bounded_text(fragment.phase),
             merged_tokens=fragment.merged_tokens,
+            rounds=fragment.rounds,
+            solo_rounds=min(fragment.solo_rounds, fragment.rounds),
         )
 
 

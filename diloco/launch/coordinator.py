@@ -11,6 +11,7 @@ Source: design.md section 2; protocol.md sections 8 and 9.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -21,7 +22,8 @@ from pathlib import Path
 from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
-from diloco.coordinator.daemon import Coordinator, Operations
+from diloco.coordinator.board import Board
+from diloco.coordinator.daemon import RETURN_S, Coordinator, Operations
 from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
@@ -34,6 +36,7 @@ from diloco.launch.address import coordinator_address, listen, local_address, sy
 from diloco.launch.backup import Backups
 from diloco.launch.chaos import wall_clock
 from diloco.launch.ending import Request, first_of, heed_signals
+from diloco.launch.room import having_room
 from diloco.launch.run_checkpoints import (
     RESUME,
     choose_checkpoint,
@@ -124,7 +127,9 @@ async def run_coordinator(
                 elif membership.is_stopped:
                     raise ConfigError(_stopped_text(config, state, membership))
                 config = _with_settings(config, membership, tell)
-                _claim(config, state, membership)
+                await having_room(
+                    "the configuration", functools.partial(_claim, config, state, membership)
+                )
                 return await _coordinate(config, state, journal, membership, tell, linger_s)
     except Held as error:
         raise ConfigError(
@@ -217,11 +222,15 @@ async def _coordinate(
         for each in state.of_syncers(config.coordinator.num_syncers)
     ]
     if _is_over(membership):
-        await _stop_syncers(state, supervisors, journal)
-        return _tell_end(config, state, journal, membership, signals, tell)
+        await _stop_syncers(state, supervisors, journal, signals)
+        return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
     if read_timeline(state.timeline) != _timeline(membership):
-        await _stop_syncers(state, supervisors, journal)
-    _timeline(membership).write(state.timeline)
+        await _stop_syncers(state, supervisors, journal, signals)
+    await having_room(
+        "the timeline",
+        lambda: _timeline(membership).write(state.timeline),
+        given_up=signals.forced,
+    )
     earlier = read_endpoint(state.coordinator)
     server = await listen(
         config.coordinator.listen,
@@ -238,9 +247,19 @@ async def _coordinate(
     )
     try:
         await metrics.start(is_restart=earlier is not None)
-        Endpoint(local_address(server.address), os.getpid()).write(state.coordinator)
+        endpoint = Endpoint(local_address(server.address), os.getpid())
+        await having_room(
+            "the coordinator's address",
+            lambda: endpoint.write(state.coordinator),
+            given_up=signals.forced,
+        )
         address = coordinator_address(server.address, config.coordinator)
         tell(f"coordinator of run {config.run.name!r} listens on {address}")
+        if membership.is_finished:
+            tell(
+                f"the run has finished, but for {', '.join(membership.away)}: waiting for up to "
+                f"{RETURN_S:g} s, so that it can fetch the end"
+            )
         await first_of(
             coordinator.ended.wait(),
             coordinator.watch(),
@@ -249,13 +268,14 @@ async def _coordinate(
         )
         if membership.fatal_reason or coordinator.is_halting:
             await _linger(membership, linger_s)
-        await _stop_syncers(state, supervisors, journal)  # served meanwhile: it has last reports
+        # They are served meanwhile: they have last reports.
+        await _stop_syncers(state, supervisors, journal, signals)
     finally:
         await metrics.stop()
         await server.stop(_DRAIN_S)
         if decider is not None:
             decider.stop()
-    return _tell_end(config, state, journal, membership, signals, tell)
+    return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
 
 
 def _build_decider(
@@ -291,7 +311,7 @@ async def _asked_to_stop(
 ) -> None:
     """Return when everything is to stop at once; before that, pass a graceful stop on."""
     await signals.asked.wait()
-    if not coordinator.request_stop():
+    if not await having_room("the stop", coordinator.request_stop, given_up=signals.forced):
         if membership.rules.is_elastic:
             tell("stopping: every island is told to end; nothing published is lost")
             coordinator.halt()
@@ -305,7 +325,10 @@ async def _asked_to_stop(
 
 
 async def _stop_syncers(
-    state: StateDir, supervisors: Sequence[SyncerSupervisor], journal: Journal
+    state: StateDir,
+    supervisors: Sequence[SyncerSupervisor],
+    journal: Journal,
+    signals: Request,
 ) -> None:
     """Stop the syncers that live, if any, and index what they could not report.
 
@@ -320,14 +343,18 @@ async def _stop_syncers(
             raise ConfigError(
                 f"the syncer of {each.store} (process {pid}) does not end: end it, then start again"
             )
-    for directory in sorted(d for each in state.syncers for d in each.store.glob("fragment-*")):
-        for header in headers_in(directory):
-            journal.index_round(
-                header["timeline"],
-                header["fragment_id"],
-                header["version"],
-                json.dumps(header, sort_keys=True),
-            )
+
+    def index() -> None:
+        for directory in sorted(d for each in state.syncers for d in each.store.glob("fragment-*")):
+            for header in headers_in(directory):
+                journal.index_round(
+                    header["timeline"],
+                    header["fragment_id"],
+                    header["version"],
+                    json.dumps(header, sort_keys=True),
+                )
+
+    await having_room("the index of the last versions", index, given_up=signals.forced)
 
 
 async def _linger(membership: Membership, linger_s: float) -> None:
@@ -339,7 +366,9 @@ async def _linger(membership: Membership, linger_s: float) -> None:
 
 
 def _is_over(membership: Membership) -> bool:
-    return membership.is_finished or bool(membership.fatal_reason)
+    """Whether nobody is to be answered any more; who is away may still come for the end."""
+    has_all = membership.is_finished and not membership.away
+    return has_all or bool(membership.fatal_reason)
 
 
 def _timeline(membership: Membership) -> Timeline:
@@ -351,6 +380,7 @@ def _tell_end(
     state: StateDir,
     journal: Journal,
     membership: Membership,
+    board: Board,
     signals: Request,
     tell: Callable[[str], None],
 ) -> int:
@@ -363,7 +393,12 @@ def _tell_end(
             tell(f"the islands: {commands_of_islands(config)}")
         return membership.fatal_exit_code
     if membership.is_finished:
-        tell(f"the run {membership.run!r} has finished")
+        said = f"the run {membership.run!r} has finished"
+        merged = board.merged_tokens  # 0 where nobody has told this start
+        if config.outer.is_on_arrival and merged:
+            said += f": every fragment has merged {merged:,} tokens, planned were "
+            said += f"{config.total_tokens:,}"
+        tell(said)
         return 0
     if membership.is_stopped:
         tell(_stopped_text(config, state, membership))

@@ -34,6 +34,7 @@ from diloco.launch.chaos import wall_clock
 from diloco.launch.disk import insist_on_room
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.logs import log_to
+from diloco.launch.room import having_room
 from diloco.launch.security import Security, metrics_protection
 from diloco.launch.state_dir import (
     ONLY_SYNCER,
@@ -111,8 +112,11 @@ async def _run_syncer(state: StateDir) -> int:
     stopping = heed_signals().forced
     config = load_config(state.resolved)
     secret = load_secret(state.secret)
-    epoch = _next_epoch(state.syncer_epoch)
-    Endpoint("", os.getpid()).write(state.syncer)
+    epoch = await having_room(
+        "the syncer's epoch", lambda: _next_epoch(state.syncer_epoch), given_up=stopping
+    )
+    starting = Endpoint("", os.getpid())
+    await having_room("the syncer's word", lambda: starting.write(state.syncer), given_up=stopping)
     logger.info(
         "%s starting, run=%s epoch=%d pid=%d",
         state.syncer_name, config.run.name, epoch, os.getpid(),
@@ -129,7 +133,7 @@ async def _run_syncer(state: StateDir) -> int:
     )
     importlib.import_module("diloco.rounds.syncer")  # seconds of torch, while islands start too
     try:
-        await first_of(_keep_plan(state, reporter), stopping.wait())
+        await first_of(_keep_plan(state, reporter, stopping), stopping.wait())
         if stopping.is_set():
             return 0
         return await _serve(config, state, security, secret, epoch, timeline, reporter, stopping)
@@ -137,15 +141,19 @@ async def _run_syncer(state: StateDir) -> int:
         await reporter.close()
 
 
-async def _keep_plan(state: StateDir, reporter: Reporter) -> None:
+async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Event) -> None:
     """Have the plan in the store, and what of it is ours: a restart needs no coordinator."""
     is_one_of_several = state.syncer_name != ONLY_SYNCER
     if state.plan.exists() and (state.fragments.exists() or not is_one_of_several):
         return
     reply = await reporter.learn_plan()
-    if is_one_of_several:
-        write_json(state.fragments, list(reply.fragment_ids))
-    write_durably(state.plan, [reply.plan_json.encode()])
+
+    def keep() -> None:
+        if is_one_of_several:
+            write_json(state.fragments, list(reply.fragment_ids))
+        write_durably(state.plan, [reply.plan_json.encode()])
+
+    await having_room("the plan", keep, given_up=stopping)
 
 
 async def _serve(
@@ -180,9 +188,13 @@ async def _serve(
             security=security.knowing(coordinator.address if coordinator else ""),
             chunk_bytes=config.transport.chunk_bytes,
         )
-        write_json(state.bound, server.address)
         address = syncer_address(server.address, config.coordinator, state.syncer_id)
-        Endpoint(address, os.getpid()).write(state.syncer)
+
+        def tell_address() -> None:
+            write_json(state.bound, server.address)
+            Endpoint(address, os.getpid()).write(state.syncer)
+
+        await having_room("the syncer's address", tell_address, given_up=stopping)
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
         metrics = MetricsServer(
             of_syncer(config.telemetry.syncer_metrics, state.syncer_id),
@@ -331,6 +343,7 @@ def _build_syncer(
         on_change=reporter.changed,
         orders=_Orders(state.orders, config, rules),
         on_event=functools.partial(_hear, events, reporter),
+        unix_clock=clock,
     )
 
 

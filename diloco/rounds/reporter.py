@@ -68,6 +68,9 @@ class Rounds(Protocol):
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
 
+    def rounds_of(self, fragment_id: int) -> tuple[int, int]:
+        """Rounds of a fragment published since the start, and those that count one island."""
+
     def keep_cut(self, number: int, versions: Sequence[int]) -> None:
         """Keep the newest version of every fragment for a cut; must not block.
 
@@ -256,6 +259,7 @@ class Reporter:
 
     def _status(self, rounds: Rounds, state: FragmentState) -> FragmentStatus:
         now = asyncio.get_running_loop().time()
+        num_rounds, num_solo = rounds.rounds_of(state.fragment_id)
         return FragmentStatus(
             fragment_id=state.fragment_id,
             version=state.version,
@@ -265,6 +269,8 @@ class Reporter:
             age_s=now - self._published_at.get(state.fragment_id, now),
             phase=rounds.phase(state.fragment_id),
             merged_tokens=state.merged_tokens,
+            rounds=num_rounds,
+            solo_rounds=num_solo,
         )
 
     async def _call(self, method: str, request: Message) -> Reply:

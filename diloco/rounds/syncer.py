@@ -40,7 +40,7 @@ from diloco.rounds.service import FragmentService, Hooks
 from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.rounds.terms import Admission, Lost, Roster, RoundKey
-from diloco.rounds.timing import StepTimes
+from diloco.rounds.timing import Downtime, StepTimes
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
@@ -83,8 +83,12 @@ class Syncer:
         on_change: Callable[[], None],
         orders: OrderStore | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
+        unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Assign only; `start` reads the stores. No `orders`: there is no coordinator."""
+        """Assign only; `start` reads the stores. No `orders`: there is no coordinator.
+
+        By `unix_clock` a restart knows how long ago rounds closed; nothing else is.
+        """
         self._plan = plan
         self._epoch = syncer_epoch
         self._worker = worker
@@ -119,6 +123,8 @@ class Syncer:
             self.meter,
             self._spool,
             rules.num_threads,
+            unix_clock,
+            Downtime(asyncio.get_running_loop().time()),
         )
         self._steps = StepTimes()
         self._services = {
@@ -175,6 +181,10 @@ class Syncer:
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
         return self._services[fragment_id].phase
+
+    def rounds_of(self, fragment_id: int) -> tuple[int, int]:
+        """Rounds of a fragment published since the start, and those that count one island."""
+        return self.meter.rounds_of(fragment_id)
 
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""

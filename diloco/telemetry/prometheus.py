@@ -285,7 +285,10 @@ def coordinator_metrics(status: StatusReply) -> Iterator[Metric]:
     yield _gauge("run_info", "The run", ["run"], [([status.run], 1)])
     yield _gauge("run_state", "1 for the state of the run", ["state"], [([status.state], 1)])
     yield _gauge("run_timeline", "Resumes from a checkpoint so far", [], [([], status.timeline)])
-    yield _gauge("run_inner_steps", "Where the run ends", [], [([], status.inner_steps)])
+    if status.total_tokens:
+        yield _gauge("run_total_tokens", "Where the run ends", [], [([], status.total_tokens)])
+    else:
+        yield _gauge("run_inner_steps", "Where the run ends", [], [([], status.inner_steps)])
     if status.checkpoint_steps:
         newest = max(status.checkpoint_steps)
         what = "Inner step of the newest complete checkpoint"
