@@ -23,11 +23,11 @@ from diloco.coordinator.admission import Entries, JoinVerdict
 from diloco.coordinator.board import Board
 from diloco.coordinator.cuts import Part
 from diloco.coordinator.grants import is_valid, sign
-from diloco.coordinator.journal import Journal
+from diloco.coordinator.journal import Journal, RoundRow
 from diloco.coordinator.leases import Lease, Leases
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.operations import decide
-from diloco.coordinator.syncer_desk import RoundRow, SyncerDesk
+from diloco.coordinator.syncer_desk import SyncerDesk
 from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import Terms, terms_of
 from diloco.durable import DiskFull
@@ -457,7 +457,8 @@ class Coordinator:
     def _index(self, row: RoundRow) -> None:
         """Index a durable record, and with it how far the islands have come."""
         entries = self._membership.positions(self._inner_steps)
-        self._journal.write(entries, [row])
+        for _ in range(self._journal.write(entries, [row])):
+            self.refused("", Cause.CONFLICT)
         self._membership.apply(entries)
 
     def _fenced(self, grant: Grant) -> str:

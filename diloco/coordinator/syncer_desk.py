@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
-from diloco.coordinator.journal import Told
+from diloco.coordinator.journal import RoundRow, Told
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.tape import told_expiry
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
@@ -38,9 +38,6 @@ from transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
 
-#: Timeline, fragment, version and header of a durable record.
-RoundRow = tuple[int, int, int, str]
-
 
 class SyncerDesk:
     """Answers the syncers of one run."""
@@ -52,7 +49,7 @@ class SyncerDesk:
         *,
         insist: Callable[[Grant], None],
         index: Callable[[RoundRow], None],
-        tell: Callable[[Told], None],
+        tell: Callable[[Told], object],
         keep: Callable[[Entries], None],
         on_lost: Callable[[str, int], None],
     ) -> None:

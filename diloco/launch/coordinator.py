@@ -347,12 +347,8 @@ async def _stop_syncers(
     def index() -> None:
         for directory in sorted(d for each in state.syncers for d in each.store.glob("fragment-*")):
             for header in headers_in(directory):
-                journal.index_round(
-                    header["timeline"],
-                    header["fragment_id"],
-                    header["version"],
-                    json.dumps(header, sort_keys=True),
-                )
+                key = header["timeline"], header["fragment_id"], header["version"]
+                journal.write((), [(*key, json.dumps(header, sort_keys=True))])
 
     await having_room("the index of the last versions", index, given_up=signals.forced)
 

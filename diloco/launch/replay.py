@@ -23,10 +23,14 @@ from diloco.rounds.replay import FragmentReplay, Replayed
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What making a run's versions again came to, and what else is on its tape, in order."""
+    """What making a run's versions again came to, and what else is on its tape, in order.
+
+    `keeps_all`: the run keeps what every version is made of, so that none may be unknown.
+    """
 
     versions: tuple[Replayed, ...]
     tape: tuple[TapeEntry, ...]
+    keeps_all: bool
 
 
 def replay_run(
@@ -99,7 +103,8 @@ def _replayed(
         for each in replay.run(first, num_threads=len(os.sched_getaffinity(0))):
             versions.append(each)
             on_progress("making versions again", min(len(versions), total), total)
-    return Replay(tuple(versions), entries)
+    keeps_all = config.outer.keep_contributions == "all"
+    return Replay(tuple(versions), entries, keeps_all)
 
 
 def _read_tape(state: StateDir) -> tuple[list[dict[str, object]], tuple[TapeEntry, ...]]:

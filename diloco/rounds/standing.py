@@ -185,7 +185,12 @@ class Standing:
         return Inclusion(incarnation, max(versions), self.past[max(versions)].attempt)
 
     def _eligible(self) -> tuple[str, ...]:
-        return tuple(island for island in self.live if island in self.incarnations)
+        """Who lives, and is here with a start that counts."""
+        return tuple(
+            island
+            for island in self.live
+            if island in self.incarnations and not self.is_fenced(island, self.incarnations[island])
+        )
 
     def _can_open(self) -> bool:
         roster = self._roster

@@ -200,18 +200,18 @@ class FragmentRounds(Standing):
 
         The reason, which may be a peer's own words, is kept and announced up to `MOST_REASON`.
         """
-        if (
-            key != self.key
-            or not self.is_open
-            or island not in self.members
-            or island in self.left
-            or self.is_fenced(island, incarnation)
-        ):
+        if key != self.key or self.is_fenced(island, incarnation):
+            return []
+        return self._take_out(island, reason, now)
+
+    def _take_out(self, island: str, reason: str, now: float) -> list[Instruction]:
+        """Let a member leave the open attempt, whichever start of it is here."""
+        if not self.is_open or island not in self.members or island in self.left:
             return []
         instructions: list[Instruction] = []
         held = self.contributions.pop(island, None)
         if held is not None:
-            instructions.append(DropLanes(key, island, held.incarnation))
+            instructions.append(DropLanes(self.key, island, held.incarnation))
         reason = self.left[island] = bounded_text(reason, MOST_REASON)
         self._tell(now, f"{island} left the attempt: {reason}")
         # It waits for the round's end too: those that are still to come may be dead.
@@ -248,15 +248,12 @@ class FragmentRounds(Standing):
             self.live = tuple(name for name in self._configured if name in roster.live)
             self.rules = replace(self.rules, members=self.live)
             for island in sorted(set(self.members) - set(self.live)):
-                held, reason = self.incarnations[island], "the run goes on without this island"
-                instructions += self.refused(self.key, island, held, reason, now)
+                reason = "the run goes on without this island"
+                instructions += self._take_out(island, reason, now)
         for island, least in sorted(roster.fenced.items()):
-            held_by = self.incarnations.get(island)
-            if held_by is not None and held_by < least:
-                key, reason = self.key, "fenced by the coordinator"
-                instructions += self.refused(key, island, held_by, reason, now)
-                del self.incarnations[island]  # it is no member before its next start is here
             self._least[island] = max(least, self._least.get(island, 0))
+            if self.is_fenced(island, self.incarnations.get(island, 0)):
+                instructions += self._take_out(island, "fenced by the coordinator", now)
         if self.is_open and not set(self.members) - set(self.left) <= set(self.live):
             # Who is left has begun to wait for islands that may never come.
             self._begin_deadline(now)
@@ -341,7 +338,7 @@ class FragmentRounds(Standing):
         """
         self._require(Phase.CLOSING, "malformed", key)
         self._move(RoundEvent.MALFORMED)
-        return self.refused(key, island, self.incarnations[island], reason, now)
+        return self._take_out(island, reason, now)
 
     def result_broken(self, key: RoundKey, reason: str, now: float) -> list[Instruction]:
         """Expire a closing attempt whose result cannot be used; nothing moved."""

@@ -787,6 +787,24 @@ def test_a_kicked_start_counts_nothing_and_its_next_one_does(is_known: bool) -> 
     assert rounds.members == ("a", "b")
 
 
+def test_a_member_may_be_taken_out_while_an_attempt_closes() -> None:
+    """Twice, and its payload may turn out to be malformed, too."""
+    rounds = machine(members=("a", "b", "c"), granted="abc")
+    for island in "abc":
+        contribute(rounds, island, 1.0)
+    assert rounds.phase is Phase.CLOSING
+    for is_paused in (False, True):
+        assert rounds.heard_of(Roster(("a", "b"), {"c": 2}, is_paused), 2.0) == []
+    assert rounds.heard_of(Roster(("a", "b"), {"c": 2}), 2.0) == []
+
+    drop, close = rounds.malformed(rounds.key, "c", "torn", 3.0)
+
+    assert drop == DropLanes(rounds.key, "c", 1)
+    assert isinstance(close, Close) and [c.island for c in close.contributors] == ["a", "b"]
+    _, opened = rounds.committed(rounds.key, 4.0)
+    assert isinstance(opened, Opened) and opened.members == ("a", "b")
+
+
 def test_flush_attempts_take_flushes_only_and_close_with_those_that_came() -> None:
     rounds = dynamic(min_contributions=None, min_members=3)
     assert rounds.admit(lane(rounds, "a", is_flush=True)) is Admission.INVALID

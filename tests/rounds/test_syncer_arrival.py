@@ -340,6 +340,39 @@ def test_a_silent_member_is_not_opened_for_though_nobody_says_so(setting: Settin
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("is_heard_first", [False, True])
+def test_what_the_syncer_slept_through_is_nobodys_silence(
+    setting: Setting, is_heard_first: bool
+) -> None:
+    """Whether its own alarm is first to run again, or a call that waited in its sockets."""
+
+    async def scenario() -> None:
+        run, (a, b, c) = await begun(replace(setting, quorum=None))
+        await heartbeat(a, b, c)
+        await asyncio.sleep(STEP_S)
+        await a.contribute(KEY)
+        waiting = asyncio.create_task(heartbeat(b))
+        await asyncio.sleep(0.0)
+
+        loop = asyncio.get_running_loop()
+        loop._jumping.now += setting.lease_s + 2.0  # type: ignore[attr-defined]
+        if is_heard_first:
+            await waiting
+        await asyncio.sleep(STEP_S)
+
+        (state,) = run.syncer.states
+        assert (state.version, state.attempt, state.is_open) == (0, 0, True)
+        for island in (b, c):
+            await island.contribute(KEY)
+        assert version_of(run)[0] == 1
+        for _ in range(int(setting.lease_s) + 1):  # now c is really silent
+            await asyncio.sleep(STEP_S)
+            await heartbeat(a, b)
+        assert list(run.syncer._attendance.roster.live) == ["a", "b"]
+
+    run_virtual(scenario())
+
+
 def test_nobody_waits_for_a_member_that_lapsed(setting: Setting) -> None:
     """Also where all members are the quorum."""
 
