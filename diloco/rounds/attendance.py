@@ -3,7 +3,9 @@
 Every incarnation is durable before anything of it is accepted, the coordinator's orders before
 they count: who was fenced stays so over a restart. While the coordinator is away its last orders
 stay, and an island from which nothing is heard for a lease is not opened for. Leases are measured
-by the clock of this process alone, and what it slept through is nobody's silence.
+by the clock of this process alone, and what it slept through is nobody's silence. After a restart
+nothing opens before all islands that live have called, at most a lease: whoever is only
+reconnecting would miss what opens without it.
 
 Source: protocol.md sections 7, 8 and 10.
 """
@@ -112,7 +114,9 @@ class Attendance:
         self._listeners = listeners
         self._granting, self._ordering = asyncio.Lock(), asyncio.Lock()
         self._orders = self._newest_orders = Orders()
+        self._has_warned = False
         self._leases = Leases(rules.lease_s)
+        self._unheard: set[str] = set()  # that were here before this start, and have not called yet
         self._alarm: asyncio.TimerHandle | None = None
         self._founder = rules.islands[0]
 
@@ -120,6 +124,7 @@ class Attendance:
         """Read what is durable; islands that were here have a lease to be heard of again."""
         self.incarnations = await self._worker.run(self._incarnation_store.load)
         self._leases.restarted(self.incarnations, _now())
+        self._unheard = set(self.incarnations)
         if self._order_store is not None:
             self._orders = await self._worker.run(self._order_store.load)
             self._take_policy()
@@ -157,7 +162,8 @@ class Attendance:
             return False
         self._leases.looked(_now())
         self._leases.renewed(island, _now())
-        if island not in self.roster.live:
+        if island in self._unheard or island not in self.roster.live:
+            self._unheard.discard(island)
             self._take_roster()
         return True
 
@@ -194,9 +200,14 @@ class Attendance:
                 if store is not None:
                     await self._worker.run(lambda: store.store(orders))
             except OSError as error:
-                logger.error("orders cannot be kept, those before them stay: %s", error)
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.error("orders cannot be kept, those before them stay: %s", error)
                 self._newest_orders = self._orders  # the next report brings them again
                 return
+            if self._has_warned:
+                self._has_warned = False
+                logger.info("the newest orders are kept")
             before, self._orders = self._orders, orders
             if orders.policy_json != before.policy_json:
                 self._take_policy()
@@ -233,7 +244,8 @@ class Attendance:
             leases.term_s = rules.lease_s
             leases.looked(now)
             silent = leases.expired(roster.live, now)
-            roster = replace(roster, live=tuple(i for i in roster.live if i not in silent))
+            live = tuple(i for i in roster.live if i not in silent)
+            roster = replace(roster, live=live, is_gathering=not self._unheard.isdisjoint(live))
         if roster != self.roster:
             self._say(roster)
             self.roster = roster
@@ -253,6 +265,13 @@ class Attendance:
                 ", ".join(sorted(after - before)) or "nobody",
                 ", ".join(sorted(before - after)) or "nobody",
                 "; none opens, an operator has paused the run" if roster.is_paused else "",
+            )
+        if roster.is_gathering and not self.roster.is_gathering:
+            awaited = ", ".join(sorted(self._unheard.intersection(roster.live)))
+            logger.info(
+                "after a restart no round opens before these have called, at most %g s: %s",
+                self.rules.lease_s,
+                awaited,
             )
 
 

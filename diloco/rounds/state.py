@@ -103,6 +103,8 @@ class FragmentRounds(Standing):
         broken_in_a_row: int = 0,
         missing: tuple[str, ...] = (),
         reason: str = "",
+        closed_at: float | None = None,
+        expired_at: float | None = None,
     ) -> list[Instruction]:
         """Take the durable state: version 0 was committed, or a restart found its records.
 
@@ -116,6 +118,9 @@ class FragmentRounds(Standing):
             broken_in_a_row: Those whose results could not be used.
             missing: Members that the last of them waited for in vain.
             reason: Of its expiry, where it is known.
+            closed_at: When the round of `version` closed; None: not known, the floor counts from
+                the start of the timing.
+            expired_at: When the last of the expiries was; None: not known, it counts as now.
         """
         self._require(Phase.UNFOUNDED, "founded")
         self.version, self.attempt = version, attempt
@@ -124,7 +129,13 @@ class FragmentRounds(Standing):
         self._move(RoundEvent.FOUNDED)
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
         self._broken_in_a_row = broken_in_a_row
-        self._timing.resumed(expired_in_a_row, now)
+        has_floor = not (self.is_over or self.is_finishing)
+        self._timing.resumed(
+            version,
+            closed_at if has_floor else None,
+            expired_in_a_row,
+            now if expired_at is None else expired_at,
+        )
         self._tell(now, f"founded at version {version}, attempt {attempt}")
         is_numeric = self._is_beyond(broken_in_a_row, or_at=_MOST_BROKEN)
         if is_numeric or self._is_beyond(expired_in_a_row):
@@ -206,6 +217,22 @@ class FragmentRounds(Standing):
         # It waits for the round's end too: those that are still to come may be dead.
         self._begin_deadline(now)
         return instructions + self._advance(now)
+
+    def has_no_room(
+        self, key: RoundKey, island: str, incarnation: int, now: float
+    ) -> list[Instruction]:
+        """Let the deadline begin anew: the syncer itself has no room for what a member sends.
+
+        A deadline is for members that do not come. This one has, and comes again until there is
+        room; the deadline passes only once it does so no more. (To count it as late instead would
+        let a full disk choose whose work is merged.) A grace window ends without it, as ever.
+        """
+        is_member = island in self.members and island not in self.left
+        if key != self.key or not is_member or self.is_fenced(island, incarnation):
+            return []
+        if math.isfinite(self._deadline):
+            self._deadline = now + self._deadline_s
+        return []
 
     def heard_of(self, roster: Roster, now: float) -> list[Instruction]:
         """Take who may take part in the next openings, and whose earlier starts count no more.

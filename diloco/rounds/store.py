@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 class Recovered:
     """What a store held when it was opened: the newest valid version and the next attempt.
 
-    `expired_in_a_row`, `broken_in_a_row` and `missing` are those of `expiries.Standing`.
+    `expired_in_a_row` to `expired_unix_s` are those of `expiries.Standing`.
     `headers` are those of all versions that may not have been reported yet, oldest first.
     """
 
@@ -79,6 +79,7 @@ class Recovered:
     expired_in_a_row: int
     broken_in_a_row: int
     missing: tuple[str, ...]
+    expired_unix_s: float | None
     past: Mapping[int, PastRound]
     headers: tuple[Mapping[str, Any], ...]
 
@@ -401,7 +402,11 @@ class FragmentStore:
             durable.write_json(header_path(self._directory, version), stored.header)
 
     def record_expiry(
-        self, key: RoundKey, missing: Sequence[str] = (), broken_in_a_row: int = 0
+        self,
+        key: RoundKey,
+        missing: Sequence[str] = (),
+        broken_in_a_row: int = 0,
+        expired_unix_s: float | None = None,
     ) -> None:
         """Write durably that `key` expired, so that a restart opens the attempt after it.
 
@@ -409,8 +414,9 @@ class FragmentStore:
             key: Of the attempt.
             missing: Islands that it waited for in vain.
             broken_in_a_row: Attempts at this version, it included, with results of no use.
+            expired_unix_s: When it did, by the wall clock.
         """
-        write_expiry(self._directory, key, missing, broken_in_a_row)
+        write_expiry(self._directory, key, missing, broken_in_a_row, expired_unix_s)
 
     # -- reading ---------------------------------------------------------------------------------
 

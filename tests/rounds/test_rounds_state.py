@@ -392,7 +392,7 @@ def test_outcomes_survive_a_restart() -> None:
         assert again.outcome(key, island, 1) == rounds.outcome(key, island, 1)
 
 
-def test_who_the_merge_left_out_is_not_included_and_told_why() -> None:
+def test_who_the_merge_left_out_is_refused_and_told_why() -> None:
     rounds = machine(members=("a", "b", "c"), granted="abc")
     key = rounds.key
     for island in "abc":
@@ -400,7 +400,7 @@ def test_who_the_merge_left_out_is_not_included_and_told_why() -> None:
 
     rounds.committed(key, 2.0, {"b": "norm 9"})
 
-    assert rounds.outcome(key, "b", 1) == Outcome(key, OutcomeKind.NOT_INCLUDED, "norm 9")
+    assert rounds.outcome(key, "b", 1) == Outcome(key, OutcomeKind.REFUSED, "norm 9")
     assert [kind_of(rounds, key, island) for island in "ac"] == [OutcomeKind.INCLUDED] * 2
 
 

@@ -296,16 +296,20 @@ def test_a_kicked_start_is_fenced_and_stays_so_over_a_restart(setting: Setting) 
     run_virtual(scenario())
 
 
-def test_orders_count_once_they_are_durable(setting: Setting) -> None:
+def test_orders_count_once_they_are_durable(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
     def full_disk() -> None:
         raise OSError(28, "No space left on device")
 
     async def scenario() -> None:
         run, (_, b, _) = await begun(setting)
         run.orders.before_store = full_disk
-        await order(run, "a", "c", fenced={"b": 2})
+        for _ in range(3):  # with every report
+            await order(run, "a", "c", fenced={"b": 2})
         assert not (await b.poll()).is_fenced
         assert run.syncer.failure is None
+        assert sum("orders cannot be kept" in r.message for r in caplog.records) == 1
 
         run.orders.before_store = lambda: None
         await order(run, "a", "c", fenced={"b": 2})
@@ -426,6 +430,107 @@ def test_version_0_is_founded_by_who_is_there(setting: Setting) -> None:
         assert (await a.poll()).fragments[0].wants_initial
         assert all(ack.is_accepted for ack in await a.upload(3.0))
         assert (await c.poll()).fragments[0].is_founded
+
+    run_virtual(scenario())
+
+
+def test_a_grace_of_auto_that_comes_to_nothing_is_said_once_with_the_key_to_set(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        run, islands = await begun(replace(setting, total_tokens=1000))
+        for version in range(4):
+            await asyncio.sleep(3 * STEP_S)  # until the quorum: more than tau steps
+            await islands[0].contribute(replace(KEY, version=version))
+            await fetch(islands[0], version + 1)
+            await next_opening(run, *islands)
+
+    run_virtual(scenario())
+
+    (said,) = (r.getMessage() for r in caplog.records if "outer.grace = auto" in r.message)
+    assert "tau inner steps of the slowest island take 2 s" in said
+    assert "diloco set HOST:PORT outer.grace=" in said
+
+
+# -- restarts --------------------------------------------------------------------------------------
+
+
+def test_a_syncer_that_is_killed_more_often_than_rounds_open_still_opens_them(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, islands = await begun(replace(setting, total_tokens=100))
+        await islands[0].contribute(KEY)
+        closed = asyncio.get_running_loop().time()
+        for _ in range(2):
+            await asyncio.sleep(ROUND_S / 2 - 0.5)
+            await restart(run)
+            await heartbeat(*islands)
+            assert not run.syncer.states[0].is_open
+        reply = await islands[0].poll(step_s=STEP_S)
+
+        await islands[0].poll(
+            wait_s=60.0, known_epoch=run.epoch, known=reply.fragments, step_s=STEP_S
+        )
+
+        assert run.syncer.states[0].is_open
+        assert asyncio.get_running_loop().time() == pytest.approx(closed + ROUND_S)
+        for version in (1, 2, 3):
+            await asyncio.sleep(2 * ROUND_S)  # away for longer than a floor
+            await restart(run)
+            await heartbeat(*islands)
+            assert version_of(run) == (version, 0, True), "overdue: at once"
+            await islands[0].contribute(replace(KEY, version=version))
+
+    run_virtual(scenario())
+
+
+def test_an_expiry_counts_its_wait_over_restarts(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, islands = await begun(replace(setting, quorum=2))
+        for _ in range(3):
+            for island in islands:
+                await island.decline(replace(KEY, attempt=version_of(run)[1]))
+            while not version_of(run)[2]:
+                await asyncio.sleep(0.4 * STEP_S)  # of waits of 1, 2 and 4 steps
+                await restart(run)
+                await heartbeat(*islands)
+                assert asyncio.get_running_loop().time() < 6 * ROUND_S
+        assert version_of(run) == (0, 3, True)
+
+    run_virtual(scenario())
+
+
+def test_after_a_restart_a_round_waits_for_those_that_are_only_reconnecting(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, (a, b, c) = await begun(setting)
+        await restart(run)
+        await asyncio.sleep(2 * ROUND_S)
+        await heartbeat(a)
+        await heartbeat(b)
+        assert version_of(run) == (0, 0, False)
+
+        await heartbeat(c)
+
+        (state,) = run.syncer.states
+        assert state.is_open and list(state.members) == ["a", "b", "c"]
+
+    run_virtual(scenario())
+
+
+def test_after_a_restart_nobody_waits_for_longer_than_a_lease(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, b, _) = await begun(setting)
+        await restart(run)  # and c died meanwhile
+        began = asyncio.get_running_loop().time()
+        while not version_of(run)[2]:
+            await asyncio.sleep(STEP_S / 2)
+            await heartbeat(a, b)
+
+        assert list(run.syncer.states[0].members) == ["a", "b"]
+        assert asyncio.get_running_loop().time() - began == pytest.approx(10.0, abs=STEP_S)
 
     run_virtual(scenario())
 
