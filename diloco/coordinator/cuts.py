@@ -6,7 +6,8 @@
     complete   they do; a run can be resumed from it
 
 An island that loses its lease, leaves, or cannot write owes nothing any more: the cut goes on
-without it. One that has a part keeps it there, whatever becomes of it. A cut without any part comes
+without it. One that has a part keeps it there, whatever becomes of it; but a part that is ahead of
+what the syncers have, which have lost a version then, does not count. A cut without any part comes
 to nothing. There is one at a time; a last one, after which everybody leaves, takes the place of
 another. Numbers are counted over all timelines, so that no directory is ever written twice.
 
@@ -151,6 +152,23 @@ class Cuts:
         if cut is None or not (lost := set(cut.owing).difference(holders)):
             return ()
         return _entry(replace(cut, owing=tuple(o for o in cut.owing if o not in lost)))
+
+    def within(self, timeline: int, newest: Mapping[int, int]) -> Entries:
+        """Let the cut go on without the parts that hold what no syncer has any more.
+
+        Args:
+            timeline: Of now.
+            newest: Fragment -> its newest version at its syncer.
+        """
+        cut = self.open(timeline)
+        if cut is None:
+            return ()
+        parts = {
+            island: part
+            for island, part in cut.parts.items()
+            if all(part.versions[p] <= version for p, version in newest.items())
+        }
+        return () if parts.keys() == cut.parts.keys() else _entry(replace(cut, parts=parts))
 
     def completed(self, number: int) -> Entries:
         """Take note that the syncers keep the versions of a cut."""

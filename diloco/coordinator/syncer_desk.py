@@ -71,6 +71,7 @@ class SyncerDesk:
         self._tell = tell
         self._keep = keep
         self._pinned: tuple[int, set[int]] = 0, set()
+        self._asked: dict[int, int] = {}  # syncer -> cut that the last reply asked it to keep
         self._on_lost = on_lost
 
     @property
@@ -116,14 +117,16 @@ class SyncerDesk:
         if report.HasField("expiry"):
             self._tell(self._expired(report.expiry))
         self._note_pins(report)
+        self._note_lost(report)
         if report.fatal_reason:
             self._on_lost(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
         reply = RoundReportReply(
             checkpoint_steps=membership.checkpoints, policy_revision=membership.policy_revision
         )
         cut = membership.cuts.open(membership.timeline)
+        self._asked.pop(report.syncer_id, None)
         if cut is not None and cut.is_taken:
-            reply.cut = cut.number
+            reply.cut = self._asked[report.syncer_id] = cut.number
             reply.cut_versions.extend(cut.versions)
         if membership.settings:
             reply.policy_json = json.dumps(membership.policy)
@@ -160,6 +163,26 @@ class SyncerDesk:
         if pinned.issuperset(membership.assignment.of_all(membership.plan_json)):
             self._keep(membership.cut_kept(cut.number))
             logger.info("cut %d is complete, islands=%s", cut.number, ", ".join(cut.parts))
+
+    def _note_lost(self, report: RoundReport) -> None:
+        """Let go of parts of a cut that are ahead of what a syncer has.
+
+        It has to know of the cut: a report that was on its way may be older than the parts.
+        """
+        membership = self._membership
+        cut = membership.cuts.open(membership.timeline)
+        if cut is None or not cut.is_taken or self._asked.get(report.syncer_id) != cut.number:
+            return
+        newest = {f.fragment_id: f.version for f in report.fragments}
+        if entries := membership.cuts.within(membership.timeline, newest):
+            lost = {p: (cut.versions[p], v) for p, v in newest.items() if v < cut.versions[p]}
+            self._keep(entries)
+            logger.error(
+                "parts of cut %d hold versions that syncer %d does not have, and do not count: %s",
+                cut.number,
+                report.syncer_id,
+                ", ".join(f"fragment {p} at {of}, not {v}" for p, (of, v) in lost.items()),
+            )
 
     def _fragments_of(self, syncer_id: int) -> list[int]:
         """Give the fragments of one of the run's syncers; none before the first join."""

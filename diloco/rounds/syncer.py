@@ -244,6 +244,7 @@ class Syncer:
         newest = {p: service.rounds.version for p, service in self._services.items()}
         if behind := [p for p, version in newest.items() if version < least.get(p, 0)]:
             logger.error("cut %d not kept, versions lost of fragments %s", number, behind)
+            self._pinning_cut = 0  # the coordinator sees it, and asks for less or for another one
             return  # polls tell the islands so
 
         def pin() -> None:

@@ -109,6 +109,39 @@ def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
     tell(tmp_path, story, config=elastic)
 
 
+def test_a_part_that_holds_what_its_syncer_has_lost_does_not_count(
+    tmp_path: Path, elastic: Config
+) -> None:
+    """The syncer has version 4 of both fragments; nobody waits for what cannot be."""
+
+    async def story(desk: Desk) -> None:
+        grants = [(await desk.join(name)).grant for name in NAMES]
+
+        async def asked(tokens: int) -> int:
+            await desk.round_report(fragments=merged(tokens))
+            desk.coordinator._cut_when_due()
+            return (await desk.report(grants[0])).cut
+
+        assert await asked(500) == 1
+        await desk.report(grants[0], cut=part_of(1, 4, 4))
+        await desk.report(grants[1], cut=part_of(1, 4, 5))
+        assert list((await told_to_syncer(desk)).cut_versions) == [4, 5], "it may be on its way"
+        assert list((await told_to_syncer(desk)).cut_versions) == [4, 4]
+        assert list(desk.membership.cuts[1].parts) == ["east"]
+        await told_to_syncer(desk, pinned_cut=1)
+        assert desk.membership.checkpoints == (1,)
+
+        assert await asked(1000) == 2
+        for grant in grants:
+            await desk.report(grant, cut=part_of(2, 9, 4))
+        await told_to_syncer(desk)
+        await told_to_syncer(desk)
+        assert desk.membership.cuts[2].is_void
+        assert await asked(1500) == 3
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_a_cut_is_named_after_so_many_tokens_and_one_at_a_time(
     tmp_path: Path, elastic: Config
 ) -> None:
