@@ -58,7 +58,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     journal = Journal(state.journal)
     journal.open()
     for h in run.records:
-        journal.index_round(h["timeline"], h["fragment_id"], h["version"], json.dumps(h))
+        journal.write((), [(h["timeline"], h["fragment_id"], h["version"], json.dumps(h))])
     journal.close()
     return state
 

@@ -96,7 +96,7 @@ def test_one_of_several_syncers_learns_its_fragments_with_the_plan_and_again_wit
     state = StateDir(tmp_path, "syncer-1")
     state.create(num_syncers=2)
     for _ in range(2):
-        asyncio.run(_keep_plan(state, cast(Reporter, Told())))
+        asyncio.run(_keep_plan(state, cast(Reporter, Told()), asyncio.Event()))
 
         assert state.plan.read_text() == "the plan"
         assert json.loads(state.fragments.read_text()) == [1, 3]
