@@ -50,6 +50,7 @@ class Cut:
         number: From 1 on.
         timeline: In which it was named.
         tokens: That all fragments had merged when it was named.
+        told: Slot of the text, as digits -> how far it was known to be drawn when it was named.
         is_last: Whether everybody leaves after it.
         owing: Islands that have not written their part.
         parts: By island.
@@ -59,6 +60,7 @@ class Cut:
     number: int
     timeline: int
     tokens: int
+    told: Mapping[str, Any]
     is_last: bool
     owing: tuple[str, ...]
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -125,11 +127,17 @@ class Cuts:
         return tokens // every_tokens > before // every_tokens
 
     def named(
-        self, islands: Collection[str], *, timeline: int, tokens: int, is_last: bool
+        self,
+        islands: Collection[str],
+        *,
+        timeline: int,
+        tokens: int,
+        told: Mapping[str, Any],
+        is_last: bool,
     ) -> Entries:
         """Ask islands for their parts; one that is under way comes to nothing."""
         number = max(self._cuts, default=0) + 1
-        cut = Cut(number, timeline, tokens, is_last, tuple(sorted(islands)))
+        cut = Cut(number, timeline, tokens, told, is_last, tuple(sorted(islands)))
         earlier = self.open(timeline)
         return (
             *(() if earlier is None else _entry(replace(earlier, owing=(), parts={}))),

@@ -501,7 +501,10 @@ class Membership(Roll):
 
     def cut(self, *, tokens: int, is_last: bool = False) -> Entries:
         """Ask the islands at work for their parts of a checkpoint; `tokens` are merged by now."""
-        return self.cuts.named(self.live, timeline=self.timeline, tokens=tokens, is_last=is_last)
+        told = {} if self.claims is None else self.claims.positions
+        return self.cuts.named(
+            self.live, timeline=self.timeline, tokens=tokens, told=told, is_last=is_last
+        )
 
     def cut_kept(self, number: int) -> Entries:
         """Take note that the syncers keep a cut's versions: it is a complete checkpoint."""
@@ -526,15 +529,15 @@ class Membership(Roll):
         """Have islands and text go on where a cut's parts have them."""
         if self.claims is None:
             return ()
-        parts, timeline = self.cuts[step].parts, self.timeline + 1
+        cut, timeline = self.cuts[step], self.timeline + 1
         stood = {i: self.last_inner_step(i) for i in self.members}
-        stood |= {island: part.inner_step for island, part in parts.items()}
+        stood |= {island: part.inner_step for island, part in cut.parts.items()}
         return (
             *(
                 (f"position/{i}", json.dumps({"timeline": timeline, "inner_step": inner_step}))
                 for i, inner_step in stood.items()
             ),
-            *self.claims.restored(part.text for part in parts.values()),
+            *self.claims.restored(cut.told, [part.text for part in cut.parts.values()]),
         )
 
     def resumed(self, step: int) -> Entries:

@@ -35,6 +35,7 @@ class TextSummary:
         sources = "; ".join(
             f"{source}: {found.trained:,} trained, {found.repeated:,} of them again, "
             f"{found.skipped:,} skipped"
+            + (f", {found.abandoned:,} given up by resumes besides" if found.abandoned else "")
             for source, found in self.accounts.items()
         )
         elsewhere = (
@@ -60,7 +61,7 @@ def text_summary(config: Config, events: Mapping[str, Events]) -> TextSummary | 
     if not drawn:
         return None
     last = {(e["island"], e["incarnation"], e["slot"], e["grant"]): e for e in drawn}
-    holdings = [Holding(e["slot"], e["begun"], e["drawn"]) for e in last.values()]
+    holdings = [Holding(e["timeline"], e["slot"], e["begun"], e["drawn"]) for e in last.values()]
     return TextSummary(
         accounts=account(holdings),
         unit="batches" if config.data.source == "stdlib" else "samples",

@@ -154,6 +154,8 @@ class TextShare:
         }
         self._write(inner_step, gone)
         self._word = word = _Word(said["revision"], slots)
+        self._write(inner_step, slots)  # what begins here, too: a resume has gone back to it
+        self._noted = word.drawn
         if word.held:
             self._batches.hold(word.held, inner_step=inner_step)
         if word.held.keys() != before.held.keys():

@@ -36,6 +36,18 @@ def part_of(number: int, *versions: int, at: int = 7, **drawn: int) -> control.C
     )
 
 
+def told(**drawn: int) -> str:
+    slots = {
+        slot.removeprefix("slot"): {
+            "grant": 0,
+            "is_final": False,
+            "position": {"drawn": {"web": count}, "cursor": {}},
+        }
+        for slot, count in drawn.items()
+    }
+    return json.dumps({"revision": 0, "slots": slots})
+
+
 def merged(tokens: int) -> list[control.FragmentStatus]:
     return [
         control.FragmentStatus(fragment_id=p, version=4, merged_tokens=tokens + p) for p in (0, 1)
@@ -84,9 +96,10 @@ def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
 ) -> None:
     async def story(desk: Desk) -> None:
         east, west = [(await desk.join(name)).grant for name in NAMES]
-        await desk.report(west, inner_step=30)
+        await desk.report(west, inner_step=30, position_json=told(slot1=17))
         await stop(desk)
-        await desk.report(east, cut=part_of(1, 3, 5, slot0=40, slot1=20))
+        await desk.report(west, inner_step=30, position_json=told(slot1=60))
+        await desk.report(east, cut=part_of(1, 3, 5, slot0=40))
         await desk.leave(west, exit_code=40)  # it has died
         assert (await told_to_syncer(desk)).cut == 1
         await told_to_syncer(desk, pinned_cut=1)
@@ -100,7 +113,7 @@ def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
         assert (without.is_resumed, without.last_inner_step) == (False, 30)
         claims = [json.loads(reply.claims_json)["slots"] for reply in (with_part, without)]
         drawn = {slot: claim["position"]["drawn"] for of in claims for slot, claim in of.items()}
-        assert drawn == {"0": {"web": 40}, "1": {"web": 20}}
+        assert drawn == {"0": {"web": 40}, "1": {"web": 17}}, "as was known at the naming"
 
         assert (await desk.join("east", "b")).is_resumed, "the same start asks again"
         again = await desk.join("east", "c")
@@ -201,15 +214,15 @@ def test_a_part_that_no_island_says_is_refused_and_counted(
 def test_what_is_not_asked_for_changes_nothing() -> None:
     cuts = Cuts()
     part = Part(1, (2, 3))
-    cuts.apply(cuts.named(["a", "b"], timeline=0, tokens=0, is_last=False))
+    cuts.apply(cuts.named(["a", "b"], timeline=0, tokens=0, told={}, is_last=False))
 
     assert cuts.taken(0, "a", 2, part) == cuts.taken(0, "c", 1, part) == ()
     assert cuts.taken(1, "a", 1, part) == (), "of another timeline"
     cuts.apply(cuts.taken(0, "a", 1, part))
     assert cuts.taken(0, "a", 1, Part(9, (9, 9))) == (), "it has said so"
-    cuts.apply(cuts.named(["a", "b"], timeline=0, tokens=0, is_last=True))
+    cuts.apply(cuts.named(["a", "b"], timeline=0, tokens=0, told={}, is_last=True))
     assert cuts[1].is_void, "a last one takes its place"
     assert cuts.asked_of(0, "a") == (2, True)
     assert cuts.asked_of(1, "a") == (0, False)
-    cuts.apply(cuts.named(["b"], timeline=1, tokens=0, is_last=False))
+    cuts.apply(cuts.named(["b"], timeline=1, tokens=0, told={}, is_last=False))
     assert cuts.asked_of(1, "b") == (3, False), "numbers are counted over all timelines"

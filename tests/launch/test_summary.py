@@ -59,7 +59,9 @@ def island_events(
     island: str, island_rank: int, events: Sequence[Event], incarnation: int = 1
 ) -> list[dict[str, Any]]:
     """Give events as a sink writes them, one a second."""
-    context = {"island": island, "island_rank": island_rank, "incarnation": incarnation}
+    context = {
+        "island": island, "island_rank": island_rank, "timeline": 0, "incarnation": incarnation
+    }  # fmt: skip
     return [{"unix_s": float(n), **context, **e.as_dict()} for n, e in enumerate(events)]
 
 
