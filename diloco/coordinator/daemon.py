@@ -32,6 +32,7 @@ from diloco.coordinator.terms import Terms, terms_of
 from diloco.errors import ConfigError, CoordinatorUnavailable, Fenced, QuorumLost
 from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
+from diloco.rounds.observer import COUNTED_SHARE
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
@@ -219,7 +220,7 @@ class Coordinator:
         self._leases.restarted(self._membership.members, _now())
         while True:
             self._leases.looked(_now())
-            await asyncio.sleep(min(_WATCH_S, self._terms.lease_s / 4))
+            await asyncio.sleep(min(_WATCH_S, COUNTED_SHARE * self._terms.lease_s))
             self._leases.looked(_now())
             self._end_leases()
             self._keep(self._membership.follow_ups())

@@ -2,7 +2,7 @@
 
 Who holds one is durable; when it was last heard of is memory, by a monotonic clock, so that no
 jump of the wall clock changes who takes part. A coordinator that was away, or stood still, was not
-there to hear: what it missed is nobody's silence.
+there to hear: what it missed is nobody's silence (`diloco.rounds.observer`).
 
 Source: protocol.md section 8.
 """
@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 
-#: Seconds without a look after which the observer itself was away.
-STALL_S = 5.0
+from diloco.rounds.observer import Observer
 
 
 class Lease(StrEnum):
@@ -78,7 +77,7 @@ class Leases:
         """Begin with nobody; `term_s` seconds without a word end a lease, and may be changed."""
         self.term_s = term_s
         self._heard: dict[str, float] = {}
-        self._looked: float | None = None
+        self._observer = Observer()
 
     def renewed(self, island: str, now: float) -> None:
         """Take note of a word of an island.
@@ -95,10 +94,8 @@ class Leases:
 
     def looked(self, now: float) -> None:
         """Take note that the observer is there; what it missed is nobody's silence."""
-        away_s = 0.0 if self._looked is None else now - self._looked
-        if away_s > STALL_S:
-            self._heard = {i: min(now, heard + away_s) for i, heard in self._heard.items()}
-        self._looked = now
+        if missed_s := self._observer.missed_s(now, self.term_s):
+            self._heard = {i: min(now, heard + missed_s) for i, heard in self._heard.items()}
 
     def silent_s(self, island: str, now: float) -> float:
         """Seconds since the last word of an island; 0 for one never heard of."""
