@@ -10,7 +10,7 @@ without it. One that has a part keeps it there, whatever becomes of it. A cut wi
 to nothing. There is one at a time; a last one, after which everybody leaves, takes the place of
 another. Numbers are counted over all timelines, so that no directory is ever written twice.
 
-    cut/N    a `Cut`
+    cut/N    a `Cut`; null: forgotten
 
 Source: protocol.md section 9.
 """
@@ -25,6 +25,8 @@ from typing import Any
 from diloco.coordinator.admission import Entries
 
 _KIND = "cut"
+#: Cuts that are remembered, the newest, besides those from which a run can be resumed.
+_REMEMBERED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +95,17 @@ class Cuts:
         """Take over what is durable; entries of others are passed over."""
         for key, value in entries:
             kind, _, number = key.partition("/")
-            if kind == _KIND:
-                saved = json.loads(value)
-                parts = {
-                    island: Part(p["inner_step"], tuple(p["versions"]), p["text"])
-                    for island, p in saved.pop("parts").items()
-                }
-                owing = tuple(saved.pop("owing"))
-                self._cuts[int(number)] = Cut(**saved, owing=owing, parts=parts)
+            if kind != _KIND:
+                continue
+            if (saved := json.loads(value)) is None:
+                self._cuts.pop(int(number), None)
+                continue
+            parts = {
+                island: Part(p["inner_step"], tuple(p["versions"]), p["text"])
+                for island, p in saved.pop("parts").items()
+            }
+            owing = tuple(saved.pop("owing"))
+            self._cuts[int(number)] = Cut(**saved, owing=owing, parts=parts)
 
     def __getitem__(self, number: int) -> Cut:
         """Return a cut by its number."""
@@ -163,6 +168,11 @@ class Cuts:
     def completed(self, number: int) -> Entries:
         """Take note that the syncers keep the versions of a cut."""
         return _entry(replace(self._cuts[number], is_complete=True))
+
+    def forgotten(self, needed: Collection[int]) -> Entries:
+        """Forget all but the newest cuts and those that are `needed`, by number."""
+        old = sorted(self._cuts)[:-_REMEMBERED]
+        return tuple((f"{_KIND}/{number}", "null") for number in old if number not in needed)
 
     def asked_of(self, timeline: int, island: str) -> tuple[int, bool]:
         """Return the cut that an island is to take, and whether it leaves then; 0: none."""

@@ -109,18 +109,21 @@ class Journal:
     ) -> None:
         """Store key-value pairs, index `rounds`, and put on the tape what is `told`, all or none.
 
-        Later values replace earlier ones; a round is (timeline, fragment, version, header). What
+        Later values replace earlier ones, and `null` is no entry any more; a round is (timeline, fragment, version, header). What
         is told again changes nothing; of what was told the newest 100,000 are kept.
 
         Raises:
             DiskFull: If there is no room for it; nothing was stored.
         """
+        entries = list(entries)
         with (
             self._heeding_room(),
             self._require() as connection,
         ):  # commits, or rolls back and raises
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
+            gone = [(key,) for key, value in entries if value == "null"]
+            connection.executemany("DELETE FROM entries WHERE key = ?", gone)
             connection.executemany(_TELL, told)
             connection.execute(_FORGET)
             connection.executemany(_INDEX, rounds)

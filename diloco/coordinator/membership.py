@@ -150,13 +150,14 @@ class Membership(Roll):
                         self._kept.pop(name, None)  # it may write some of them anew
 
     def follow_ups(self) -> Entries:
-        """Give the text to those who are there, and go on with a cut without the others."""
+        """Give the text to those who are there, go on with a cut without the others, tidy up."""
         if self.claims is None:
             return ()
         absent = [i for i in self.islands if self.standing(i) is Lease.ABSENT]
         return (
             *self.claims.shared_out(self.holders, absent),
             *self.cuts.without(self.timeline, self.holders),
+            *self.cuts.forgotten({*self.checkpoints, self.resume_step}),
         )
 
     # -- joins and departures ----------------------------------------------------------------------

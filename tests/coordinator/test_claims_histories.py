@@ -343,7 +343,7 @@ TestHistories = Histories.TestCase
 class TestManyHistories(Histories.TestCase):
     """The same, for long."""
 
-    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=1000, stateful_step_count=60, deadline=None)
 
 
 def test_joins_and_leaves_in_peace_repeat_nothing():

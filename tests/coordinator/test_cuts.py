@@ -148,6 +148,37 @@ def test_a_cut_is_named_after_so_many_tokens_and_one_at_a_time(
     tell(tmp_path, story, config=elastic)
 
 
+def test_old_cuts_are_forgotten_but_for_those_that_a_run_can_go_back_to(
+    tmp_path: Path, elastic: Config
+) -> None:
+    def remembered(desk: Desk) -> list[int]:
+        keys = [key.partition("/") for key in desk.journal.entries()]
+        return sorted(int(number) for kind, _, number in keys if kind == "cut")
+
+    async def one(desk: Desk, grant: control.Grant, number: int, *, has_part: bool) -> None:
+        desk.coordinator._keep(desk.membership.cut(tokens=number))
+        part = part_of(number, 1, 1, slot0=number) if has_part else part_of(number)
+        await desk.report(grant, cut=part)
+        if has_part:
+            await told_to_syncer(desk, pinned_cut=number)
+
+    async def story(desk: Desk) -> None:
+        grant = (await desk.join("east")).grant
+        for number in range(1, 13):
+            await one(desk, grant, number, has_part=number in (3, 5))
+        assert desk.membership.checkpoints == (3, 5)
+        assert remembered(desk) == [3, 5, 9, 10, 11, 12]
+
+        await desk.restart(resume_step=3)
+        assert desk.membership.cuts[3].parts["east"].text["0"]["drawn"] == {"web": 3}
+        grant = (await desk.join("east", "b")).grant
+        for number in range(13, 30):
+            await one(desk, grant, number, has_part=True)
+        assert remembered(desk) == [3, 26, 27, 28, 29], "an island of this timeline may yet need 3"
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_a_stop_of_which_nobody_has_a_part_is_taken_back(tmp_path: Path, elastic: Config) -> None:
     async def story(desk: Desk) -> None:
         (grant,) = [(await desk.join("east")).grant]
