@@ -109,8 +109,9 @@ class Journal:
     ) -> None:
         """Store key-value pairs, index `rounds`, and put on the tape what is `told`, all or none.
 
-        Later values replace earlier ones, and `null` is no entry any more; a round is (timeline, fragment, version, header). What
-        is told again changes nothing; of what was told the newest 100,000 are kept.
+        Later values replace earlier ones, and `null` is no entry any more; a round is (timeline,
+        fragment, version, header). What is told again changes nothing; of what was told the newest
+        100,000 are kept.
 
         Raises:
             DiskFull: If there is no room for it; nothing was stored.
