@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.chaos.performers import Performance, perform
-from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Plan, Timed, expand
+from diloco.chaos.plan import Kind, Plan, Timed, expand
 from diloco.chaos.truth import TruthLog
 from diloco.chaos.world import World
 from diloco.config.load import load_config
@@ -23,6 +23,7 @@ from diloco.errors import ConfigError, DilocoError
 from diloco.launch.chaos import VARIABLE
 from diloco.launch.ending import Request
 from diloco.launch.local import LocalRun
+from diloco.launch.state_dir import StateDir
 from transport.units import parse_duration
 
 _LOOK_S = 0.05
@@ -69,7 +70,13 @@ def configured(plan: Plan, directory: Path) -> Config:
 
 def faults_of(plan: Plan, config: Config) -> tuple[Timed, ...]:
     """Give the faults of a plan for its run."""
-    return expand(plan.config, {name: island.ranks for name, island in config.islands.items()})
+    chosen = config.coordinator
+    syncers = StateDir(Path(chosen.state_dir)).of_syncers(chosen.num_syncers)
+    return expand(
+        plan.config,
+        {name: island.ranks for name, island in config.islands.items()},
+        [each.syncer_name for each in syncers],
+    )
 
 
 def drive(
@@ -181,7 +188,7 @@ class Director:
             if performance.place in taken:  # they would undo each other: one after the other
                 self._held_until_s[fault.number] = plan_s
                 continue
-            pid = self._world.pid(fault.target) if fault.target in (COORDINATOR, SYNCER) else None
+            pid = self._world.pid(fault.target) if fault.role else None
             at_s = self._truth.now_s
             if performance.begin():
                 self._truth.write(

@@ -7,6 +7,7 @@ all can stop, and which run checkpoints are complete. Whatever it must never for
 fails has changed nothing.
 
     plan, corpus, tokenizer, start    what the first join fixed
+    syncers           fragments of each of several syncers, fixed with it (`assignment`)
     slot/N            a `Slot` of the text, where islands come and go
     guests            islands that joined without being configured, in the order of their slots
     island/NAME       a `Member`
@@ -38,6 +39,7 @@ from typing import Any
 
 from diloco.config.fields import ISLAND_NAME
 from diloco.coordinator.admission import Entries, Joined, JoinVerdict, Shared, objection
+from diloco.coordinator.assignment import Assignment
 from diloco.coordinator.claims import Claims
 from diloco.coordinator.cuts import Cuts
 from diloco.coordinator.leases import Lease, LeaseEvent
@@ -62,6 +64,7 @@ class Membership(Roll):
         num_checkpoints: Complete run checkpoints that are remembered, the newest; at least 1.
         rules: Who may take part; may be replaced at any time.
         claims: Who draws from which slots of the text; None: each island from its own.
+        assignment: Which syncer has which fragments.
 
     Attributes:
         timeline: Counter of resumes.
@@ -81,6 +84,7 @@ class Membership(Roll):
     rules: MembershipRules = field(default_factory=MembershipRules)
     claims: Claims | None = None
     cuts: Cuts = field(default_factory=Cuts)
+    assignment: Assignment = field(default_factory=Assignment)
     plan_json: str = ""
     corpus_sha256: str = ""
     tokenizer_digest: str = ""
@@ -110,6 +114,7 @@ class Membership(Roll):
         if self.claims is not None:
             self.claims.apply(entries)
         self.cuts.apply(entries)
+        self.assignment.apply(dict(entries))
         for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
             self.members.setdefault(guest, Member(len(self.members)))
         for key, value in entries:
@@ -200,16 +205,21 @@ class Membership(Roll):
                 cause=Cause.STOPPED,
             )
         common = (
-            ("plan", plan_json),
-            ("corpus", corpus_sha256),
-            ("tokenizer", tokenizer_digest),
-            ("start", str(start_step)),
+            ()
+            if self.plan_json
+            else (
+                ("plan", plan_json),
+                *self.assignment.decided(plan_json),
+                ("corpus", corpus_sha256),
+                ("tokenizer", tokenizer_digest),
+                ("start", str(start_step)),
+            )
         )
         return Joined(
             JoinVerdict.ACCEPTED,
             incarnation=incarnation,
             entries=(
-                *(() if self.plan_json else common),
+                *common,
                 *(() if guests == self.guests else (("guests", json.dumps(guests)),)),
                 *self.changed(island, member.started(start_id, incarnation, self.timeline)),
                 *self._reopened(island),

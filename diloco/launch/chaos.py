@@ -2,7 +2,8 @@
 
     DILOCO_CHAOS=DIR    set by `diloco chaos` for the processes of its run, by nobody else
     DIR/links.json      island -> what happens to its links, read once a second by its ranks
-    DIR/clock.json      coordinator|syncer -> seconds by which its wall clock is wrong, the same
+    DIR/clock.json      coordinator|syncer|syncer-N -> seconds by which its wall clock is wrong, the
+                        same
     DIR/fired.WHO.PID.json    what has taken effect here so far, by fault; there from the first
                               reading of the files above on
 

@@ -39,10 +39,11 @@ from diloco.rounds.log import (
     segment_after,
     segment_path,
     segments_in,
+    set_damaged_aside,
 )
 from diloco.rounds.pins import pin_directory
 from diloco.rounds.publication import LaneState
-from diloco.rounds.rebuild import rebuild
+from diloco.rounds.rebuild import made_again, rebuild
 from diloco.rounds.record import (
     SECOND_MOMENT,
     STATE_SECTIONS,
@@ -69,7 +70,7 @@ logger = logging.getLogger(__name__)
 class Recovered:
     """What a store held when it was opened: the newest valid version and the next attempt.
 
-    `expired_in_a_row`, `broken_in_a_row` and `missing` are those of `expiries.Standing`.
+    `expired_in_a_row` to `expired_unix_s` are those of `expiries.Standing`.
     `headers` are those of all versions that may not have been reported yet, oldest first.
     """
 
@@ -78,6 +79,7 @@ class Recovered:
     expired_in_a_row: int
     broken_in_a_row: int
     missing: tuple[str, ...]
+    expired_unix_s: float | None
     past: Mapping[int, PastRound]
     headers: tuple[Mapping[str, Any], ...]
 
@@ -126,7 +128,14 @@ class FragmentStore:
     # -- opening ---------------------------------------------------------------------------------
 
     def recover(self) -> Recovered | None:
-        """Find the newest valid version; None when there is none."""
+        """Find the newest valid version; None when there is none.
+
+        A damaged one is made again where its contributions are whole; of a log its frame is set
+        aside where they are not.
+
+        Raises:
+            DiskFull: If there is no room for that.
+        """
         durable.make_directory_durably(self._directory)
         for leftover in self._directory.glob("*.tmp"):
             durable.unlink(leftover)
@@ -141,7 +150,7 @@ class FragmentStore:
                 break
             try:
                 if newest is None:
-                    newest = self.load(version)
+                    newest = self._restored(version)
                     header: Mapping[str, Any] = newest.header()
                 else:
                     stored = locate_version(self._directory, version)
@@ -150,6 +159,7 @@ class FragmentStore:
                     header = stored.header
             except RecordInvalid as error:
                 logger.warning("version %d skipped, %s", version, error)
+                set_damaged_aside(self._directory, version)
                 continue
             if version > 0:
                 past[version - 1] = PastRound(
@@ -163,6 +173,34 @@ class FragmentStore:
         standing = standing_of(self._directory, newest.version)
         headers = [h for h in headers_in(self._directory) if h["version"] <= newest.version]
         return Recovered(newest, *standing, past, tuple(headers))
+
+    def _restored(self, version: int) -> VersionRecord:
+        """Read a version, made again if it is damaged.
+
+        Raises:
+            RecordInvalid: If it cannot be made again either; says what is damaged.
+        """
+        try:
+            return self.load(version)
+        except RecordInvalid as damage:
+            try:
+                made = self.make_again(version)
+            except RecordInvalid as error:
+                raise damage from error
+            logger.error("version %d made again from the one before it: %s", version, damage)
+            return made
+
+    def make_again(self, version: int) -> VersionRecord:
+        """Write a version anew, out of the one before it and its own contributions.
+
+        Raises:
+            DiskFull: If there is no room for it; what was there is.
+            RecordInvalid: If one of these is damaged too, or they do not come to its digests.
+        """
+        stored = locate_version(self._directory, version)
+        record = made_again(stored, version, self.load, self.fragment)
+        self.commit(record)
+        return record
 
     def newest(self) -> VersionRecord | None:
         """Read the newest valid version and change nothing: safe while a syncer serves the store.
@@ -231,11 +269,15 @@ class FragmentStore:
         return RecordDraft(path, record.header(), sections)
 
     def _segment_of(self, version: int) -> Path | None:
-        """Where the frame of a version goes; None: it is to be a record."""
-        snapshots = [v for v in versions_in(self._directory) if v < version]
-        if not snapshots or version - snapshots[-1] >= self._snapshot_rounds:
+        """Where the frame of a version goes; None: it is to be a record.
+
+        Counted from where the segment begins: no record that a pin has made of a frame puts off
+        the next one, so that a segment is never longer than from one snapshot to the next.
+        """
+        segment = segment_after(self._directory, version - 1)
+        if segment is None or version - version_of(segment) >= self._snapshot_rounds:
             return None
-        return segment_after(self._directory, version - 1)
+        return segment
 
     def commit(self, record: VersionRecord, draft: RecordDraft | None = None) -> None:
         """Write a version durably, then forget what is no longer retained.
@@ -360,7 +402,11 @@ class FragmentStore:
             durable.write_json(header_path(self._directory, version), stored.header)
 
     def record_expiry(
-        self, key: RoundKey, missing: Sequence[str] = (), broken_in_a_row: int = 0
+        self,
+        key: RoundKey,
+        missing: Sequence[str] = (),
+        broken_in_a_row: int = 0,
+        expired_unix_s: float | None = None,
     ) -> None:
         """Write durably that `key` expired, so that a restart opens the attempt after it.
 
@@ -368,8 +414,9 @@ class FragmentStore:
             key: Of the attempt.
             missing: Islands that it waited for in vain.
             broken_in_a_row: Attempts at this version, it included, with results of no use.
+            expired_unix_s: When it did, by the wall clock.
         """
-        write_expiry(self._directory, key, missing, broken_in_a_row)
+        write_expiry(self._directory, key, missing, broken_in_a_row, expired_unix_s)
 
     # -- reading ---------------------------------------------------------------------------------
 

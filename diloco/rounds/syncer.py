@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import heapq
 import logging
 import time
@@ -40,7 +41,7 @@ from diloco.rounds.service import FragmentService, Hooks
 from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.rounds.terms import Admission, Lost, Roster, RoundKey
-from diloco.rounds.timing import StepTimes
+from diloco.rounds.timing import Downtime, StepTimes
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
@@ -60,7 +61,7 @@ _NO_FRAGMENT = "this syncer has no such fragment"
 
 
 class Syncer:
-    """Serves the rounds of all fragments of `plan`.
+    """Serves the rounds of those fragments of `plan` that it has `stores` of.
 
     `on_record` hears every durable record's header (also at the start), `on_change` of every
     change of state, `on_event` of what happens to rounds; none may block. `ended` is set when the
@@ -83,16 +84,18 @@ class Syncer:
         on_change: Callable[[], None],
         orders: OrderStore | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
+        unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Assign only; `start` reads the stores. No `orders`: there is no coordinator."""
+        """Assign only; `start` reads the stores. No `orders`: there is no coordinator.
+
+        By `unix_clock` a restart knows how long ago rounds closed; nothing else is.
+        """
         self._plan = plan
         self._epoch = syncer_epoch
         self._worker = worker
         self._on_change = on_change
-        self._stores = {
-            fragment.fragment_id: store
-            for fragment, store in zip(plan.fragments, stores, strict=True)
-        }
+        self._stores = {store.fragment.fragment_id: store for store in stores}
+        fragments = [store.fragment for store in stores]
         self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
         self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
         self._pinning_cut = self.pinned_cut = 0
@@ -121,6 +124,8 @@ class Syncer:
             self.meter,
             self._spool,
             rules.num_threads,
+            unix_clock,
+            Downtime(asyncio.get_running_loop().time()),
         )
         self._steps = StepTimes()
         self._services = {
@@ -138,7 +143,7 @@ class Syncer:
                 ),
                 hooks,
             )
-            for fragment in plan.fragments
+            for fragment in fragments
         }
         self.fatal: wire.Fatal | None = None
         self.failure: BaseException | None = None
@@ -178,6 +183,10 @@ class Syncer:
         """Phase of a fragment's current round, in words."""
         return self._services[fragment_id].phase
 
+    def rounds_of(self, fragment_id: int) -> tuple[int, int]:
+        """Rounds of a fragment published since the start, and those that count one island."""
+        return self.meter.rounds_of(fragment_id)
+
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
         await self._worker.run(self._spool.start)
@@ -207,8 +216,8 @@ class Syncer:
 
     def _take_rules(self, rules: SyncerRules) -> None:
         num_fragments = len(self._plan.fragments)
-        for fragment in self._plan.fragments:
-            service = self._services[fragment.fragment_id]
+        for fragment_id, service in self._services.items():
+            fragment = self._plan.fragments[fragment_id]
             service.obey(rules.of_fragment(fragment, num_fragments))
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
@@ -422,7 +431,10 @@ class Syncer:
         else:
             reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
-        return Reply(reply.SerializeToString(), payload)
+        if service is None or reply.status != wire.FETCH_STATUS_OK:
+            return _reply(reply)
+        on_sent = functools.partial(service.fetched, header)
+        return Reply(reply.SerializeToString(), payload, on_sent)
 
     async def _pin(self, call: IncomingCall) -> Reply:
         request = wire.PinRequest.FromString(call.header)

@@ -197,7 +197,7 @@ class Registration:
             if loop.time() > until:
                 raise CoordinatorUnavailable(
                     f"the coordinator at {self._transport.peer} accepted island "
-                    f"{island.island_id!r}, but no syncer registered within "
+                    f"{island.island_id!r}, but its syncers did not all register within "
                     f"{self._policy.budget_s:g} s: see the coordinator's log"
                 )
             await asyncio.sleep(_ASK_AGAIN_S)

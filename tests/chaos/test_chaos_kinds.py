@@ -59,12 +59,14 @@ while True:
 class Scene:
     """A state directory whose coordinator and syncer are processes that only hold their locks."""
 
-    def __init__(self, root: Path) -> None:
-        run = LocalRun(load_config(write_run(root, {"east": ""})), look_s=0.01)
-        run.state.create()
+    def __init__(self, root: Path, num_syncers: int = 1) -> None:
+        options = [f"coordinator.num_syncers={num_syncers}"]
+        config = load_config(write_run(root, {"east": ""}, num_fragments=num_syncers), options)
+        run = LocalRun(config, look_s=0.01)
+        run.state.create(num_syncers)
         self.world = World(run, root / "chaos")
         self.world.chaos_dir.mkdir()
-        self.fragment = fragment_directory(run.state.store, 0)
+        self.fragment = fragment_directory(run.state.syncers[0].store, 0)
         self.fragment.mkdir()
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -74,16 +76,15 @@ class Scene:
         return store
 
     def hold(self, target: str, script: str = SLEEPS) -> subprocess.Popen[bytes]:
-        state = self.world.state
-        is_syncer = target == SYNCER
-        lock = acquire(state.store_lock if is_syncer else state.coordinator_lock)
+        state, syncer = self.world.state, self.world.syncers.get(target)
+        lock = acquire(syncer.store_lock if syncer else state.coordinator_lock)
         process = subprocess.Popen(
             [sys.executable, "-S", "-c", script, str(self.fragment)], pass_fds=(lock,)
         )
         self.processes.append(process)
         write_pid(lock, process.pid)
         os.close(lock)
-        path = state.syncer if is_syncer else state.coordinator
+        path = syncer.syncer if syncer else state.coordinator
         Endpoint("127.0.0.1:1", process.pid).write(path)
         return process
 
@@ -106,10 +107,13 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+def scene(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Scene]:
+    """Of one syncer, or of as many as the parameter says."""
     monkeypatch.setattr(chaos, "_READ_S", READ_S)
     monkeypatch.setattr(performers, "_TOLD_S", 6 * READ_S)
-    scene = Scene(tmp_path)
+    scene = Scene(tmp_path, getattr(request, "param", 1))
     yield scene
     scene.close()
 
@@ -196,6 +200,28 @@ def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
     assert record_path(scene.fragment, 3).stat().st_size == 77
     assert scene.world.versions() == {0: [0, 1, 2]}
     assert_same(store.recover().record, newest)
+
+
+@pytest.mark.parametrize("scene", [2], indirect=True, ids=["two-syncers"])
+def test_of_several_syncers_the_one_that_is_named_is_met(scene: Scene) -> None:
+    kept, met = (scene.hold(name) for name in ("syncer-0", "syncer-1"))
+    directories = []
+    for syncer in scene.world.syncers.values():
+        store = FragmentStore(syncer.store, FRAGMENT, 2)
+        store.recover()
+        commit(store, 2)
+        directories.append(fragment_directory(syncer.store, 0))
+    before = sorted(directories[0].iterdir())
+    performance = scene.perform(Kind.TRUNCATE, "syncer-1")
+
+    assert performance.begin()
+
+    assert performance.fired
+    assert met.wait(30.0) == -signal.SIGKILL
+    assert scene.world.serving_pid("syncer-0") == kept.pid and kept.poll() is None
+    assert sorted(directories[0].iterdir()) == before
+    assert record_path(directories[1], 3).stat().st_size == 77
+    assert scene.world.fragments() == directories
 
 
 def test_a_frame_that_was_being_written_is_torn(scene: Scene) -> None:

@@ -81,6 +81,21 @@ def test_what_cannot_be_is_refused_by_name(kind: str, target: str, words: str) -
         expand(plan(fault=[{"kind": kind, "target": target, "at": "1s"}]), ISLANDS)
 
 
+def test_several_syncers_are_named_one_by_one() -> None:
+    names = ["syncer-0", "syncer-1"]
+    kills = plan(fault=[{"kind": "kill", "target": "syncer-1", "at": "1s"}])
+    drawn = expand(plan(mix={"kinds": {"kill": 1.0}, "mean_gap": "5s"}), ISLANDS, names)
+
+    (fault,) = expand(kills, ISLANDS, names)
+
+    assert (fault.target, fault.role, fault.island) == ("syncer-1", "syncer", "")
+    assert {f.target for f in drawn} == {"coordinator", *names, *ISLANDS}
+    with pytest.raises(ConfigError, match="kind kill: must be coordinator, syncer, an island"):
+        expand(kills, ISLANDS)
+    with pytest.raises(ConfigError, match="must be coordinator, syncer-0, syncer-1, an island"):
+        expand(plan(fault=[{"kind": "flip", "target": "syncer", "at": "1s"}]), ISLANDS, names)
+
+
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValidationError, match="kind"):
         plan(fault=[{"kind": "meteor", "target": "east", "at": "1s"}])

@@ -179,6 +179,39 @@ def test_old_cuts_are_forgotten_but_for_those_that_a_run_can_go_back_to(
     tell(tmp_path, story, config=elastic)
 
 
+def test_a_cut_needs_the_word_of_the_syncers_of_all_fragments(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        grants = [(await desk.join(name)).grant for name in NAMES]
+
+        async def says(syncer_id: int, **fields: Any) -> None:
+            own = desk.membership.assignment.fragments[syncer_id]
+            fragments = [status for status in merged(600) if status.fragment_id in own]
+            await desk.round_report(syncer_id=syncer_id, fragments=fragments, **fields)
+            desk.coordinator._cut_when_due()
+
+        await says(1)
+        assert (await desk.report(grants[0])).cut == 0, "the other may have merged less"
+        await says(0)
+        for grant in grants:
+            assert (await desk.report(grant)).cut == 1
+            await desk.report(grant, cut=part_of(1, 3, 5))
+        assert list((await desk.told_to_syncer()).cut_versions) == [3, 5]
+        await says(0, pinned_cut=1)
+        await says(0, pinned_cut=1)
+        await says(1)
+        assert desk.membership.checkpoints == (), "one of two keeps its fragment"
+
+        await desk.restart()
+        await says(1, pinned_cut=1)
+        assert desk.membership.checkpoints == (), "what was said to another start is said again"
+        await says(0, pinned_cut=1)
+        assert desk.membership.checkpoints == (1,)
+
+    tell(tmp_path, story, config=elastic, num_syncers=2)
+
+
 def test_a_stop_of_which_nobody_has_a_part_is_taken_back(tmp_path: Path, elastic: Config) -> None:
     async def story(desk: Desk) -> None:
         (grant,) = [(await desk.join("east")).grant]

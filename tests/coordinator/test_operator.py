@@ -349,6 +349,12 @@ def test_what_the_coordinator_obeys_itself_counts_at_once(tmp_path: Path, config
         ("set", {"key": "outer.optimizer.lr", "value": "-1"}, ["-1", ">"]),
         ("set", {"key": "outer.grace", "value": "soon"}, ["outer.grace", '"auto" or 0s to 1h']),
         ("set", {"key": "run.seed", "value": "8"}, ["the same for the whole run", "outer.late"]),
+        (
+            "set",
+            {"key": "model.preset", "value": "tiny"},
+            ["cannot be set", "coordinator.state_dir", "diloco coordinator RUN.toml"],
+        ),
+        ("set", {"key": "model.dim", "value": "no number"}, ["cannot be set"]),
         ("set", {"key": "outer.uplink_codec", "value": "float32"}, ["--resume"]),
         ("set", {"key": "run.max_islands", "value": "9"}, ["--resume"]),
         ("set", {"key": "inner.threads", "value": "2"}, ["unknown key"]),

@@ -201,6 +201,9 @@ def test_an_island_that_was_away_when_a_run_ended_that_waited_for_nobody_is_name
     assert [island.island for island in summary.islands] == ["east"]
     assert summary.problems == ()
     assert "Away when the run ended, and not counted: west." in summary.as_text()
+    planned, trained = run.config.total_tokens, sum(i.tokens for i in summary.islands)
+    of_plan = f"{trained:,} were trained ({trained / planned - 1:+.1%} of the plan)"
+    assert f"{planned:,} merged tokens end the run; {of_plan}" in summary.as_text()
 
 
 def test_an_island_with_other_bytes_is_told(run: Run) -> None:

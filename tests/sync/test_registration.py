@@ -153,7 +153,8 @@ def test_refusal_is_an_error_with_the_coordinators_words(
 
 
 @pytest.mark.parametrize(
-    ("up", "words"), [(False, "gave no answer to control.join"), (True, "no syncer registered")]
+    ("up", "words"),
+    [(False, "gave no answer to control.join"), (True, "syncers did not all register")],
 )
 def test_join_ends_when_nobody_came_in_time(up: bool, words: str) -> None:
     async def story(registration: Registration) -> None:
