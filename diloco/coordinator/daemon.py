@@ -24,7 +24,7 @@ from diloco.coordinator.board import Board
 from diloco.coordinator.cuts import Part
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal, RoundRow
-from diloco.coordinator.leases import Lease, Leases
+from diloco.coordinator.leases import COUNTED_SHARE, Lease, Leases
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.operations import decide
 from diloco.coordinator.syncer_desk import SyncerDesk
@@ -34,7 +34,6 @@ from diloco.durable import DiskFull
 from diloco.errors import ConfigError, CoordinatorUnavailable, Fenced, QuorumLost
 from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
-from diloco.rounds.observer import COUNTED_SHARE
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
