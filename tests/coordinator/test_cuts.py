@@ -148,6 +148,46 @@ def test_a_cut_is_named_after_so_many_tokens_and_one_at_a_time(
     tell(tmp_path, story, config=elastic)
 
 
+def test_whoever_joins_meanwhile_is_not_asked_and_takes_what_is_published_on_a_resume(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        east = (await desk.join("east")).grant
+        desk.coordinator._keep(desk.membership.cut(tokens=500))
+        west = (await desk.join("west")).grant
+        assert (await desk.report(west)).cut == 0
+        assert not (await desk.report(west, cut=part_of(1, 9, 9))).cut
+        await desk.report(east, cut=part_of(1, 3, 5))
+        assert [*desk.membership.cuts[1].parts] == ["east"]
+        await told_to_syncer(desk, pinned_cut=1)
+
+        await desk.restart(resume_step=1)
+        assert not (await desk.join("west", "b")).is_resumed
+        assert (await desk.join("east", "b")).is_resumed
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_a_taken_cut_is_asked_for_until_it_is_kept_whoever_starts_again(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        grant = (await desk.join("east")).grant
+        desk.coordinator._keep(desk.membership.cut(tokens=500))
+        await desk.report(grant, cut=part_of(1, 3, 5))
+        for _ in range(2):  # what a syncer that started again has kept, it does not say
+            asked = await told_to_syncer(desk)
+            assert (asked.cut, list(asked.cut_versions)) == (1, [3, 5])
+            await desk.restart()
+        assert not desk.membership.cuts[1].is_complete
+        await told_to_syncer(desk, pinned_cut=1)
+        await desk.restart()
+        assert desk.membership.checkpoints == (1,)
+        assert (await told_to_syncer(desk)).cut == 0
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_old_cuts_are_forgotten_but_for_those_that_a_run_can_go_back_to(
     tmp_path: Path, elastic: Config
 ) -> None:
