@@ -20,7 +20,7 @@ from pathlib import Path
 from diloco.chaos.plan import COORDINATOR, Kind, Timed
 from diloco.chaos.world import World, held_still, is_frozen, send
 from diloco.durable import read_json, write_json
-from diloco.launch.chaos import clock_path, fired, links_path
+from diloco.launch.chaos import clock_path, fired, is_heeded, links_path
 from diloco.rounds.log import frames_in, segment_path, segments_in
 from diloco.rounds.record import locate, record_path, versions_in
 from transport.faulty import Fault, Gate
@@ -37,7 +37,10 @@ class Performance(ABC):
     Attributes:
         fired: Whether it took effect.
         note: What a reader of the log wants to know.
+        place: What only one fault at a time can be done to; None: they do not meet.
     """
+
+    place: tuple[Path, str] | None = None
 
     def __init__(self, world: World, fault: Timed) -> None:
         """Do nothing yet."""
@@ -227,13 +230,23 @@ class DiskFull(Performance):
 class _FromWithin(Performance):
     """What a process does to itself, as a file says that it reads once a second."""
 
-    path: Path
-    who: str
+    place: tuple[Path, str]
     counted: str
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.place[0]
+
+    @property
+    def who(self) -> str:
+        """Whose entry of it."""
+        return self.place[1]
+
     def begin(self) -> bool:
-        """Write the file."""
-        if self.world.pid(self.fault.target) is None:
+        """Write the file, once somebody reads it."""
+        target, chaos_dir = self.fault.target, self.world.chaos_dir
+        if self.world.pid(target) is None or not is_heeded(chaos_dir, self.who):
             return False
         self._before = fired(self.world.chaos_dir, self.who)[self.counted]
         self._told_s = 0.0
@@ -266,7 +279,7 @@ class Clock(_FromWithin):
     def __init__(self, world: World, fault: Timed) -> None:
         """Do nothing yet."""
         super().__init__(world, fault)
-        self.path, self.who = clock_path(world.chaos_dir), fault.target
+        self.place = clock_path(world.chaos_dir), fault.target
 
     def value(self) -> object:
         """Seconds by which it is wrong."""
@@ -279,7 +292,7 @@ class Link(_FromWithin):
     def __init__(self, world: World, fault: Timed) -> None:
         """Do nothing yet."""
         super().__init__(world, fault)
-        self.path, self.who = links_path(world.chaos_dir), fault.target
+        self.place = links_path(world.chaos_dir), fault.target
         self.counted = "held" if fault.kind in _GATES else _RATES[fault.kind].value
 
     def value(self) -> object:

@@ -109,7 +109,7 @@ def _told(entry: TapeEntry) -> str:
         case "policy":
             return f"{where}: {content['key']} = {json.dumps(content['value'])}"
         case "operation":
-            return f"{where}: {content['command']}: {content['message']}"
+            return f"{where}: {content['command']} by {content['by']}: {content['message']}"
         case "timeline":
             return f"{where}: resumed from inner step {content['resume_step']}"
         case "expiry":

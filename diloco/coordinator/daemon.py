@@ -24,7 +24,7 @@ from diloco.coordinator.board import Board
 from diloco.coordinator.cuts import Part
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal, RoundRow
-from diloco.coordinator.leases import Lease, Leases
+from diloco.coordinator.leases import COUNTED_SHARE, Lease, Leases
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.operations import decide
 from diloco.coordinator.syncer_desk import SyncerDesk
@@ -223,7 +223,7 @@ class Coordinator:
         self._leases.restarted(self._membership.members, _now())
         while True:
             self._leases.looked(_now())
-            await asyncio.sleep(min(_WATCH_S, self._terms.lease_s / 4))
+            await asyncio.sleep(min(_WATCH_S, COUNTED_SHARE * self._terms.lease_s))
             self._leases.looked(_now())
             with contextlib.suppress(DiskFull):  # the journal has said so
                 self._look()
@@ -524,27 +524,40 @@ class Coordinator:
         if operations is None:
             return _reply(OperateReply(message="this coordinator takes no commands"))
         if request.command == "backup":
-            try:
-                message = await operations.backup(arguments)
-            except ConfigError as error:
-                return _reply(OperateReply(message=str(error)))
-            return _reply(OperateReply(is_done=True, message=message))
+            return _reply(await self._back_up(operations, call, arguments))
         decision = decide(request.command, arguments, self._membership, operations.config)
         if decision.entries or decision.is_halting:
-            what = {
-                "command": request.command,
-                "arguments": arguments,
-                "message": decision.message,
-                "unix_s": self._unix_clock(),
-            }
-            self._keep(decision.entries + self._membership.operated(what))
-            logger.info("operator: %s %s", request.command, arguments)
+            operated = self._operated(call, request.command, arguments, decision.message)
+            self._keep(decision.entries + operated)
         if decision.config is not None:
             self._take(decision.config)
         if decision.is_halting:
             self.halt()
         self._end_if_over()
         return _reply(OperateReply(is_done=decision.is_done, message=decision.message))
+
+    async def _back_up(
+        self, operations: Operations, call: IncomingCall, arguments: dict[str, str]
+    ) -> OperateReply:
+        """Copy the state; that somebody takes it away is durable before anything is copied."""
+        with_secret = "with" if arguments.get("with_secret") else "without"
+        begun = f"copying to {arguments.get('directory', '')!r}, {with_secret} the run secret"
+        self._keep(self._operated(call, "backup", arguments, begun))
+        try:
+            message, is_done = await operations.backup(arguments), True
+        except ConfigError as error:
+            message, is_done = str(error), False
+        self._keep(self._operated(call, "backup", arguments, message))
+        return OperateReply(is_done=is_done, message=message)
+
+    def _operated(
+        self, call: IncomingCall, command: str, arguments: Mapping[str, str], message: str
+    ) -> Entries:
+        """Note what an operator does, and who it is: by certificate or token, else from where."""
+        by = call.peer if call.caller is None else call.caller.short
+        logger.info("operator %s: %s %s", by, command, arguments)
+        what = {"by": by, "command": command, "arguments": dict(arguments), "message": message}
+        return self._membership.operated({**what, "unix_s": self._unix_clock()})
 
     def _take(self, config: Config) -> None:
         """Obey another configuration from now on."""

@@ -112,9 +112,10 @@ class Journal:
     ) -> int:
         """Store key-value pairs, index `rounds`, and put on the tape what is `told`, all or none.
 
-        Later values replace earlier ones. What is told again changes nothing; of what was told the
-        newest 100,000 are kept. A version that is indexed with another digest stays as it is: the
-        other is on the tape as a `conflict`, and in the log as an error.
+        Later values replace earlier ones, and `null` is no entry any more; what is told again
+        changes nothing; of what was told the newest 100,000 are kept. A version that is indexed
+        with another digest stays as it is: the other is on the tape as a `conflict`, and in the log
+        as an error.
 
         Returns:
             How many of `rounds` contradict what is indexed.
@@ -122,12 +123,15 @@ class Journal:
         Raises:
             DiskFull: If there is no room for it; nothing was stored.
         """
+        entries = list(entries)
         with (
             self._heeding_room(),
             self._require() as connection,
         ):  # commits, or rolls back and raises
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
+            gone = [(key,) for key, value in entries if value == "null"]
+            connection.executemany("DELETE FROM entries WHERE key = ?", gone)
             connection.executemany(_TELL, told)
             conflicts = [c for row in rounds if (c := self._index(row)) is not None]
             connection.executemany(_TELL, conflicts)

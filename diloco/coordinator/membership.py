@@ -155,13 +155,14 @@ class Membership(Roll):
                         self._kept.pop(name, None)  # it may write some of them anew
 
     def follow_ups(self) -> Entries:
-        """Give the text to those who are there, and go on with a cut without the others."""
+        """Give the text to those who are there, go on with a cut without the others, tidy up."""
         if self.claims is None:
             return ()
         absent = [i for i in self.islands if self.standing(i) is Lease.ABSENT]
         return (
             *self.claims.shared_out(self.holders, absent),
             *self.cuts.without(self.timeline, self.holders),
+            *self.cuts.forgotten({*self.checkpoints, self.resume_step}),
         )
 
     # -- joins and departures ----------------------------------------------------------------------
@@ -511,7 +512,10 @@ class Membership(Roll):
 
     def cut(self, *, tokens: int, is_last: bool = False) -> Entries:
         """Ask the islands at work for their parts of a checkpoint; `tokens` are merged by now."""
-        return self.cuts.named(self.live, timeline=self.timeline, tokens=tokens, is_last=is_last)
+        told = {} if self.claims is None else self.claims.positions
+        return self.cuts.named(
+            self.live, timeline=self.timeline, tokens=tokens, told=told, is_last=is_last
+        )
 
     def cut_kept(self, number: int) -> Entries:
         """Take note that the syncers keep a cut's versions: it is a complete checkpoint."""
@@ -536,15 +540,15 @@ class Membership(Roll):
         """Have islands and text go on where a cut's parts have them."""
         if self.claims is None:
             return ()
-        parts, timeline = self.cuts[step].parts, self.timeline + 1
+        cut, timeline = self.cuts[step], self.timeline + 1
         stood = {i: self.last_inner_step(i) for i in self.members}
-        stood |= {island: part.inner_step for island, part in parts.items()}
+        stood |= {island: part.inner_step for island, part in cut.parts.items()}
         return (
             *(
                 (f"position/{i}", json.dumps({"timeline": timeline, "inner_step": inner_step}))
                 for i, inner_step in stood.items()
             ),
-            *self.claims.restored(part.text for part in parts.values()),
+            *self.claims.restored(cut.told, [part.text for part in cut.parts.values()]),
         )
 
     def resumed(self, step: int) -> Entries:

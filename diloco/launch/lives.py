@@ -32,7 +32,7 @@ def effective(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for event in events
         if (until := stands_until[_start(event)]) is None
         or event.get("inner_step", 0) <= until
-        or event["kind"] == "slot_drawn"
+        or event["kind"] in ("slot_drawn", "text_untold")
     ]
 
 

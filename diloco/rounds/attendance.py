@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from diloco.coordinator.leases import Leases
+from diloco.coordinator.leases import COUNTED_SHARE, Leases
 from diloco.errors import ConfigError
 from diloco.refusals import Cause
 from diloco.rounds.orders import Orders
@@ -31,8 +31,6 @@ from transport.contracts import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
-#: Looks in the time of a lease: so soon after it has begun a sleep of this process is noticed.
-_LOOKS = 4
 #: Seconds from one look to the next, at least: what rounding leaves of a lease may be no time.
 _LEAST_WAIT_S = 0.01
 
@@ -253,7 +251,7 @@ class Attendance:
         self.stop()
         if not self._has_fixed_members:
             left_s = [leases.left_s(island, now) for island in roster.live]
-            wake_s = max(_LEAST_WAIT_S, min([rules.lease_s / _LOOKS, *left_s]))
+            wake_s = max(_LEAST_WAIT_S, min([COUNTED_SHARE * rules.lease_s, *left_s]))
             self._alarm = asyncio.get_running_loop().call_at(now + wake_s, self._take_roster)
 
     def _say(self, roster: Roster) -> None:

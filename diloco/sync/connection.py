@@ -305,6 +305,11 @@ class Connection:
         if self._registration is not None:
             self._registration.text = text
 
+    def report_soon(self) -> None:
+        """Let the next report leave at once; the leader's does."""
+        if self._registration is not None:
+            self.io.post(self._registration.report_soon)
+
     def report_checkpoints(self, steps: Iterable[int]) -> None:
         """Let reports name the checkpoints that this island keeps; the leader's do."""
         self._kept = tuple(sorted(set(steps)))[-_REPORTED_CHECKPOINTS:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -18,8 +19,11 @@ import pytest
 from diloco.chaos import performers
 from diloco.chaos.performers import Performance, perform
 from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Timed
+from diloco.chaos.runner import Director
+from diloco.chaos.truth import TruthLog
 from diloco.chaos.world import World, is_frozen, ranks_of
 from diloco.config.load import load_config
+from diloco.durable import read_json
 from diloco.errors import ConfigError
 from diloco.launch import chaos
 from diloco.launch.chaos import VARIABLE, ChaoticLinks, links_path, wall_clock
@@ -303,7 +307,7 @@ def test_a_wall_clock_jumps_and_comes_back(scene: Scene, target: str) -> None:
     clock = wall_clock({VARIABLE: str(scene.world.chaos_dir)}, target)
     performance = scene.perform(Kind.CLOCK, target)
 
-    assert performance.begin()
+    eventually(performance.begin)
     eventually(lambda: clock() - time.time() > 3599.0)
     eventually(performance.end)
 
@@ -343,8 +347,8 @@ def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
 
     async def call_until_it_ends() -> None:
         loop = asyncio.get_running_loop()
+        eventually(performance.begin)
         began = loop.time()
-        assert performance.begin()
         while loop.time() - began < 10 * READ_S or not performance.end():
             calls = (
                 transport.call("fragment.submit", b"", b"payload", deadline_s=20.0)
@@ -358,6 +362,51 @@ def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
 
     assert performance.fired, performance.note
     assert links_path(scene.world.chaos_dir).read_text() == "{}"
+
+
+def test_a_link_fault_waits_until_a_rank_that_lives_has_read_the_file(scene: Scene) -> None:
+    scene.island("exec sleep 60")
+    chaos_dir = scene.world.chaos_dir
+    died = subprocess.Popen(["true"])
+    died.wait()
+    (chaos_dir / f"fired.east.{died.pid}.json").write_text("{}")
+    performance = scene.perform(Kind.CUT, "east")
+
+    assert not performance.begin(), "its supervisor is there, its rank is being started"
+    links = ChaoticLinks.of({VARIABLE: str(chaos_dir)}, "east", "127.0.0.1:1")
+    assert links is not None
+    links.around(cast(Transport, Echo()), carries_fragments=True)
+    eventually(performance.begin)
+
+
+def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Path) -> None:
+    scene.island("exec sleep 60")
+    path = links_path(scene.world.chaos_dir)
+    links = ChaoticLinks.of({VARIABLE: str(scene.world.chaos_dir)}, "east", "127.0.0.1:1")
+    assert links is not None
+    links.around(cast(Transport, Echo()), carries_fragments=True)
+    faults = [
+        Timed(number, kind, "east", 0.0, 0.1, 0.01, 1e6, 1.0, 3600.0, 77)
+        for number, kind in enumerate((Kind.DELAY, Kind.DUPLICATE))
+    ]
+    seen = []
+    eventually(lambda: chaos.is_heeded(scene.world.chaos_dir, "east"))
+
+    with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
+        director = Director(scene.world, truth, faults, lambda done, all_of: None)
+
+        def play() -> bool:
+            director._end(truth.now_s)
+            director._begin(1e9 if director._held_until_s else 0.0)  # it has waited for long
+            seen.append([*(read_json(path) or {}).get("east", {}).get("rates", {})])
+            return not (director._to_come or director._under_way)
+
+        eventually(play)
+
+    assert all(len(rates) < 2 for rates in seen)
+    lines = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())
+    order = [(line["what"], line["number"]) for line in lines]
+    assert order == [("begun", 0), ("ended", 0), ("begun", 1), ("ended", 1)]
 
 
 def test_faults_on_purpose_stay_on_this_machine(tmp_path: Path) -> None:

@@ -118,10 +118,17 @@ def test_the_quick_plan_has_every_kind() -> None:
     assert {fault.kind for fault in load_plan(quick).config.fault} == {*Kind}
 
 
-def test_fifty_kills_are_fifty(tmp_path: Path) -> None:
-    loaded = load_plan(next(path for path in SHIPPED if path.stem == "control-plane-50"))
+@pytest.mark.parametrize(
+    ("stem", "store"), [("control-plane-50", "snapshot"), ("decoupled-control-plane-50", "log")]
+)
+def test_fifty_kills_are_fifty(stem: str, store: str, tmp_path: Path) -> None:
+    loaded = load_plan(next(path for path in SHIPPED if path.stem == stem))
+    config = configured(loaded, tmp_path)
 
-    faults = faults_of(loaded, configured(loaded, tmp_path))
+    faults = faults_of(loaded, config)
+
+    assert (config.outer.store, config.outer.is_on_arrival) == (store, store == "log")
+    assert loaded.config.judge.syncer_back == "2s" == loaded.config.judge.coordinator_back
 
     assert len(faults) == 50
     assert {fault.kind for fault in faults} == {Kind.KILL}

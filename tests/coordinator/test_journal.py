@@ -38,11 +38,13 @@ def test_entries_survive_and_later_values_replace_earlier_ones(
 ) -> None:
     journal.write([("plan", "p"), ("island/east", "1")])
     journal.write([("island/east", "2")])
+    journal.write([("cut/1", "{}"), ("cut/2", "{}")])
+    journal.write([("cut/1", "null")])
     journal.write([])
 
     other = reopened(tmp_path)
 
-    assert other.entries() == {"plan": "p", "island/east": "2"}
+    assert other.entries() == {"plan": "p", "island/east": "2", "cut/2": "{}"}
     other.close()
 
 

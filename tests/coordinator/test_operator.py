@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from diloco.config.classes import policy_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.operations import LIVE_KEYS
+from diloco.errors import ConfigError
 from protos import control_pb2 as control
 from tests.coordinator_desk import TERMS, Desk, joined, tell
 from tests.run_files import write_run
@@ -227,6 +228,37 @@ def test_pause_and_unpause_reach_the_syncer_and_are_written_down(tmp_path: Path,
         assert [each["command"] for each in sorted(operations, key=lambda o: o["number"])] == [
             "pause", "unpause",
         ]  # fmt: skip
+
+    tell(tmp_path, story, config=config_of(*ELASTIC))
+
+
+@pytest.mark.parametrize("with_secret", ["", "true"])
+def test_a_backup_is_written_down_before_and_after(
+    with_secret: str, tmp_path: Path, config_of
+) -> None:
+    async def story(desk: Desk) -> None:
+        before = []
+
+        async def back_up(arguments: Mapping[str, str]) -> str:
+            before.extend(entry.content for entry in desk.journal.happenings())
+            if arguments["directory"] == "/full":
+                raise ConfigError("no room")
+            return "copied"
+
+        assert desk.coordinator._operations is not None
+        desk.coordinator._operations.backup = back_up
+        extra = {"with_secret": with_secret} if with_secret else {}
+        assert (await desk.operate("backup", directory="/there", **extra)).is_done
+        assert not (await desk.operate("backup", directory="/full")).is_done
+
+        word = "with" if with_secret else "without"
+        (begun,) = [each for each in before if each["arguments"]["directory"] == "/there"][:1]
+        assert begun["message"] == f"copying to '/there', {word} the run secret"
+        told = [e.content for e in desk.journal.happenings() if e.kind == "operation"]
+        assert [each["message"] for each in told if "copying" not in each["message"]] == [
+            "copied", "no room",
+        ]  # fmt: skip
+        assert len(told) == 4 and all(each["by"] for each in told)
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 

@@ -26,6 +26,7 @@ from diloco.telemetry.events import (
     IslandRejoined,
     IslandResumed,
     SlotDrawn,
+    TextUntold,
 )
 from tests.run_files import write_run
 from tests.virtual_run import Setting, VirtualRun
@@ -59,7 +60,9 @@ def island_events(
     island: str, island_rank: int, events: Sequence[Event], incarnation: int = 1
 ) -> list[dict[str, Any]]:
     """Give events as a sink writes them, one a second."""
-    context = {"island": island, "island_rank": island_rank, "incarnation": incarnation}
+    context = {
+        "island": island, "island_rank": island_rank, "timeline": 0, "incarnation": incarnation
+    }  # fmt: skip
     return [{"unix_s": float(n), **context, **e.as_dict()} for n, e in enumerate(events)]
 
 
@@ -387,6 +390,7 @@ def test_text_that_changed_hands_is_added_up_over_starts_and_islands(run: Run) -
 
     run.events["east"] += island_events("east", 0, [drawn(0, 0, 0, 7, 3), drawn(0, 0, 0, 12)])
     run.events["west"] += island_events("west", 0, [drawn(1, 0, 0, 5), drawn(0, 4, 10, 20)])
+    run.events["west"] += island_events("west", 0, [TextUntold(8, 4, 4)])
 
     summary = run.summary()
 
@@ -394,7 +398,8 @@ def test_text_that_changed_hands_is_added_up_over_starts_and_islands(run: Run) -
     assert summary.text.accounts == {"web": Account(trained=27, repeated=2, skipped=0)}
     text = summary.as_text()
     assert "Text in batches: web: 27 trained, 2 of them again, 0 skipped. Slots were taken" in text
-    assert "taken up 3 times; an island was at most 3 ahead of what it had told" in text
+    assert "taken up 3 times; an island was at most 4 ahead of what it had told" in text
+    assert "(data.handover_samples = 8,192, passed once as the coordinator did not answer)" in text
     assert summary.as_dict()["text"]["accounts"]["web"]["repeated"] == 2
 
 
