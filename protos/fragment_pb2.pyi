@@ -291,3 +291,39 @@ class Ack(_message.Message):
     message: str
     is_fenced: bool
     def __init__(self, syncer_epoch: _Optional[int] = ..., is_accepted: _Optional[bool] = ..., message: _Optional[str] = ..., is_fenced: _Optional[bool] = ...) -> None: ...
+
+class HealPutHeader(_message.Message):
+    __slots__ = ("protocol_version", "grant", "checkpoint", "is_manifest", "fragment_id", "lane_id", "digest")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    IS_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LANE_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    grant: _control_pb2.Grant
+    checkpoint: int
+    is_manifest: bool
+    fragment_id: int
+    lane_id: int
+    digest: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., checkpoint: _Optional[int] = ..., is_manifest: _Optional[bool] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class HealGetHeader(_message.Message):
+    __slots__ = ("protocol_version", "grant", "donor", "checkpoint", "is_manifest", "fragment_id", "lane_id")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    DONOR_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    IS_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LANE_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    grant: _control_pb2.Grant
+    donor: str
+    checkpoint: int
+    is_manifest: bool
+    fragment_id: int
+    lane_id: int
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., donor: _Optional[str] = ..., checkpoint: _Optional[int] = ..., is_manifest: _Optional[bool] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ...) -> None: ...

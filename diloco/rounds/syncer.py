@@ -20,10 +20,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from diloco.durable import DiskFull
+from diloco.errors import PayloadRefused
 from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
 from diloco.refusals import Cause
 from diloco.rounds.attendance import Attendance, IncarnationStore, Listeners, OrderStore
+from diloco.rounds.donations import Donations
 from diloco.rounds.messages import (
     MOST_UPLOADS,
     SUBMIT_STATUS,
@@ -110,6 +112,14 @@ class Syncer:
             listeners=Listeners(self._granted, self._take_roster, self._take_rules, self._spawn),
         )
         self._spool = Spool(stores[0].store_dir / "spool", rules.spool_bytes)
+        self._donations = Donations(
+            stores[0].store_dir / "donations",
+            plan,
+            rules.timeline,
+            worker=worker,
+            spool=self._spool,
+            spawn=self._spawn,
+        )
         hooks = Hooks(
             worker,
             self._spawn,
@@ -158,6 +168,8 @@ class Syncer:
             "fragment.poll": self._poll,
             "fragment.fetch": self._fetch,
             "fragment.pin": self._pin,
+            "heal.put": self._heal_put,
+            "heal.get": self._heal_get,
         }
         return {method: self._guarded(handler) for method, handler in handlers.items()}
 
@@ -182,6 +194,7 @@ class Syncer:
         """Read the durable state; after this the handlers may be served."""
         await self._worker.run(self._spool.start)
         await self._attendance.start()
+        await self._donations.start()
         for service in self._services.values():
             await service.start(self._attendance.incarnations)
 
@@ -275,6 +288,7 @@ class Syncer:
     async def stop(self) -> None:
         """Cancel what is under way; what is not durable is as if it had never happened."""
         self._attendance.stop()
+        self._donations.stop()
         for service in self._services.values():
             service.stop()
         for task in self._tasks:
@@ -448,6 +462,26 @@ class Syncer:
             return self._ack(str(error), is_fenced=not self._attendance.is_current(request.grant))
         self._last_pin[request.grant.island] = request.checkpoint_step
         return self._ack("")
+
+    async def _heal_put(self, call: IncomingCall) -> Reply:
+        header = wire.HealPutHeader.FromString(call.header)
+        if not await self._attendance.accept(header.grant, header.protocol_version):
+            return self._ack(_NOT_CURRENT, is_fenced=True)
+        try:
+            await self._donations.put(header, call)
+        except PayloadRefused as error:
+            return self._ack(self._refuse(header.grant, error.cause, str(error)))
+        return self._ack("")
+
+    async def _heal_get(self, call: IncomingCall) -> Reply:
+        header = wire.HealGetHeader.FromString(call.header)
+        payload: Buffer = b""
+        if await self._attendance.accept(header.grant, header.protocol_version):
+            reply, payload = await self._donations.get(header)
+        else:
+            reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=_NOT_CURRENT)
+        reply.syncer_epoch = self._epoch
+        return Reply(reply.SerializeToString(), payload)
 
     def _refuse(self, grant: Grant, cause: Cause, words: str) -> str:
         """Count a refusal of what an island says with a good grant; returns the words."""
