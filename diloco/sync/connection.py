@@ -31,6 +31,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
 from diloco.outer.fragments import Plan
 from diloco.sync.exchange import Exchange, ExchangeRules, Moved
+from diloco.sync.heal import HealTalk, Ways
 from diloco.sync.io_thread import IoThread
 from diloco.sync.registration import Island, IslandState, Progress, Registration, TextWord
 from diloco.sync.shards import LaneShards
@@ -301,6 +302,17 @@ class Connection:
         """Let reports tell of the island's text, and hear of it; the leader's do."""
         if self._registration is not None:
             self._registration.text = text
+
+    def report_heals(self, talk: HealTalk) -> None:
+        """Let reports tell of inner optimizers that islands give each other; the leader's do."""
+        if self._registration is not None:
+            self._registration.heal = talk
+
+    @property
+    def ways(self) -> Ways:
+        """To the syncers, once the run has been joined."""
+        assert self._exchange is not None
+        return self._exchange
 
     def report_checkpoints(self, steps: Iterable[int]) -> None:
         """Let reports name the checkpoints that this island keeps; the leader's do."""
