@@ -272,7 +272,7 @@ class IslandStatus(_message.Message):
     def __init__(self, island: _Optional[str] = ..., incarnation: _Optional[int] = ..., last_report: _Optional[_Union[ReportRequest, _Mapping]] = ..., report_age_s: _Optional[float] = ..., island_slot: _Optional[int] = ..., lease: _Optional[str] = ..., lease_left_s: _Optional[float] = ...) -> None: ...
 
 class FragmentStatus(_message.Message):
-    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "age_s", "phase", "merged_tokens")
+    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "age_s", "phase", "merged_tokens", "damage")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +281,7 @@ class FragmentStatus(_message.Message):
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     MERGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGE_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
     attempt: int
@@ -289,7 +290,8 @@ class FragmentStatus(_message.Message):
     age_s: float
     phase: str
     merged_tokens: int
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ...) -> None: ...
+    damage: str
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., damage: _Optional[str] = ...) -> None: ...
 
 class RefusalCount(_message.Message):
     __slots__ = ("service", "island", "cause", "count")
@@ -407,14 +409,16 @@ class SyncerHelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class SyncerHelloReply(_message.Message):
-    __slots__ = ("plan_json", "islands", "fragment_ids")
+    __slots__ = ("plan_json", "islands", "fragment_ids", "num_indexed")
     PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_INDEXED_FIELD_NUMBER: _ClassVar[int]
     plan_json: str
     islands: _containers.RepeatedScalarFieldContainer[str]
     fragment_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_indexed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "expiry")

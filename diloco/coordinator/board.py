@@ -80,6 +80,16 @@ class Board:
         """Tokens that all fragments have merged, as far as is known."""
         return min((seen.fragment.merged_tokens for seen in self._fragments.values()), default=0)
 
+    def num_indexed(self, fragment_id: int) -> int:
+        """Count the versions of a fragment that are indexed in this timeline, from 0 on."""
+        headers = self._journal.newest_rounds(self._membership.timeline, fragment_id, 1)
+        return 1 + int(json.loads(headers[0])["version"]) if headers else 0
+
+    @property
+    def damage(self) -> str:
+        """Which fragments are not served, and what to type; empty: none."""
+        return "; ".join(s.fragment.damage for s in self._fragments.values() if s.fragment.damage)
+
     @property
     def inner_steps(self) -> int:
         """Where inner steps end the run."""
@@ -110,7 +120,7 @@ class Board:
             syncer_address=self.syncer_address or self.instead_of_syncer,
             syncer_epoch=self.syncer_epoch,
             state=self.state,
-            message=membership.fatal_reason,
+            message=membership.fatal_reason or self.damage,
             inner_steps=self.inner_steps,
             checkpoint_steps=membership.checkpoints,
             start_step=membership.start_step,

@@ -96,6 +96,7 @@ class SyncerDesk:
                 plan_json=self._membership.plan_json,
                 islands=self._membership.members,
                 fragment_ids=fragment_ids(self._membership),
+                num_indexed=map(self._board.num_indexed, fragment_ids(self._membership)),
             )
         )
 
@@ -172,6 +173,7 @@ class SyncerDesk:
             age_s=fragment.age_s,
             phase=bounded_text(fragment.phase),
             merged_tokens=fragment.merged_tokens,
+            damage=bounded_text(fragment.damage),
         )
 
 

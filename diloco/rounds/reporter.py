@@ -68,6 +68,12 @@ class Rounds(Protocol):
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
 
+    def damage(self, fragment_id: int) -> str:
+        """Why a fragment is not served, and what to type; empty: it is served."""
+
+    def indexed(self, num_versions: Sequence[int]) -> None:
+        """Hear how many versions of each fragment the coordinator knows; must not block."""
+
     def keep_cut(self, number: int, versions: Sequence[int]) -> None:
         """Keep the newest version of every fragment for a cut; must not block.
 
@@ -206,7 +212,8 @@ class Reporter:
         return SyncerHelloReply.FromString(reply.header)
 
     async def _tell(self, rounds: Rounds, address: str) -> None:
-        await self._hello(address)
+        hello = await self._hello(address)
+        rounds.indexed(hello.num_indexed)
         while self._expiries:
             expired = self._expiries[0]
             await self._report(rounds, "", _expiry(expired))
@@ -255,6 +262,7 @@ class Reporter:
             age_s=now - self._published_at.get(state.fragment_id, now),
             phase=rounds.phase(state.fragment_id),
             merged_tokens=state.merged_tokens,
+            damage=rounds.damage(state.fragment_id),
         )
 
     async def _call(self, method: str, request: Message) -> Reply:

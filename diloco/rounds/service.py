@@ -51,7 +51,7 @@ from diloco.rounds.timing import MeasuredTiming, StepTimes
 from diloco.rounds.version import VersionRecord, founding_record
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
-from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
+from diloco.telemetry.round_events import FragmentDamaged, RoundClosed, RoundExpired, RoundOpened
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
@@ -91,7 +91,10 @@ class Hooks:
 
 
 class FragmentService:
-    """A fragment's machine, store and newest version, and the spool of its current attempt."""
+    """A fragment's machine, store and newest version, and the spool of its current attempt.
+
+    `damage` says why the fragment is not served, and what to type; empty: it is served.
+    """
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class FragmentService:
         timing = MeasuredTiming(rules.timing, steps, _now()) if rules.timing else None
         self.rounds = FragmentRounds(fragment.fragment_id, timeline, rules.rounds, timing)
         self.record: VersionRecord | None = None
+        self.damage = ""
         self._fragment = fragment
         self._store = store
         self._units = units
@@ -132,9 +136,12 @@ class FragmentService:
         if recovered is not None:
             _insist_on_moments(recovered.record, self._rules.publication.optimizer)
             self.record = replace(recovered.record, contributions={})
-            self._heed_tokens()
             for header in recovered.headers:
                 self._hooks.on_record(header)
+        if self._store.lost >= 0:
+            self.lose(self._store.lost)
+        elif recovered is not None:
+            self._heed_tokens()
             instructions = self.rounds.founded(
                 recovered.record.version,
                 recovered.attempt,
@@ -151,6 +158,33 @@ class FragmentService:
         """Let no more time pass."""
         if self._timer is not None:
             self._timer.cancel()
+
+    def lose(self, version: int) -> None:
+        """Serve the fragment no more: this version was published, and cannot be read here.
+
+        Going on from an older one would publish it a second time, as something else.
+        """
+        if self.damage:
+            return
+        p = self._fragment.fragment_id
+        left = "none" if self.record is None else f"version {self.record.version}"
+        self.damage = (
+            f"fragment {p} is damaged and not served: its version {version} was published and "
+            f"cannot be read, the newest that can is {left}. The other fragments go on. Stop the "
+            f"run and see what can be made again (diloco repair RUN.toml), or resume a checkpoint "
+            f"(diloco coordinator RUN.toml --resume)"
+        )
+        logger.error("%s", self.damage)
+        self.stop()
+        spool, self._spool = self._spool, {}
+        drop(spool)
+        self._hooks.on_event(FragmentDamaged(p, version, self.damage))
+        self._hooks.on_change()
+
+    def indexed(self, num_versions: int) -> None:
+        """Hear how many versions, 0 among them, the coordinator knows of this timeline."""
+        if num_versions > (0 if self.record is None else self.record.version + 1):
+            self.lose(num_versions - 1)
 
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
@@ -177,6 +211,8 @@ class FragmentService:
     @property
     def phase(self) -> str:
         """Phase of the current round, in words."""
+        if self.damage:
+            return "damaged"
         if self._fragment.fragment_id in self._hooks.room.waiting:
             return WAITING_FOR_DISK
         return "ended" if self.rounds.is_over else str(self.rounds.phase)
@@ -231,7 +267,8 @@ class FragmentService:
     @property
     def initial_bytes(self) -> list[int]:
         """Bytes of each lane of the initial parameters; empty once version 0 is durable."""
-        return [] if self.record is not None else [4 * lane.numel for lane in self._fragment.lanes]
+        is_founded = self.record is not None or self.damage
+        return [] if is_founded else [4 * lane.numel for lane in self._fragment.lanes]
 
     def _count_refusal(self, lane: LaneArrival, admission: Admission) -> None:
         if (objection := self.rounds.objection(lane)) is not None:
@@ -339,12 +376,13 @@ class FragmentService:
             attempt=self.rounds.attempt,
             is_open=self.rounds.is_open,
             wants_initial=wants_initial,
+            is_damaged=bool(self.damage),
         )
         if self.rounds.is_open:
             state.members.extend(self.rounds.members)
             state.takes_flush = self.rounds.takes_flush
         if self.record is not None:
-            state.is_founded = True
+            state.version, state.is_founded = self.record.version, True
             state.digest = self.record.digest
             state.lane_digests.extend(self.record.lane_digests)
             state.contributors.extend(c.island for c in self.record.contributors)
@@ -380,6 +418,8 @@ class FragmentService:
 
     def _perform(self, instructions: Iterable[Instruction]) -> None:
         """Carry out what the machine decided, in order, then set its alarm."""
+        if self.damage:
+            return
         for instruction in instructions:
             match instruction:
                 case Published():

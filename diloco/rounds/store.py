@@ -86,6 +86,8 @@ class FragmentStore:
     """Versions of one fragment in one directory; the caller holds the store's lock.
 
     `written_bytes` counts what was made durable since the store was made, headers included.
+    `lost` is the newest version that `recover` found something of, and could not read, later than
+    what it returned; -1: there is none such.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class FragmentStore:
         self._keeps_all = keeps_all
         self._num_threads = num_threads
         self.written_bytes = 0
+        self.lost = -1
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -158,11 +161,24 @@ class FragmentStore:
                     header["refused"],
                     header.get("merge", {}).get("rejected", {}),
                 )
+        self.lost = self._lost_after(-1 if newest is None else newest.version)
         if newest is None:
             return None
         standing = standing_of(self._directory, newest.version)
         headers = [h for h in headers_in(self._directory) if h["version"] <= newest.version]
         return Recovered(newest, *standing, past, tuple(headers))
+
+    def _lost_after(self, newest: int) -> int:
+        """Name the newest version after this one of which there is something; -1: none.
+
+        What a killed writer leaves is never among them: it has no name yet, or was cut off.
+        """
+        lost = max((version for version in self._versions() if version > newest), default=-1)
+        if lost < 0 and (segments := segments_in(self._directory)):
+            path = segment_path(self._directory, segments[-1])
+            if path.stat().st_size > max((frame.end for frame in frames_of(path)), default=0):
+                return newest + 1  # at least: a damaged frame hides those behind it
+        return lost
 
     def newest(self) -> VersionRecord | None:
         """Read the newest valid version and change nothing: safe while a syncer serves the store.

@@ -49,7 +49,7 @@ from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount
 from transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply
-from transport.errors import FrameError, Overloaded
+from transport.errors import FrameError, NotYet, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +190,16 @@ class Syncer:
         """Phase of a fragment's current round, in words."""
         return self._services[fragment_id].phase
 
+    def damage(self, fragment_id: int) -> str:
+        """Why a fragment is not served, and what to type; empty: it is served."""
+        return self._services[fragment_id].damage
+
+    def indexed(self, num_versions: Sequence[int]) -> None:
+        """Hear how many versions of each fragment the coordinator knows; must not block."""
+        for fragment_id, service in self._services.items():
+            if fragment_id < len(num_versions):
+                service.indexed(num_versions[fragment_id])
+
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
         await self._worker.run(self._spool.start)
@@ -246,6 +256,10 @@ class Syncer:
 
     async def _keep_cut(self, number: int, least: Mapping[int, int]) -> None:
         newest = {p: service.rounds.version for p, service in self._services.items()}
+        if damaged := [p for p, service in self._services.items() if service.damage]:
+            logger.warning("cut %d is kept later: fragments %s are damaged", number, damaged)
+            self._pinning_cut = 0  # the coordinator asks again
+            return
         if behind := [p for p, version in newest.items() if version < least.get(p, 0)]:
             logger.error("cut %d not kept, versions lost of fragments %s", number, behind)
             return  # polls tell the islands so
@@ -308,6 +322,7 @@ class Syncer:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
             reply.message = self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT)
         else:
+            _insist_on_whole(service)
             lane = arrival_of(header)
             admission = await service.receive(lane, header.codec, call)
             reply.status = SUBMIT_STATUS[admission]
@@ -325,6 +340,7 @@ class Syncer:
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
+        _insist_on_whole(service)
         # Before its round is open a decline does nothing: the island repeats it until the outcome.
         reason = f"declined: {request.reason}"
         service.refuse(key_of(request.key), grant.island, grant.incarnation, reason)
@@ -337,6 +353,7 @@ class Syncer:
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
+        _insist_on_whole(service)
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
@@ -406,15 +423,12 @@ class Syncer:
             outcome = service and service.rounds.outcome(key, island, sender)
             if outcome:
                 reply.outcomes.append(outcome_message(outcome))
-        for known in request.known:
-            service = self._services.get(known.fragment_id)
-            if service is not None and known.is_founded and _is_behind(service, known):
-                reply.fatal.exit_code = 30
-                reply.fatal.reason = (
-                    f"fragment {known.fragment_id}: this island holds version {known.version}, the "
-                    f"syncer has no valid record of it: its state directory has lost a published "
-                    f"version. Resume a checkpoint: diloco coordinator RUN.toml --resume"
-                )
+        known = {state.fragment_id: state for state in request.known if state.is_founded}
+        for state in reply.fragments:
+            held = known.get(state.fragment_id)
+            if held is not None and _is_behind(self._services[state.fragment_id], held):
+                # One island's word: the others hear it when the coordinator's index says so.
+                state.is_damaged = True
         return reply
 
     def _tell_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
@@ -434,6 +448,7 @@ class Syncer:
         elif service is None:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
+            _insist_on_whole(service)
             reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
         return Reply(reply.SerializeToString(), payload)
@@ -449,6 +464,9 @@ class Syncer:
                 f"{len(versions)} were named: {sorted(versions)[:8]}"
             )
             return self._ack(self._refuse(request.grant, Cause.PIN, problem))
+
+        for service in self._services.values():
+            _insist_on_whole(service)
 
         def pin() -> None:
             for fragment_id, version in versions.items():
@@ -489,7 +507,7 @@ class Syncer:
         return words
 
     def _wants_initial(self, service: FragmentService, island: str) -> bool:
-        is_new = service.record is None and self._rules.timeline == 0
+        is_new = service.record is None and not service.damage and self._rules.timeline == 0
         return is_new and island == self._attendance.founder()
 
     # -- plumbing --------------------------------------------------------------------------------
@@ -566,6 +584,16 @@ def _is_behind(service: FragmentService, known: wire.FragmentState) -> bool:
     return service.record is None or service.record.version < known.version
 
 
+def _insist_on_whole(service: FragmentService) -> None:
+    """Have whoever calls for a fragment that is not served call again, until it is.
+
+    Raises:
+        NotYet: If it is damaged.
+    """
+    if service.damage:
+        raise NotYet(service.damage)
+
+
 def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
     """Whether a reply tells a carrier something that it does not know."""
     if request.known_epoch != reply.syncer_epoch or reply.is_fenced or reply.outcomes:
@@ -576,7 +604,9 @@ def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
     return any(_what_changes(state) != known.get(state.fragment_id) for state in reply.fragments)
 
 
-def _what_changes(state: wire.FragmentState) -> tuple[bool, int, int, bool, bool]:
+def _what_changes(state: wire.FragmentState) -> tuple[bool | int, ...]:
+    if state.is_damaged:
+        return (True,)
     return state.is_founded, state.version, state.attempt, state.is_open, state.wants_initial
 
 

@@ -54,6 +54,16 @@ class RoundClosed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class FragmentDamaged(Event):
+    """A version that was published cannot be read: the fragment is not served any more."""
+
+    kind: ClassVar[str] = "fragment_damaged"
+    fragment_id: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundExpired(Event):
     """An attempt came to nothing, durably; `missing` are the members that did not come."""
 

@@ -59,6 +59,12 @@ class FakeRounds:
     def heard_of(self, orders: Orders) -> None:
         self.orders.append(orders)
 
+    def indexed(self, num_versions: Sequence[int]) -> None:
+        pass
+
+    def damage(self, fragment_id: int) -> str:
+        return ("", "version 7 cannot be read")[fragment_id]
+
     def phase(self, fragment_id: int) -> str:
         return ("open", "closing")[fragment_id]
 
