@@ -459,20 +459,32 @@ class Expiry(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RoundReportReply(_message.Message):
-    __slots__ = ("checkpoint_steps", "roster", "policy_json", "policy_revision", "cut", "cut_versions")
+    __slots__ = ("checkpoint_steps", "roster", "policy_json", "policy_revision", "cut", "cut_versions", "repairs")
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     POLICY_JSON_FIELD_NUMBER: _ClassVar[int]
     POLICY_REVISION_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     CUT_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    REPAIRS_FIELD_NUMBER: _ClassVar[int]
     checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
     roster: Roster
     policy_json: str
     policy_revision: int
     cut: int
     cut_versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, checkpoint_steps: _Optional[_Iterable[int]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., cut: _Optional[int] = ..., cut_versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    repairs: _containers.RepeatedCompositeFieldContainer[Repair]
+    def __init__(self, checkpoint_steps: _Optional[_Iterable[int]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., cut: _Optional[int] = ..., cut_versions: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[Repair, _Mapping]]] = ...) -> None: ...
+
+class Repair(_message.Message):
+    __slots__ = ("fragment_id", "island", "record_json")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    RECORD_JSON_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    island: str
+    record_json: str
+    def __init__(self, fragment_id: _Optional[int] = ..., island: _Optional[str] = ..., record_json: _Optional[str] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("generation", "live", "fenced", "is_paused", "min_islands")

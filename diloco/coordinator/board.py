@@ -82,8 +82,13 @@ class Board:
 
     def num_indexed(self, fragment_id: int) -> int:
         """Count the versions of a fragment that are indexed in this timeline, from 0 on."""
+        header = self.newest(fragment_id)
+        return 1 + int(json.loads(header)["version"]) if header else 0
+
+    def newest(self, fragment_id: int) -> str:
+        """Return the header of the newest version that is indexed in this timeline; empty: none."""
         headers = self._journal.newest_rounds(self._membership.timeline, fragment_id, 1)
-        return 1 + int(json.loads(headers[0])["version"]) if headers else 0
+        return headers[0] if headers else ""
 
     @property
     def damage(self) -> str:

@@ -15,6 +15,7 @@ fails has changed nothing.
     paused            whether no round opens
     policy/N          {key, value}: what an operator set, in order
     operation/N       {number, ...}: what an operator did, the newest ones, for people
+    repair/P          island that a damaged fragment is to be repaired from
     cut/N             a `Cut`: a run checkpoint where islands come and go
     stop, checkpoint, timeline, fatal
 
@@ -42,6 +43,7 @@ from diloco.coordinator.claims import Claims
 from diloco.coordinator.cuts import Cuts
 from diloco.coordinator.leases import Lease, LeaseEvent
 from diloco.coordinator.members import Member, MembershipRules, read_member
+from diloco.coordinator.repairs import Repairs
 from diloco.coordinator.roll import Roll
 from diloco.refusals import Cause
 
@@ -81,6 +83,7 @@ class Membership(Roll):
     rules: MembershipRules = field(default_factory=MembershipRules)
     claims: Claims | None = None
     cuts: Cuts = field(default_factory=Cuts)
+    repairs: Repairs = field(default_factory=Repairs)
     plan_json: str = ""
     corpus_sha256: str = ""
     tokenizer_digest: str = ""
@@ -110,6 +113,7 @@ class Membership(Roll):
         if self.claims is not None:
             self.claims.apply(entries)
         self.cuts.apply(entries)
+        self.repairs.apply(entries)
         for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
             self.members.setdefault(guest, Member(len(self.members)))
         for key, value in entries:

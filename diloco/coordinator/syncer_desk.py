@@ -18,7 +18,7 @@ from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
 from diloco.coordinator.journal import Told
 from diloco.coordinator.membership import Membership
-from diloco.coordinator.tape import told_expiry
+from diloco.coordinator.tape import told_expiry, told_repair
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.refusals import Cause
 from diloco.rounds.terms import RoundKey
@@ -112,8 +112,12 @@ class SyncerDesk:
         self._board.syncer_refusals = _counted(report.refusals, membership.members)
         for fragment in report.fragments:
             self._board.fragment_stands(self._bounded(fragment))
+            is_damaged = bool(fragment.damage)
+            self._keep(membership.repairs.stands(fragment.fragment_id, is_damaged=is_damaged))
         if report.record_json:
             self._index((*_indexed(report.record_json), report.record_json))
+            if (told := told_repair(report.record_json)) is not None:
+                self._tell(told)
         if report.HasField("expiry"):
             self._tell(self._expired(report.expiry))
         self._note_pins(report)
@@ -126,6 +130,8 @@ class SyncerDesk:
         if cut is not None and cut.is_taken:
             reply.cut = cut.number
             reply.cut_versions.extend(cut.versions)
+        for p, island in sorted(membership.repairs.asked.items()):
+            reply.repairs.add(fragment_id=p, island=island, record_json=self._board.newest(p))
         if membership.settings:
             reply.policy_json = json.dumps(membership.policy)
         if (roster := membership.roster()) is not None:

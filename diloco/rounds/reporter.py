@@ -74,6 +74,12 @@ class Rounds(Protocol):
     def indexed(self, num_versions: Sequence[int]) -> None:
         """Hear how many versions of each fragment the coordinator knows; must not block."""
 
+    def repair(self, fragment_id: int, island: str, record_json: str) -> None:
+        """Take what a damaged fragment has lost from an island; must not block.
+
+        Repeated with every report until it is not damaged any more.
+        """
+
     def keep_cut(self, number: int, versions: Sequence[int]) -> None:
         """Keep the newest version of every fragment for a cut; must not block.
 
@@ -228,6 +234,8 @@ class Reporter:
         self._complete = reply.checkpoint_steps
         rounds.keep_checkpoints(self._complete)
         rounds.heard_of(Orders.of(reply))
+        for each in reply.repairs:
+            rounds.repair(each.fragment_id, each.island, each.record_json)
         if reply.cut:
             rounds.keep_cut(reply.cut, reply.cut_versions)
 

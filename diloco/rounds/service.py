@@ -10,6 +10,7 @@ Source: protocol.md sections 1, 4 and 5.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from diloco.rounds.payloads import (
     insist_on_size,
     verify_payload,
 )
+from diloco.rounds.restored import Repair, is_enough, restored_record
 from diloco.rounds.room import WAITING_FOR_DISK, Room
 from diloco.rounds.rules import FragmentRules
 from diloco.rounds.spool import Spool, SpooledLane
@@ -51,7 +53,13 @@ from diloco.rounds.timing import MeasuredTiming, StepTimes
 from diloco.rounds.version import VersionRecord, founding_record
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
-from diloco.telemetry.round_events import FragmentDamaged, RoundClosed, RoundExpired, RoundOpened
+from diloco.telemetry.round_events import (
+    FragmentDamaged,
+    FragmentRepaired,
+    RoundClosed,
+    RoundExpired,
+    RoundOpened,
+)
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
@@ -107,10 +115,11 @@ class FragmentService:
         hooks: Hooks,
     ) -> None:
         """Assign only; `start` reads the store. `steps` are the step times of the islands."""
-        timing = MeasuredTiming(rules.timing, steps, _now()) if rules.timing else None
-        self.rounds = FragmentRounds(fragment.fragment_id, timeline, rules.rounds, timing)
+        self._timeline, self._steps = timeline, steps
+        self.rounds = self._machine(fragment.fragment_id, rules)
         self.record: VersionRecord | None = None
         self.damage = ""
+        self._repair: Repair | None = None
         self._fragment = fragment
         self._store = store
         self._units = units
@@ -123,6 +132,10 @@ class FragmentService:
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
+
+    def _machine(self, fragment_id: int, rules: FragmentRules) -> FragmentRounds:
+        timing = MeasuredTiming(rules.timing, self._steps, _now()) if rules.timing else None
+        return FragmentRounds(fragment_id, self._timeline, rules.rounds, timing)
 
     async def start(self, incarnations: Mapping[str, int]) -> None:
         """Go on from the durable state; the islands of `incarnations` hold their grants.
@@ -170,9 +183,9 @@ class FragmentService:
         left = "none" if self.record is None else f"version {self.record.version}"
         self.damage = (
             f"fragment {p} is damaged and not served: its version {version} was published and "
-            f"cannot be read, the newest that can is {left}. The other fragments go on. Stop the "
-            f"run and see what can be made again (diloco repair RUN.toml), or resume a checkpoint "
-            f"(diloco coordinator RUN.toml --resume)"
+            f"cannot be read, the newest that can is {left}. The other fragments go on. Take it "
+            f"from an island that holds it (diloco repair HOST:PORT --fragment {p} --from-island "
+            f"NAME), or resume a checkpoint (diloco coordinator RUN.toml --resume)"
         )
         logger.error("%s", self.damage)
         self.stop()
@@ -185,6 +198,79 @@ class FragmentService:
         """Hear how many versions, 0 among them, the coordinator knows of this timeline."""
         if num_versions > (0 if self.record is None else self.record.version + 1):
             self.lose(num_versions - 1)
+
+    # -- repair ----------------------------------------------------------------------------------
+
+    def repair_from(self, island: str, record_json: str) -> None:
+        """Take the version that was lost from an island, as far as it is indexed; repeatable."""
+        if not self.damage or (self._repair is not None and self._repair.island == island):
+            return
+        header = json.loads(record_json or "{}")
+        if not is_enough(header, self._fragment):
+            logger.error("fragment %d cannot be repaired: its header is not indexed whole",
+                         self._fragment.fragment_id)  # fmt: skip
+            return
+        self._repair = Repair(island, header)
+        logger.info("fragment %d: version %d is asked of island %s",
+                    self._fragment.fragment_id, header["version"], island)  # fmt: skip
+        self._hooks.on_change()
+
+    def wanted_of(self, island: str) -> int | None:
+        """Version that an island is asked for; None: nothing is."""
+        repair = self._repair
+        return repair.version if repair is not None and repair.island == island else None
+
+    async def take_published(self, header: wire.UploadHeader, call: IncomingCall) -> str:
+        """Take a lane of the version that was lost; returns what is wrong with it.
+
+        With the last one, `finish_repair` writes it.
+        """
+        repair, meter, island = self._repair, self._hooks.meter, header.grant.island
+        if repair is None or self.wanted_of(island) != header.version:
+            return f"version {header.version} is not asked of island {island!r}"
+        if header.lane_id >= (num_lanes := len(self._fragment.lanes)):
+            meter.refusal(island, Cause.LANE)
+            return f"there is no lane {header.lane_id}, the fragment has {num_lanes}"
+        # Of a whole lane in float32, the digest of the payload is the digest of the lane.
+        if header.digest != (expected := repair.digest_of(header.lane_id)):
+            meter.refusal(island, Cause.DIGEST)
+            return (
+                f"lane {header.lane_id} of version {header.version} was published with digest "
+                f"{expected.hex()}, island {island!r} holds {header.digest.hex()[:64]}"
+            )
+        try:
+            name = self._fragment.fragment_id, island, header.grant.incarnation, header.lane_id
+            payload = await self._verified(
+                name, "float32", header.lane_id, header.digest, call, lambda payload: payload
+            )
+        except PayloadRefused as error:
+            meter.refusal(island, error.cause)
+            return f"published parameters refused: {error}"
+        repair.lanes[header.lane_id] = payload
+        return ""
+
+    async def finish_repair(self, incarnations: Mapping[str, int], roster: Roster) -> None:
+        """Once every lane is here, write the version, and serve the fragment again."""
+        async with self._founding:
+            repair = self._repair
+            if repair is None or len(repair.lanes) < len(self._fragment.lanes):
+                return
+            optimizer = self._rules.publication.optimizer
+            record = restored_record(
+                self._fragment,
+                repair,
+                self.record,
+                has_second_moment=optimizer.has_second_moment,
+            )
+            await self._hooks.worker.run(lambda: self._store.commit(record))
+            p, island = self._fragment.fragment_id, repair.island
+            logger.warning("fragment %d repaired: version %d from %s", p, record.version, island)
+            self.damage, self._repair, self._unfetched = "", None, {}
+            self.rounds = self._machine(p, self._rules)
+            self.heard_of(roster)
+            self._hooks.on_event(FragmentRepaired(p, record.version, island))
+            await self.start(incarnations)
+            self._hooks.on_change()
 
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""

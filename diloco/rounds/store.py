@@ -112,7 +112,8 @@ class FragmentStore:
             snapshot_rounds: Versions from one record to the next; 1: every version is one. Says
                 what is written; whatever is there is read.
             keeps_all: Whether what versions were made of is moved to `log.KEPT` instead of
-                forgotten; version 0 then stays, for whoever recomputes them all.
+                forgotten; version 0 then stays, for whoever recomputes them all, as do those
+                that were repaired.
             num_threads: Lanes recomputed at once.
         """
         self.store_dir = directory
@@ -339,7 +340,7 @@ class FragmentStore:
         if first + 1 not in frames_in(self._directory):
             first = oldest
         for version in snapshots:
-            if version < first and not (self._keeps_all and version == 0):
+            if version < first and not (self._keeps_all and self._is_beginning(version)):
                 self._forget_record(version)
         for start in segments_in(self._directory):
             if start < first:
@@ -347,6 +348,15 @@ class FragmentStore:
         for kept in self._directory.glob("v*.header"):
             if self._is_indexed(version_of(kept)):
                 durable.unlink(kept)
+
+    def _is_beginning(self, version: int) -> bool:
+        """Whether a version is made of none before it: the first, and one that was repaired."""
+        if version == 0:
+            return True
+        try:
+            return "repaired" in locate(record_path(self._directory, version)).header
+        except RecordInvalid:
+            return False
 
     def _forget_record(self, version: int) -> None:
         path = record_path(self._directory, version)

@@ -190,6 +190,12 @@ class Syncer:
         """Phase of a fragment's current round, in words."""
         return self._services[fragment_id].phase
 
+    def repair(self, fragment_id: int, island: str, record_json: str) -> None:
+        """Take what a damaged fragment has lost from an island; must not block."""
+        if (service := self._services.get(fragment_id)) is not None:
+            service.repair_from(island, record_json)
+            self._notify()
+
     def damage(self, fragment_id: int) -> str:
         """Why a fragment is not served, and what to type; empty: it is served."""
         return self._services[fragment_id].damage
@@ -353,6 +359,13 @@ class Syncer:
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
+        if header.is_published:
+            problem = await service.take_published(header, call)
+            if not problem:
+                attendance = self._attendance
+                await service.finish_repair(attendance.incarnations, attendance.roster)
+                self._notify()
+            return self._ack(problem)
         _insist_on_whole(service)
         if service.record is not None:
             return self._ack("")
@@ -429,6 +442,10 @@ class Syncer:
             if held is not None and _is_behind(self._services[state.fragment_id], held):
                 # One island's word: the others hear it when the coordinator's index says so.
                 state.is_damaged = True
+        for state in reply.fragments:
+            wanted = self._services[state.fragment_id].wanted_of(island)
+            if wanted is not None:
+                state.wants_published, state.wanted_version = True, wanted
         return reply
 
     def _tell_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
@@ -606,7 +623,7 @@ def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
 
 def _what_changes(state: wire.FragmentState) -> tuple[bool | int, ...]:
     if state.is_damaged:
-        return (True,)
+        return True, state.wants_published
     return state.is_founded, state.version, state.attempt, state.is_open, state.wants_initial
 
 

@@ -40,6 +40,8 @@ class VersionRecord:
             has counted them.
         rules: What the version was made by, JSON values (`PublicationRules.to_json`, the quorum,
             and the revision of the policy); empty for version 0, and for an all-reduce.
+        repaired: Island that it was taken back from, after it was lost; empty: it was merged here.
+            Payloads and contributions of such a version are gone.
     """
 
     version: int
@@ -59,6 +61,7 @@ class VersionRecord:
     combination: Combination | None = None
     merged_tokens: int = 0
     rules: Mapping[str, Any] = field(default_factory=dict)
+    repaired: str = ""
 
     @property
     def digest(self) -> bytes:
@@ -101,6 +104,8 @@ class VersionRecord:
         }
         if self.rules:
             header |= {"merged_tokens": self.merged_tokens, "rules": dict(self.rules)}
+        if self.repaired:
+            header["repaired"] = self.repaired
         if self.combination is not None:
             header["merge"] = {**self.combination.to_json(), "rejected": dict(self.rejected)}
         return header
@@ -186,7 +191,9 @@ def record_of(
             LaneState(*(vector(name, lane.lane_id) for name in state_sections(sections)))
             for lane in fragment.lanes
         ),
-        payloads=tuple(bytes(sections[f"payload/{i}"]) for i in lane_ids) if version else (),
+        payloads=tuple(bytes(sections[f"payload/{i}"]) for i in lane_ids)
+        if version and "repaired" not in header
+        else (),
         contributors=contributors,
         contributions={
             c.island: [sections[f"contribution/{c.island}/{i}"] for i in lane_ids]
@@ -199,4 +206,5 @@ def record_of(
         combination=Combination.from_json(merge) if merge else None,
         merged_tokens=header.get("merged_tokens", 0),
         rules=header.get("rules", {}),
+        repaired=header.get("repaired", ""),
     )

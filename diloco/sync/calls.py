@@ -179,14 +179,21 @@ class SyncerCalls:
         )
         await self._call(self._control, "fragment.decline", request)
 
-    async def upload(self, fragment_id: int, lane_id: int, payload: Buffer) -> wire.Ack:
-        """Deliver one lane of the initial parameters, float32, when it is its turn."""
+    async def upload(
+        self, fragment_id: int, lane_id: int, payload: Buffer, *, published: int | None = None
+    ) -> wire.Ack:
+        """Deliver one lane, float32, when it is its turn: of the initial parameters.
+
+        Or of a version that was `published`, and which the syncer has lost.
+        """
         header = wire.UploadHeader(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
             fragment_id=fragment_id,
             lane_id=lane_id,
             digest=blake3.blake3(payload).digest(),
+            is_published=published is not None,
+            version=published or 0,
         )
         async with self._uploading:
             reply = await self._call(self._data, "fragment.upload", header, payload, is_bulk=True)

@@ -157,6 +157,8 @@ class CarriedFragment:
             before, self.state = self.state, wire.FragmentState()
             self.state.CopyFrom(before)
             self.state.is_open, self.state.is_damaged = False, True
+            self.state.wants_published = state.wants_published
+            self.state.wanted_version = state.wanted_version
             return
         self.state = state
         self.heard[state.version] = state
@@ -294,4 +296,5 @@ class CarriedFragment:
             is_open=state.is_open,
             wants_initial=state.wants_initial,
             is_damaged=state.is_damaged,
+            wants_published=state.wants_published,
         )

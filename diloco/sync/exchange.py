@@ -364,6 +364,7 @@ class Exchange:
         for outcome in map(outcome_of, reply.outcomes):
             self._contributions.take(self._carried[outcome.key.fragment_id], outcome)
         for carried in self._carried.values():
+            self._entry.give(carried)
             self._stager.look(carried)
         self._tasks.notify()
 

@@ -1,13 +1,17 @@
-"""What the coordinator has of a damaged fragment: how many versions there were, what it shows."""
+"""What the coordinator has of a damaged fragment, what it shows, and whom it has it repaired from."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
 from protos import control_pb2 as control
 from tests.coordinator_desk import SECRET, Desk, joined, tell
 from transport.contracts import PROTOCOL_VERSION
+
+CONFIG = load_config(Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml")
 
 
 def test_a_syncer_hears_how_many_versions_are_indexed(tmp_path: Path) -> None:
@@ -49,3 +53,59 @@ def test_the_status_says_which_fragment_is_not_served(tmp_path: Path) -> None:
         assert desk.coordinator.status().message == ""
 
     tell(tmp_path, story)
+
+
+def test_an_operator_has_a_damaged_fragment_repaired_from_an_island(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        await joined(desk)
+        header = {"timeline": 0, "fragment_id": 1, "version": 4, "digest": "ab"}
+        await desk.round_report(record=header)
+
+        async def stands(damage: str) -> None:
+            await desk.round_report(
+                fragments=[control.FragmentStatus(fragment_id=1, damage=damage)]
+            )
+
+        async def ask(fragment: str, island: str) -> control.OperateReply:
+            return await desk.operate("repair", fragment=fragment, island=island)
+
+        assert "fragment 1 is not damaged" in (await ask("1", "east")).message
+        await stands("version 4 cannot be read")
+        for fragment, island, why in (
+            ("0", "east", "fragment 0 is not damaged, as far as its syncer says; damaged: 1"),
+            ("x", "east", "fragment x is not damaged"),
+            ("1", "north", "there is no island 'north'"),
+        ):
+            refused = await ask(fragment, island)
+            assert not refused.is_done
+            assert why in refused.message
+        assert not (await desk.told_to_syncer()).repairs
+
+        assert (await ask("1", "west")).is_done
+        await desk.restart()
+        (told,) = (await desk.told_to_syncer()).repairs
+        assert (told.fragment_id, told.island) == (1, "west")
+        assert json.loads(told.record_json) == header
+
+        await desk.round_report(record={**header, "repaired": "west"})
+        await stands("")
+        assert not (await desk.told_to_syncer()).repairs
+        kinds = [entry.kind for entry in desk.journal.happenings()]
+        assert kinds.count("repair") == 1
+        assert "operation" in kinds
+
+    tell(tmp_path, story, config=CONFIG)
+
+
+def test_an_island_that_is_not_at_work_gives_nothing(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+        fragment = control.FragmentStatus(fragment_id=0, damage="rotten")
+        await desk.round_report(fragments=[fragment])
+        await desk.leave(east)
+
+        refused = await desk.operate("repair", fragment="0", island="east")
+        assert not refused.is_done
+        assert "east is not at work" in refused.message
+
+    tell(tmp_path, story, config=CONFIG)

@@ -33,6 +33,7 @@ class FakeRounds:
     def __init__(self) -> None:
         self.versions = [0, 0]
         self.kept: list[list[int]] = []
+        self.repairs: list[tuple[int, str, str]] = []
         self.orders: list[Orders] = []
         self.pinned_cut = 0
         self.cuts: list[tuple[int, list[int]]] = []
@@ -61,6 +62,9 @@ class FakeRounds:
 
     def indexed(self, num_versions: Sequence[int]) -> None:
         pass
+
+    def repair(self, fragment_id: int, island: str, record_json: str) -> None:
+        self.repairs.append((fragment_id, island, record_json))
 
     def damage(self, fragment_id: int) -> str:
         return ("", "version 7 cannot be read")[fragment_id]
