@@ -172,14 +172,25 @@ class FragmentStore:
     def _lost_after(self, newest: int) -> int:
         """Name the newest version after this one of which there is something; -1: none.
 
-        What a killed writer leaves is never among them: it has no name yet, or was cut off.
+        Not what is shorter than it says, or was cut off a log's end: a killed writer may leave
+        that, of a version that never existed. (If it did, the coordinator's index has it.)
         """
-        lost = max((version for version in self._versions() if version > newest), default=-1)
+        versions = [version for version in self._versions() if version > newest]
+        if newest < 0:  # whatever this is, it is not the store of a new run
+            return max(versions, default=-1)
+        lost = max(filter(self._is_whole_in_size, versions), default=-1)
         if lost < 0 and (segments := segments_in(self._directory)):
             path = segment_path(self._directory, segments[-1])
             if path.stat().st_size > max((frame.end for frame in frames_of(path)), default=0):
                 return newest + 1  # at least: a damaged frame hides those behind it
         return lost
+
+    def _is_whole_in_size(self, version: int) -> bool:
+        try:
+            insist_on_whole(record_path(self._directory, version))
+        except RecordInvalid:
+            return version in frames_in(self._directory)
+        return True
 
     def newest(self) -> VersionRecord | None:
         """Read the newest valid version and change nothing: safe while a syncer serves the store.

@@ -1,4 +1,4 @@
-"""What the coordinator has of a damaged fragment, what it shows, and whom it has it repaired from."""
+"""What the coordinator knows and shows of a damaged fragment, and from whom it is repaired."""
 
 from __future__ import annotations
 
