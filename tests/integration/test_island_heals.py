@@ -29,7 +29,7 @@ from tests.data.text_files import write_jsonl
 from tests.launch.island_site import children, wait_until
 from tests.run_files import FFN_DIM_OF_LANES, all_logs, with_text, write_run
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 DECOUPLED = [
     "outer.preset=decoupled",
@@ -37,7 +37,7 @@ DECOUPLED = [
     "data.handover_samples=64",
     "run.open=true",
     "run.max_islands=4",
-    "coordinator.lease=2s",
+    "coordinator.lease=5s",
     "transport.snapshot_rate=2Mbit/s",
 ]
 GUEST = """
@@ -102,7 +102,7 @@ class Site:
         return len(self.events(island, "inner_step"))
 
     def taken(self, island: str) -> dict[str, Any]:
-        wait_until(lambda: bool(self.events(island, "inner_state_taken")), 90.0)
+        wait_until(lambda: bool(self.events(island, "inner_state_taken")), 150.0)
         (taken,) = self.events(island, "inner_state_taken")
         return taken
 
@@ -154,7 +154,7 @@ def while_given(site: Site, known: set[str], act: Callable[[], None]) -> None:
         new = {name: count for name, count in site.lanes_given().items() if name not in known}
         return any(0 < count < 4 for count in new.values())
 
-    wait_until(is_half_there, 60.0)
+    wait_until(is_half_there, 150.0)
     act()
 
 
