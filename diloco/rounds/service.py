@@ -10,7 +10,6 @@ Source: protocol.md sections 1, 4 and 5.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
 from diloco.refusals import Cause
+from diloco.rounds.damaged import Damage
 from diloco.rounds.merge import Merger, Spooled, drop
 from diloco.rounds.payloads import (
     fetch_lanes,
@@ -30,7 +30,6 @@ from diloco.rounds.payloads import (
     insist_on_size,
     verify_payload,
 )
-from diloco.rounds.restored import Repair, is_enough, restored_record
 from diloco.rounds.room import WAITING_FOR_DISK, Room
 from diloco.rounds.rules import FragmentRules
 from diloco.rounds.spool import Spool, SpooledLane
@@ -54,8 +53,6 @@ from diloco.rounds.version import VersionRecord, founding_record
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
 from diloco.telemetry.round_events import (
-    FragmentDamaged,
-    FragmentRepaired,
     RoundClosed,
     RoundExpired,
     RoundOpened,
@@ -101,7 +98,7 @@ class Hooks:
 class FragmentService:
     """A fragment's machine, store and newest version, and the spool of its current attempt.
 
-    `damage` says why the fragment is not served, and what to type; empty: it is served.
+    While there is `damage` the fragment is not served.
     """
 
     def __init__(
@@ -118,8 +115,7 @@ class FragmentService:
         self._timeline, self._steps = timeline, steps
         self.rounds = self._machine(fragment.fragment_id, rules)
         self.record: VersionRecord | None = None
-        self.damage = ""
-        self._repair: Repair | None = None
+        self.damage = Damage(fragment, hooks.on_event)
         self._fragment = fragment
         self._store = store
         self._units = units
@@ -173,25 +169,13 @@ class FragmentService:
             self._timer.cancel()
 
     def lose(self, version: int) -> None:
-        """Serve the fragment no more: this version was published, and cannot be read here.
-
-        Going on from an older one would publish it a second time, as something else.
-        """
-        if self.damage:
+        """Serve the fragment no more: this version was published, and cannot be read here."""
+        if self.damage.text:
             return
-        p = self._fragment.fragment_id
-        left = "none" if self.record is None else f"version {self.record.version}"
-        self.damage = (
-            f"fragment {p} is damaged and not served: its version {version} was published and "
-            f"cannot be read, the newest that can is {left}. The other fragments go on. Take it "
-            f"from an island that holds it (diloco repair HOST:PORT --fragment {p} --from-island "
-            f"NAME), or resume a checkpoint (diloco coordinator RUN.toml --resume)"
-        )
-        logger.error("%s", self.damage)
+        self.damage.found(version, self.record)
         self.stop()
         spool, self._spool = self._spool, {}
         drop(spool)
-        self._hooks.on_event(FragmentDamaged(p, version, self.damage))
         self._hooks.on_change()
 
     def indexed(self, num_versions: int) -> None:
@@ -199,76 +183,36 @@ class FragmentService:
         if num_versions > (0 if self.record is None else self.record.version + 1):
             self.lose(num_versions - 1)
 
-    # -- repair ----------------------------------------------------------------------------------
-
-    def repair_from(self, island: str, record_json: str) -> None:
-        """Take the version that was lost from an island, as far as it is indexed; repeatable."""
-        if not self.damage or (self._repair is not None and self._repair.island == island):
-            return
-        header = json.loads(record_json or "{}")
-        if not is_enough(header, self._fragment):
-            logger.error("fragment %d cannot be repaired: its header is not indexed whole",
-                         self._fragment.fragment_id)  # fmt: skip
-            return
-        self._repair = Repair(island, header)
-        logger.info("fragment %d: version %d is asked of island %s",
-                    self._fragment.fragment_id, header["version"], island)  # fmt: skip
-        self._hooks.on_change()
-
-    def wanted_of(self, island: str) -> int | None:
-        """Version that an island is asked for; None: nothing is."""
-        repair = self._repair
-        return repair.version if repair is not None and repair.island == island else None
-
     async def take_published(self, header: wire.UploadHeader, call: IncomingCall) -> str:
         """Take a lane of the version that was lost; returns what is wrong with it.
 
         With the last one, `finish_repair` writes it.
         """
-        repair, meter, island = self._repair, self._hooks.meter, header.grant.island
-        if repair is None or self.wanted_of(island) != header.version:
-            return f"version {header.version} is not asked of island {island!r}"
-        if header.lane_id >= (num_lanes := len(self._fragment.lanes)):
-            meter.refusal(island, Cause.LANE)
-            return f"there is no lane {header.lane_id}, the fragment has {num_lanes}"
-        # Of a whole lane in float32, the digest of the payload is the digest of the lane.
-        if header.digest != (expected := repair.digest_of(header.lane_id)):
-            meter.refusal(island, Cause.DIGEST)
-            return (
-                f"lane {header.lane_id} of version {header.version} was published with digest "
-                f"{expected.hex()}, island {island!r} holds {header.digest.hex()[:64]}"
-            )
+        island = header.grant.island
         try:
+            self.damage.insist_on(header)
             name = self._fragment.fragment_id, island, header.grant.incarnation, header.lane_id
             payload = await self._verified(
                 name, "float32", header.lane_id, header.digest, call, lambda payload: payload
             )
         except PayloadRefused as error:
-            meter.refusal(island, error.cause)
+            self._hooks.meter.refusal(island, error.cause)
             return f"published parameters refused: {error}"
-        repair.lanes[header.lane_id] = payload
+        self.damage.take(header, payload)
         return ""
 
     async def finish_repair(self, incarnations: Mapping[str, int], roster: Roster) -> None:
         """Once every lane is here, write the version, and serve the fragment again."""
         async with self._founding:
-            repair = self._repair
-            if repair is None or len(repair.lanes) < len(self._fragment.lanes):
+            has_second = self._rules.publication.optimizer.has_second_moment
+            record = self.damage.record(self.record, has_second_moment=has_second)
+            if record is None:
                 return
-            optimizer = self._rules.publication.optimizer
-            record = restored_record(
-                self._fragment,
-                repair,
-                self.record,
-                has_second_moment=optimizer.has_second_moment,
-            )
             await self._hooks.worker.run(lambda: self._store.commit(record))
-            p, island = self._fragment.fragment_id, repair.island
-            logger.warning("fragment %d repaired: version %d from %s", p, record.version, island)
-            self.damage, self._repair, self._unfetched = "", None, {}
-            self.rounds = self._machine(p, self._rules)
+            self.damage.mended()
+            self._unfetched = {}
+            self.rounds = self._machine(self._fragment.fragment_id, self._rules)
             self.heard_of(roster)
-            self._hooks.on_event(FragmentRepaired(p, record.version, island))
             await self.start(incarnations)
             self._hooks.on_change()
 
@@ -297,7 +241,7 @@ class FragmentService:
     @property
     def phase(self) -> str:
         """Phase of the current round, in words."""
-        if self.damage:
+        if self.damage.text:
             return "damaged"
         if self._fragment.fragment_id in self._hooks.room.waiting:
             return WAITING_FOR_DISK
@@ -353,7 +297,7 @@ class FragmentService:
     @property
     def initial_bytes(self) -> list[int]:
         """Bytes of each lane of the initial parameters; empty once version 0 is durable."""
-        is_founded = self.record is not None or self.damage
+        is_founded = self.record is not None or self.damage.text
         return [] if is_founded else [4 * lane.numel for lane in self._fragment.lanes]
 
     def _count_refusal(self, lane: LaneArrival, admission: Admission) -> None:
@@ -462,7 +406,7 @@ class FragmentService:
             attempt=self.rounds.attempt,
             is_open=self.rounds.is_open,
             wants_initial=wants_initial,
-            is_damaged=bool(self.damage),
+            is_damaged=bool(self.damage.text),
         )
         if self.rounds.is_open:
             state.members.extend(self.rounds.members)
@@ -504,7 +448,7 @@ class FragmentService:
 
     def _perform(self, instructions: Iterable[Instruction]) -> None:
         """Carry out what the machine decided, in order, then set its alarm."""
-        if self.damage:
+        if self.damage.text:
             return
         for instruction in instructions:
             match instruction:

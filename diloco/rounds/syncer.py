@@ -193,12 +193,12 @@ class Syncer:
     def repair(self, fragment_id: int, island: str, record_json: str) -> None:
         """Take what a damaged fragment has lost from an island; must not block."""
         if (service := self._services.get(fragment_id)) is not None:
-            service.repair_from(island, record_json)
+            service.damage.ask(island, record_json)
             self._notify()
 
     def damage(self, fragment_id: int) -> str:
         """Why a fragment is not served, and what to type; empty: it is served."""
-        return self._services[fragment_id].damage
+        return self._services[fragment_id].damage.text
 
     def indexed(self, num_versions: Sequence[int]) -> None:
         """Hear how many versions of each fragment the coordinator knows; must not block."""
@@ -262,7 +262,7 @@ class Syncer:
 
     async def _keep_cut(self, number: int, least: Mapping[int, int]) -> None:
         newest = {p: service.rounds.version for p, service in self._services.items()}
-        if damaged := [p for p, service in self._services.items() if service.damage]:
+        if damaged := [p for p, service in self._services.items() if service.damage.text]:
             logger.warning("cut %d is kept later: fragments %s are damaged", number, damaged)
             self._pinning_cut = 0  # the coordinator asks again
             return
@@ -443,7 +443,7 @@ class Syncer:
                 # One island's word: the others hear it when the coordinator's index says so.
                 state.is_damaged = True
         for state in reply.fragments:
-            wanted = self._services[state.fragment_id].wanted_of(island)
+            wanted = self._services[state.fragment_id].damage.wanted_of(island)
             if wanted is not None:
                 state.wants_published, state.wanted_version = True, wanted
         return reply
@@ -524,7 +524,7 @@ class Syncer:
         return words
 
     def _wants_initial(self, service: FragmentService, island: str) -> bool:
-        is_new = service.record is None and not service.damage and self._rules.timeline == 0
+        is_new = service.record is None and not service.damage.text and self._rules.timeline == 0
         return is_new and island == self._attendance.founder()
 
     # -- plumbing --------------------------------------------------------------------------------
@@ -607,8 +607,8 @@ def _insist_on_whole(service: FragmentService) -> None:
     Raises:
         NotYet: If it is damaged.
     """
-    if service.damage:
-        raise NotYet(service.damage)
+    if service.damage.text:
+        raise NotYet(service.damage.text)
 
 
 def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:

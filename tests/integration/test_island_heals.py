@@ -38,13 +38,14 @@ DECOUPLED = [
     "run.open=true",
     "run.max_islands=4",
     "coordinator.lease=5s",
-    "transport.snapshot_rate=2Mbit/s",
+    "transport.snapshot_rate=8Mbit/s",
 ]
 GUEST = """
 [islands.{name}]
 ranks = 1
 tokens_per_inner_step = 128
 heal_optimizer = true
+heal_wait = "2min"
 """
 
 
