@@ -35,6 +35,7 @@ DECOUPLED = [
     "outer.preset=decoupled",
     "outer.grace=200ms",
     "data.handover_samples=64",
+    "data.sources.code.repeat=true",
     "run.open=true",
     "run.max_islands=4",
     "coordinator.lease=5s",
