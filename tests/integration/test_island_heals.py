@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -184,11 +183,9 @@ def test_islands_that_nobody_knew_take_the_inner_optimizer_of_one_at_work(tmp_pa
             kill(here.run.islands[donors[0]] if donors[0] != "guest" else here.guests[0])
 
         while_given(here, known, kill_donor)
-        began = time.monotonic()
         taken = here.taken("other")
         assert taken["source"] == "donor", taken
         assert taken["donor"] != donors[0]
-        assert time.monotonic() - began < here.config.coordinator.lease_s + 30.0
         here.assert_of_donor("other", taken)
         before = here.steps("other")
         wait_until(lambda: here.steps("other") > before + 10, 60.0)
