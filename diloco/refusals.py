@@ -24,7 +24,8 @@ class Cause(StrEnum):
     SIZE = "size"
     DIGEST = "digest"
     CONTENT = "content"  # a payload that no encoder makes: NaN, infinity, codes of no level
-    CONFLICT = "conflict"  # another contribution than the island has sent before
+    OUTLIER = "outlier"  # its norm is too far from the others' (`outer.reject_norm_ratio`)
+    CONFLICT = "conflict"  # another contribution, or version, than was sent or published before
     PIN = "pin"
     # Of a join.
     PROTOCOL_VERSION = "protocol_version"

@@ -272,7 +272,7 @@ class IslandStatus(_message.Message):
     def __init__(self, island: _Optional[str] = ..., incarnation: _Optional[int] = ..., last_report: _Optional[_Union[ReportRequest, _Mapping]] = ..., report_age_s: _Optional[float] = ..., island_slot: _Optional[int] = ..., lease: _Optional[str] = ..., lease_left_s: _Optional[float] = ...) -> None: ...
 
 class FragmentStatus(_message.Message):
-    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "age_s", "phase", "merged_tokens", "damage")
+    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "age_s", "phase", "merged_tokens", "rounds", "solo_rounds", "damage")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +281,8 @@ class FragmentStatus(_message.Message):
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     MERGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    SOLO_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DAMAGE_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
@@ -290,8 +292,10 @@ class FragmentStatus(_message.Message):
     age_s: float
     phase: str
     merged_tokens: int
+    rounds: int
+    solo_rounds: int
     damage: str
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., damage: _Optional[str] = ...) -> None: ...
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., solo_rounds: _Optional[int] = ..., damage: _Optional[str] = ...) -> None: ...
 
 class RefusalCount(_message.Message):
     __slots__ = ("service", "island", "cause", "count")
@@ -306,7 +310,7 @@ class RefusalCount(_message.Message):
     def __init__(self, service: _Optional[str] = ..., island: _Optional[str] = ..., cause: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step", "has_published", "refusals", "generation", "is_paused", "total_tokens")
+    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step", "has_published", "refusals", "generation", "is_paused", "total_tokens", "syncers")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
@@ -323,6 +327,7 @@ class StatusReply(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SYNCERS_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     islands: _containers.RepeatedCompositeFieldContainer[IslandStatus]
@@ -339,7 +344,22 @@ class StatusReply(_message.Message):
     generation: int
     is_paused: bool
     total_tokens: int
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., generation: _Optional[int] = ..., is_paused: _Optional[bool] = ..., total_tokens: _Optional[int] = ...) -> None: ...
+    syncers: _containers.RepeatedCompositeFieldContainer[SyncerStatus]
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., generation: _Optional[int] = ..., is_paused: _Optional[bool] = ..., total_tokens: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerStatus, _Mapping]]] = ...) -> None: ...
+
+class SyncerStatus(_message.Message):
+    __slots__ = ("syncer_id", "address", "syncer_epoch", "fragment_ids", "age_s")
+    SYNCER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    syncer_id: int
+    address: str
+    syncer_epoch: int
+    fragment_ids: _containers.RepeatedScalarFieldContainer[int]
+    age_s: float
+    def __init__(self, syncer_id: _Optional[int] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class OperateRequest(_message.Message):
     __slots__ = ("protocol_version", "command", "arguments")
@@ -395,18 +415,20 @@ class StandingReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., state: _Optional[str] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., inner_steps: _Optional[int] = ..., island: _Optional[_Union[IslandStatus, _Mapping]] = ..., syncer_address: _Optional[str] = ...) -> None: ...
 
 class SyncerHelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid")
+    __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid", "syncer_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    SYNCER_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     address: str
     syncer_epoch: int
     pid: int
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    syncer_id: int
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ...) -> None: ...
 
 class SyncerHelloReply(_message.Message):
     __slots__ = ("plan_json", "islands", "fragment_ids", "num_indexed")
@@ -421,7 +443,7 @@ class SyncerHelloReply(_message.Message):
     def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
-    __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "expiry")
+    __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "syncer_id", "expiry")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -431,6 +453,7 @@ class RoundReport(_message.Message):
     FATAL_EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     PINNED_CUT_FIELD_NUMBER: _ClassVar[int]
+    SYNCER_ID_FIELD_NUMBER: _ClassVar[int]
     EXPIRY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
@@ -441,8 +464,9 @@ class RoundReport(_message.Message):
     fatal_exit_code: int
     refusals: _containers.RepeatedCompositeFieldContainer[RefusalCount]
     pinned_cut: int
+    syncer_id: int
     expiry: Expiry
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., record_json: _Optional[str] = ..., fatal_reason: _Optional[str] = ..., fatal_exit_code: _Optional[int] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., pinned_cut: _Optional[int] = ..., expiry: _Optional[_Union[Expiry, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., record_json: _Optional[str] = ..., fatal_reason: _Optional[str] = ..., fatal_exit_code: _Optional[int] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., pinned_cut: _Optional[int] = ..., syncer_id: _Optional[int] = ..., expiry: _Optional[_Union[Expiry, _Mapping]] = ...) -> None: ...
 
 class Expiry(_message.Message):
     __slots__ = ("fragment_id", "version", "attempt", "missing", "reason")

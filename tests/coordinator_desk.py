@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from diloco.config.classes import identity_difference
 from diloco.config.load import with_settings
 from diloco.config.schema import Config
+from diloco.coordinator.assignment import Assignment
 from diloco.coordinator.claims import Claims
 from diloco.coordinator.daemon import Coordinator, Operations
 from diloco.coordinator.grants import sign
@@ -36,7 +37,14 @@ class Desk:
     With a `config` it takes an operator's commands, and its terms are read from that.
     """
 
-    def __init__(self, directory: Path, terms: Terms = TERMS, config: Config | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        terms: Terms = TERMS,
+        config: Config | None = None,
+        num_syncers: int = 1,
+    ) -> None:
+        self.num_syncers = num_syncers
         self.terms = terms
         self.config = config
         self.network = LoopbackNetwork()
@@ -50,6 +58,7 @@ class Desk:
         self.membership = Membership(
             "demo", names, IDENTITY, identity_difference, 100, num_checkpoints=2,
             claims=Claims(2, names) if is_shared else None,
+            assignment=Assignment(self.num_syncers),
         )  # fmt: skip
         self.membership.apply(self.journal.entries().items())
         operations, terms = None, self.terms

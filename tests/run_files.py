@@ -10,6 +10,7 @@ from typing import Any
 from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import StateDir
+from diloco.launch.stores import read_plan, state_by_fragment
 from diloco.launch.summary import read_events
 from diloco.outer.fragments import Plan
 from diloco.rounds.store import FragmentStore
@@ -111,8 +112,13 @@ class FinishedRun:
 
     def __init__(self, run: LocalRun) -> None:
         self.state: StateDir = run.state
-        self.plan = Plan.from_json(self.state.plan.read_text())
-        self.stores = [FragmentStore(self.state.store, f, 4) for f in self.plan.fragments]
+        plan = read_plan(self.state)
+        assert plan is not None
+        self.plan: Plan = plan
+        stored = state_by_fragment(self.state, plan)
+        self.stores = [
+            FragmentStore(stored[f.fragment_id].store, f, 4) for f in self.plan.fragments
+        ]
         self.events: dict[str, list[dict[str, Any]]] = read_events(
             run.config.telemetry_dir, run.config.islands
         )

@@ -174,7 +174,12 @@ class ServedRun:
                 roles=[ROLE_ISLAND],
             ),
             island_slot=self.membership.members[request.island].slot,
-            syncers=[SyncerAssignment(address=self.address)],
+            syncers=[
+                SyncerAssignment(
+                    address=self.address,
+                    fragment_ids=range(self.config.outer.num_fragments),
+                )
+            ],
             policy_json=policy_json(self.config),
             is_resumed=self.resume_step is not None,
             resume_step=self.resume_step or 0,

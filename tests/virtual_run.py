@@ -31,7 +31,7 @@ from diloco.rounds.syncer import Syncer
 from diloco.rounds.timing import TimingRules
 from diloco.rounds.worker import Worker
 from diloco.sync.agreement import Agreement
-from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.io_thread import Waits
 from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards
@@ -197,7 +197,9 @@ class VirtualIsland:
         data: Transport,
         incarnation: int = 1,
         timeline: int = 0,
+        ways: Sequence[SyncerWay] = (),
     ) -> None:
+        """With `ways` to several syncers, `control` and `data` are not used."""
         self.name = name
         self.setting = setting
         self.events: list[Event] = []
@@ -213,8 +215,7 @@ class VirtualIsland:
         self.exchange = Exchange(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
-            control=control,
-            data=data,
+            ways=ways or [SyncerWay(range(len(plan.fragments)), control, data)],
             grant=grant(name, incarnation, timeline),
             rules=ExchangeRules(
                 setting.uplink_codec,
@@ -344,11 +345,23 @@ class MemoryOrders:
 
 
 class VirtualRun:
-    """The network, the syncer and its durable state; `syncer` can be killed and started again."""
+    """The network, the syncer and its durable state; `syncer` can be killed and started again.
 
-    def __init__(self, setting: Setting) -> None:
+    `own` are the fragments of one of several syncers, which share a network.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        name: str = "syncer",
+        own: Sequence[int] | None = None,
+        network: LoopbackNetwork | None = None,
+    ) -> None:
         self.setting = setting
-        self.network = LoopbackNetwork()
+        self.name = name
+        self.own = range(len(setting.plan().fragments)) if own is None else own
+        self.network = network or LoopbackNetwork()
         self.incarnations = MemoryIncarnations()
         self.orders = MemoryOrders(setting)
         self.events: list[Event] = []
@@ -374,7 +387,7 @@ class VirtualRun:
                     snapshot_rounds=setting.snapshot_rounds,
                     keeps_all=self.keeps_all,
                 )
-                for fragment in plan.fragments
+                for fragment in (plan.fragments[p] for p in self.own)
             ],
             syncer_epoch=self.epoch,
             incarnations=self.incarnations,
@@ -384,9 +397,10 @@ class VirtualRun:
             on_change=lambda: None,
             orders=self.orders,
             on_event=self.events.append,
+            unix_clock=asyncio.get_running_loop().time,
         )
         await self.syncer.start()
-        self.server = self.network.server("syncer", self.syncer.handlers)
+        self.server = self.network.server(self.name, self.syncer.handlers)
         await self.server.start()
         return self.syncer
 
@@ -398,9 +412,10 @@ class VirtualRun:
     async def resume(self, step: int) -> None:
         """Take the store back to a run checkpoint and serve it in a new timeline."""
         await self.kill_syncer()
+        plan = self.setting.plan()
         restore(
             self.setting.directory,
-            self.setting.plan(),
+            replace(plan, fragments=tuple(plan.fragments[p] for p in self.own)),
             step=step,
             abandoned_timeline=self.timeline,
         )

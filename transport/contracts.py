@@ -12,7 +12,7 @@ the real clock and under the virtual one of `loopback`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from transport.identity import Identity
@@ -24,12 +24,21 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 PROTOCOL_VERSION = 3
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer to a call: a header and a payload (possibly empty)."""
+    """Answer to a call: a header and a payload (possibly empty).
+
+    A server calls `on_sent` when it has handed the last byte to the network: only what the windows
+    of the way hold is under way then. Where an attempt is repeated it may be called again.
+    """
 
     header: bytes
     payload: Buffer = b""
+    on_sent: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
 
 
 class IncomingCall(Protocol):

@@ -8,6 +8,7 @@ servers in the running loop, virtual or real, with the errors a real network wou
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
@@ -117,13 +118,14 @@ def run_virtual(coroutine: Coroutine[Any, Any, _T]) -> _T:
 class LoopbackNetwork:
     """Named servers and the ways to them, within one event loop."""
 
-    def __init__(self) -> None:
-        """Make a network without servers."""
+    def __init__(self, reply_bps: float = math.inf) -> None:
+        """Make a network without servers; payloads of replies take their time at `reply_bps`."""
+        self._reply_bps = reply_bps
         self._running: dict[str, _LoopbackServer] = {}
 
     def server(self, name: str, handlers: Handlers) -> Server:
         """Make a server; it can be called once started, and replaced once stopped."""
-        return _LoopbackServer(self._running, name, handlers)
+        return _LoopbackServer(self._running, name, handlers, self._reply_bps)
 
     def connect(self, name: str) -> Transport:
         """Make a way to whichever server runs under `name` at the moment of each call."""
@@ -131,10 +133,13 @@ class LoopbackNetwork:
 
 
 class _LoopbackServer:
-    def __init__(self, running: dict[str, _LoopbackServer], name: str, handlers: Handlers) -> None:
+    def __init__(
+        self, running: dict[str, _LoopbackServer], name: str, handlers: Handlers, reply_bps: float
+    ) -> None:
         self._running = running
         self._name = name
         self._handlers = handlers
+        self._reply_bps = reply_bps
         self._tasks: set[asyncio.Task[Reply]] = set()
 
     @property
@@ -169,7 +174,11 @@ class _LoopbackServer:
 
     async def _serve(self, call: _LoopbackCall) -> Reply:
         reply = await dispatch(self._handlers, call)
-        return Reply(bytes(reply.header), bytearray(reply.payload))
+        payload = bytearray(reply.payload)
+        if (crossing_s := 8 * len(payload) / self._reply_bps) > 0:
+            await asyncio.sleep(crossing_s)
+        reply.on_sent()
+        return Reply(bytes(reply.header), payload)
 
 
 class _LoopbackCall:

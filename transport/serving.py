@@ -177,7 +177,13 @@ class Answer:
     async def send(
         self, write: Callable[[bytes], Awaitable[None]], chunk_bytes: int, pacer: Pacer
     ) -> None:
-        """Write it, the chunks as fast as `pacer` lets them."""
+        """Write it, the chunks as fast as `pacer` lets them; then tell the reply so."""
+        await self._write(write, chunk_bytes, pacer)
+        self.reply.on_sent()
+
+    async def _write(
+        self, write: Callable[[bytes], Awaitable[None]], chunk_bytes: int, pacer: Pacer
+    ) -> None:
         payload, is_bulk = self.reply.payload, self.resumption.is_bulk
         payload_bytes = memoryview(payload).nbytes
         chunk_bytes = pacer.chunk_bytes(chunk_bytes, payload_bytes, is_bulk=is_bulk)

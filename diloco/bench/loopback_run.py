@@ -22,7 +22,7 @@ from diloco.outer.fragments import Plan
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
 from diloco.sync.agreement import Agreement
-from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards
@@ -180,8 +180,13 @@ class _Island:
         self.exchange = Exchange(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
-            control=network.connect(_SYNCER),
-            data=network.connect(_SYNCER),
+            ways=[
+                SyncerWay(
+                    [fragment.fragment_id for fragment in plan.fragments],
+                    control=network.connect(_SYNCER),
+                    data=network.connect(_SYNCER),
+                )
+            ],
             grant=Grant(run=config.run.name, island=name, incarnation=1, roles=[ROLE_ISLAND]),
             rules=ExchangeRules(
                 uplink_codec=config.outer.uplink,

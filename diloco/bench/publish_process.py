@@ -217,6 +217,10 @@ class _UnwrittenDraft(RecordDraft):
     def __init__(self) -> None:
         pass
 
+    @property
+    def has_state(self) -> bool:
+        return True
+
     def write(self, name: str, data: Buffer, digest: bytes | None = None) -> None:
         pass
 

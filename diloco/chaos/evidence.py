@@ -17,7 +17,7 @@ from diloco.chaos.runner import TRUTH, Ended
 from diloco.chaos.truth import read_story
 from diloco.coordinator.journal import Journal
 from diloco.launch.state_dir import StateDir
-from diloco.outer.fragments import Plan
+from diloco.launch.stores import read_plan, state_by_fragment
 from diloco.rounds.log import headers_in
 from diloco.rounds.record import fragment_directory
 from diloco.rounds.replay import FragmentReplay, Verdict
@@ -31,22 +31,18 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
     config = ended.config
     state = StateDir(Path(config.coordinator.state_dir))
     lines = _json_lines(state.root / TRUTH)
-    stores = []
-    if state.plan.exists():
-        plan = Plan.from_json(state.plan.read_text())
-        retained = config.outer.retained_versions
-        stores = [FragmentStore(state.store, part, retained) for part in plan.fragments]
-    newest, recomputed = {}, []
-    for store in stores:
-        record = store.newest()
-        if record is None:
-            continue
-        p = record.fragment_id
-        newest[p] = Newest(record.version, record.digest.hex())
-        for each in FragmentReplay(store.store_dir, plan, p).run():
-            is_made = each.verdict in (Verdict.RECOMPUTED, Verdict.DIFFERENT)
-            if is_made or each.version == record.version:  # others: forgotten, damaged on purpose
-                recomputed.append(Recomputed(p, each.version, each.detail))
+    stores, newest, recomputed = [], {}, []
+    if (plan := read_plan(state)) is not None:
+        for p, own in sorted(state_by_fragment(state, plan).items()):
+            store = FragmentStore(own.store, plan.fragments[p], config.outer.retained_versions)
+            stores.append(store)
+            if (record := store.newest()) is None:
+                continue
+            newest[p] = Newest(record.version, record.digest.hex())
+            for each in FragmentReplay(store.store_dir, plan, p).run():
+                is_made = each.verdict in (Verdict.RECOMPUTED, Verdict.DIFFERENT)
+                if is_made or each.version == record.version:  # others: forgotten, damaged
+                    recomputed.append(Recomputed(p, each.version, each.detail))
     return Evidence(
         story=read_story([*lines], faults),
         events={
@@ -58,7 +54,7 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
             ]
             for island in sorted(config.islands)
         },
-        headers=[*_tape(state), *_kept_headers(state, stores)],
+        headers=[*_tape(state), *_kept_headers(stores)],
         newest=newest,
         recomputed=recomputed,
         exit_codes=ended.exit_codes,
@@ -81,9 +77,9 @@ def _tape(state: StateDir) -> Iterator[dict[str, Any]]:
         journal.close()
 
 
-def _kept_headers(state: StateDir, stores: Sequence[FragmentStore]) -> Iterator[dict[str, Any]]:
+def _kept_headers(stores: Sequence[FragmentStore]) -> Iterator[dict[str, Any]]:
     for store in stores:
-        yield from headers_in(fragment_directory(state.store, store.fragment.fragment_id))
+        yield from headers_in(fragment_directory(store.store_dir, store.fragment.fragment_id))
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -39,7 +39,7 @@ def run_plan(
         same = configured(plan, directory / "undisturbed")
         say = "the same run without faults"
         undisturbed = gather(drive(plan, same, (), request, lambda *_: on_progress(say, 0, 1)), ())
-    kills_syncer = any(f.kind is Kind.KILL and f.target == SYNCER for f in faults)
+    kills_syncer = any(f.kind is Kind.KILL and f.role == SYNCER for f in faults)
     return report_on(
         evidence,
         plan.config.judge,

@@ -17,12 +17,12 @@ import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Timed
+from diloco.chaos.plan import COORDINATOR, Kind, Timed
 from diloco.chaos.world import World, held_still, is_frozen, send
 from diloco.durable import read_json, write_json
-from diloco.launch.chaos import clock_path, fired, links_path
+from diloco.launch.chaos import clock_path, fired, is_heeded, links_path
 from diloco.rounds.log import frames_in, segment_path, segments_in
-from diloco.rounds.record import fragment_directory, locate, record_path, versions_in
+from diloco.rounds.record import locate, record_path, versions_in
 from transport.faulty import Fault, Gate
 
 #: Seconds after which processes have read, or told, what they do once a second.
@@ -37,7 +37,10 @@ class Performance(ABC):
     Attributes:
         fired: Whether it took effect.
         note: What a reader of the log wants to know.
+        place: What only one fault at a time can be done to; None: they do not meet.
     """
+
+    place: tuple[Path, str] | None = None
 
     def __init__(self, world: World, fault: Timed) -> None:
         """Do nothing yet."""
@@ -118,21 +121,18 @@ class _Damage(Performance):
 
     def begin(self) -> bool:
         """Kill the syncer and damage a file before there is another one."""
-        pid = self.world.serving_pid(SYNCER)
-        fragments = [
-            directory
-            for p in self.world.versions()
-            if self.may(directory := fragment_directory(self.world.state.store, p))
-        ]
+        target = self.fault.target
+        pid = self.world.serving_pid(target)
+        fragments = [each for each in self.world.fragments(target) if self.may(each)]
         if pid is None or not fragments:
             return False
         directory = fragments[self.fault.seed % len(fragments)]
         with held_still(self.world.pid(COORDINATOR)):
             send(pid, signal.SIGKILL)
             until = time.monotonic() + _DEAD_S
-            while self.world.pid(SYNCER) == pid and time.monotonic() < until:
+            while self.world.pid(target) == pid and time.monotonic() < until:
                 time.sleep(_LOOK_S)
-            if self.world.pid(SYNCER) is None and self.may(directory):
+            if self.world.pid(target) is None and self.may(directory):
                 self.damage(directory)
                 self.fired = True
         return True
@@ -201,20 +201,19 @@ class DiskFull(Performance):
 
     def begin(self) -> bool:
         """Set the limit."""
-        self._pid = self.world.serving_pid(SYNCER)
+        self._pid = self.world.serving_pid(self.fault.target)
         if self._pid is None:
             return False
         _, hard = resource.prlimit(self._pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (0, hard))
         self._hard = hard
-        self._newest = {p: v[-1] for p, v in self.world.versions().items() if v}
+        self._newest = self._written()
         return True
 
     def end(self) -> bool:
         """Lift it; it took effect if no record was written, or the syncer ended of it."""
         assert self._pid is not None
-        newest = {p: v[-1] for p, v in self.world.versions().items() if v}
-        is_same = self.world.pid(SYNCER) == self._pid
+        newest, is_same = self._written(), self.world.pid(self.fault.target) == self._pid
         # One was perhaps renamed just when the limit came.
         num_written = sum(newest.values()) - sum(self._newest.values())
         self.fired = not is_same or num_written <= 1
@@ -223,17 +222,31 @@ class DiskFull(Performance):
             resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (self._hard, self._hard))
         return True
 
+    def _written(self) -> dict[int, int]:
+        """Newest version of each of its fragments."""
+        return {p: v[-1] for p, v in self.world.versions(self.fault.target).items() if v}
+
 
 class _FromWithin(Performance):
     """What a process does to itself, as a file says that it reads once a second."""
 
-    path: Path
-    who: str
+    place: tuple[Path, str]
     counted: str
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.place[0]
+
+    @property
+    def who(self) -> str:
+        """Whose entry of it."""
+        return self.place[1]
+
     def begin(self) -> bool:
-        """Write the file."""
-        if self.world.pid(self.fault.target) is None:
+        """Write the file, once somebody reads it."""
+        target, chaos_dir = self.fault.target, self.world.chaos_dir
+        if self.world.pid(target) is None or not is_heeded(chaos_dir, self.who):
             return False
         self._before = fired(self.world.chaos_dir, self.who)[self.counted]
         self._told_s = 0.0
@@ -266,7 +279,7 @@ class Clock(_FromWithin):
     def __init__(self, world: World, fault: Timed) -> None:
         """Do nothing yet."""
         super().__init__(world, fault)
-        self.path, self.who = clock_path(world.chaos_dir), fault.target
+        self.place = clock_path(world.chaos_dir), fault.target
 
     def value(self) -> object:
         """Seconds by which it is wrong."""
@@ -279,7 +292,7 @@ class Link(_FromWithin):
     def __init__(self, world: World, fault: Timed) -> None:
         """Do nothing yet."""
         super().__init__(world, fault)
-        self.path, self.who = links_path(world.chaos_dir), fault.target
+        self.place = links_path(world.chaos_dir), fault.target
         self.counted = "held" if fault.kind in _GATES else _RATES[fault.kind].value
 
     def value(self) -> object:

@@ -1,19 +1,22 @@
 """The file of `diloco chaos`: which run, what happens to it when, and what is judged beyond.
 
 `expand` turns a file into the faults of one run, a pure function of the file and of the run's
-islands: explicit `[[fault]]` entries, and those that `[mix]` draws from `seed`.
+islands and syncers: explicit `[[fault]]` entries, and those that `[mix]` draws from `seed`.
 
     target                  what it is                          kinds
     coordinator, syncer     their process                       kill, freeze, clock
     syncer                                                      restart, truncate, flip, disk-full
     NAME                    an island: supervisor and ranks     kill, restart, freeze, link faults
     NAME/R                  one rank of an island               kill, freeze
+
+Where a run has several syncers, they are `syncer-0`, `syncer-1` and so on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +32,7 @@ from diloco.errors import ConfigError
 from transport.units import parse_bandwidth, parse_duration
 
 COORDINATOR, SYNCER = "coordinator", "syncer"
+_SYNCER_NAME = re.compile(rf"{SYNCER}(-\d+)?")
 #: Seconds between two link faults of one island: ranks read what happens to links once a second.
 _BETWEEN_LINK_FAULTS_S = 2.0
 
@@ -115,7 +119,10 @@ class FaultConfig(Strength):
     """One fault."""
 
     kind: KindName = Field(description="What happens")
-    target: str = Field(min_length=1, description="To whom: coordinator, syncer, NAME or NAME/R")
+    target: str = Field(
+        min_length=1,
+        description="To whom: coordinator, syncer (of several: syncer-0 ...), NAME, NAME/R",
+    )
     at: Duration = Field(description="Time since every island has begun to train")
     lasts: Duration = Field(
         default="0s",
@@ -130,7 +137,7 @@ class MixConfig(Strength):
         default={}, description="Kind -> its weight; empty: nothing is drawn"
     )
     targets: Texts = Field(
-        default=(), description="Who may be met; empty: coordinator, syncer and every island"
+        default=(), description="Who may be met; empty: coordinator, syncers and every island"
     )
     mean_gap: Duration = Field(
         default="20s", description="Mean of the time to the next fault, exponentially distributed"
@@ -193,9 +200,14 @@ class Timed:
     seed: int
 
     @property
+    def role(self) -> str:
+        """`COORDINATOR`, or `SYNCER` of whichever of them; empty: it is about an island."""
+        return _role_of(self.target)
+
+    @property
     def island(self) -> str:
         """Island that it is about; empty: none."""
-        return "" if self.target in (COORDINATOR, SYNCER) else self.target.partition("/")[0]
+        return "" if self.role else self.target.partition("/")[0]
 
     @property
     def text(self) -> str:
@@ -226,7 +238,9 @@ def load_plan(path: Path) -> Plan:
     return Plan(path, load_section(path, PlanConfig))
 
 
-def expand(plan: PlanConfig, islands: Mapping[str, int]) -> tuple[Timed, ...]:
+def expand(
+    plan: PlanConfig, islands: Mapping[str, int], syncers: Sequence[str] = (SYNCER,)
+) -> tuple[Timed, ...]:
     """Give the faults of a run in the order of their times.
 
     Link faults of one island follow each other: one that would begin before another's end begins
@@ -235,15 +249,16 @@ def expand(plan: PlanConfig, islands: Mapping[str, int]) -> tuple[Timed, ...]:
     Args:
         plan: The file.
         islands: Island -> its ranks.
+        syncers: Their names.
 
     Raises:
         ConfigError: If a target is none of this run, or the kind is none for it.
     """
-    faults = sorted([*_explicit(plan), *_drawn(plan, islands)], key=lambda each: each[0])
+    faults = sorted([*_explicit(plan), *_drawn(plan, islands, syncers)], key=lambda each: each[0])
     free_from: dict[str, float] = {}
     timed = []
     for at_s, fault in faults:
-        _insist_on_target(fault, islands)
+        _insist_on_target(fault, islands, syncers)
         kind = Kind(fault.kind)
         lasts_s = 0.0 if kind in _AT_ONCE else parse_duration(fault.lasts)
         if kind.is_of_a_link:
@@ -273,9 +288,11 @@ def _explicit(plan: PlanConfig) -> Iterator[tuple[float, FaultConfig]]:
         yield parse_duration(fault.at), fault
 
 
-def _drawn(plan: PlanConfig, islands: Mapping[str, int]) -> Iterator[tuple[float, FaultConfig]]:
+def _drawn(
+    plan: PlanConfig, islands: Mapping[str, int], syncers: Sequence[str]
+) -> Iterator[tuple[float, FaultConfig]]:
     mix = plan.mix
-    targets = mix.targets or (COORDINATOR, SYNCER, *sorted(islands))
+    targets = mix.targets or (COORDINATOR, *syncers, *sorted(islands))
     pairs = [
         (kind, target, weight)
         for kind, weight in sorted(mix.kinds.items())
@@ -320,22 +337,28 @@ def _chosen(weights: list[float], drawn: float) -> int:
     return len(weights) - 1
 
 
+def _role_of(target: str) -> str:
+    return SYNCER if _SYNCER_NAME.fullmatch(target) else target if target == COORDINATOR else ""
+
+
 def _kinds_of(target: str) -> frozenset[Kind]:
     if "/" in target:
         return _KINDS_OF_A_RANK
-    return _KINDS_OF.get(target, _KINDS_OF_AN_ISLAND)
+    return _KINDS_OF.get(_role_of(target), _KINDS_OF_AN_ISLAND)
 
 
-def _insist_on_target(fault: FaultConfig, islands: Mapping[str, int]) -> None:
+def _insist_on_target(
+    fault: FaultConfig, islands: Mapping[str, int], syncers: Sequence[str]
+) -> None:
     island, slash, rank = fault.target.partition("/")
-    is_there = fault.target in _KINDS_OF or (
+    is_there = fault.target in (COORDINATOR, *syncers) or (
         island in islands and (not slash or (rank.isdecimal() and int(rank) < islands[island]))
     )
     if not is_there:
         names = ", ".join(f"{name} ({ranks} ranks)" for name, ranks in sorted(islands.items()))
         raise ConfigError(
             f"target {fault.target!r} of a fault of kind {fault.kind}: must be coordinator, "
-            f"syncer, an island, or ISLAND/RANK; islands of the run: {names}"
+            f"{', '.join(syncers)}, an island, or ISLAND/RANK; islands of the run: {names}"
         )
     if Kind(fault.kind) not in _kinds_of(fault.target):
         kinds = ", ".join(sorted(_kinds_of(fault.target)))

@@ -126,19 +126,19 @@ def _requirements(evidence: Evidence, bars: JudgeConfig, import_s: float) -> Ite
         COORDINATOR: parse_duration(bars.coordinator_back),
         SYNCER: parse_duration(bars.syncer_back),
     }
-    for target, limit_s in limits.items():
+    for role, limit_s in limits.items():
         if not limit_s:
             continue
         kills = [
             s
             for s in faults
-            if s.fault.target == target and s.fault.kind is Kind.KILL and s.began_s is not None
+            if s.fault.role == role and s.fault.kind is Kind.KILL and s.began_s is not None
         ]
         alone = [story for story in kills if is_alone(story, faults)]
         worst = max((_own_back_s(story) for story in alone), default=float("nan"))
-        beyond = f", of which {import_s:.2f} s are its imports" if target == SYNCER else ""
-        what = f"{target} back after {len(alone)} kills that met no other fault, of {len(kills)}"
-        allowed = limit_s + (import_s if target == SYNCER else 0.0)
+        beyond = f", of which {import_s:.2f} s are its imports" if role == SYNCER else ""
+        what = f"{role} back after {len(alone)} kills that met no other fault, of {len(kills)}"
+        allowed = limit_s + (import_s if role == SYNCER else 0.0)
         yield Requirement(f"{what}{beyond}", worst, allowed, "s")
     if limit_s := parse_duration(bars.published_again):
         waits = [next_publication_s(story, evidence.story) for story in faults]

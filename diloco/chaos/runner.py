@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.chaos.performers import Performance, perform
-from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Plan, Timed, expand
+from diloco.chaos.plan import Kind, Plan, Timed, expand
 from diloco.chaos.truth import TruthLog
 from diloco.chaos.world import World
 from diloco.config.load import load_config
@@ -23,6 +23,7 @@ from diloco.errors import ConfigError, DilocoError
 from diloco.launch.chaos import VARIABLE
 from diloco.launch.ending import Request
 from diloco.launch.local import LocalRun
+from diloco.launch.state_dir import StateDir
 from transport.units import parse_duration
 
 _LOOK_S = 0.05
@@ -69,7 +70,13 @@ def configured(plan: Plan, directory: Path) -> Config:
 
 def faults_of(plan: Plan, config: Config) -> tuple[Timed, ...]:
     """Give the faults of a plan for its run."""
-    return expand(plan.config, {name: island.ranks for name, island in config.islands.items()})
+    chosen = config.coordinator
+    syncers = StateDir(Path(chosen.state_dir)).of_syncers(chosen.num_syncers)
+    return expand(
+        plan.config,
+        {name: island.ranks for name, island in config.islands.items()},
+        [each.syncer_name for each in syncers],
+    )
 
 
 def drive(
@@ -137,6 +144,7 @@ class Director:
         self._to_come = list(faults)
         self._num_faults = len(faults)
         self._under_way: list[tuple[float, Performance]] = []
+        self._held_until_s: dict[int, float] = {}  # a fault by number: by others in its place
         self._awaited: list[_Awaited] = []
         self._newest: dict[int, int] = {}
         self._began_s: float | None = None
@@ -176,7 +184,11 @@ class Director:
     def _begin(self, plan_s: float) -> None:
         for fault in [each for each in self._to_come if each.at_s <= plan_s]:
             performance = perform(self._world, fault)
-            pid = self._world.pid(fault.target) if fault.target in (COORDINATOR, SYNCER) else None
+            taken = [other.place for _, other in self._under_way if other.place is not None]
+            if performance.place in taken:  # they would undo each other: one after the other
+                self._held_until_s[fault.number] = plan_s
+                continue
+            pid = self._world.pid(fault.target) if fault.role else None
             at_s = self._truth.now_s
             if performance.begin():
                 self._truth.write(
@@ -192,7 +204,7 @@ class Director:
                     # What was killed again on its way back is awaited from this kill on.
                     others = [a for a in self._awaited if a.fault.target != fault.target]
                     self._awaited = [*others, _Awaited(fault, pid, at_s)]
-            elif plan_s > fault.at_s + _PATIENCE_S:
+            elif plan_s > self._held_until_s.get(fault.number, fault.at_s) + _PATIENCE_S:
                 self._to_come.remove(fault)
                 note = f"{fault.target} was not there for {_PATIENCE_S:g} s"
                 self._truth.write("ended", number=fault.number, fired=False, note=note)

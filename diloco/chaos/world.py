@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco.chaos.plan import COORDINATOR, SYNCER
+from diloco.chaos.plan import COORDINATOR
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import StateDir, holder, read_endpoint
 from diloco.rounds.log import frames_in
@@ -39,12 +39,18 @@ class World:
         """The run's state directory."""
         return self.run.state
 
+    @property
+    def syncers(self) -> dict[str, StateDir]:
+        """What each syncer sees, by its name."""
+        num_syncers = self.run.config.coordinator.num_syncers
+        return {each.syncer_name: each for each in self.state.of_syncers(num_syncers)}
+
     def pid(self, target: str) -> int | None:
         """Process of a coordinator, a syncer, an island's supervisor or a rank that lives."""
         if target == COORDINATOR:
             return holder(self.state.coordinator_lock)
-        if target == SYNCER:
-            return holder(self.state.store_lock)
+        if (syncer := self.syncers.get(target)) is not None:
+            return holder(syncer.store_lock)
         island, slash, rank = target.partition("/")
         supervisor = self.run.islands[island]
         if island in self.away or supervisor.poll() is not None:
@@ -61,16 +67,27 @@ class World:
     def serving_pid(self, target: str) -> int | None:
         """Process of a coordinator or syncer that serves."""
         pid = self.pid(target)
-        path = self.state.coordinator if target == COORDINATOR else self.state.syncer
+        path = self.state.coordinator if target == COORDINATOR else self.syncers[target].syncer
         endpoint = None if pid is None else read_endpoint(path)
         is_its_own = endpoint is not None and endpoint.pid == pid and endpoint.address
         return pid if is_its_own else None
 
-    def versions(self) -> dict[int, list[int]]:
-        """Versions of each fragment that have a whole record or frame on disk, ascending."""
+    def fragments(self, *syncers: str) -> list[Path]:
+        """Directories of the fragments of these syncers; of all, if none is named."""
+        return sorted(
+            directory
+            for name in syncers or self.syncers
+            for directory in self.syncers[name].store.glob(_FRAGMENTS)
+        )
+
+    def versions(self, *syncers: str) -> dict[int, list[int]]:
+        """Versions of each of their fragments that have a whole record or frame on disk, ascending.
+
+        Of all syncers, if none is named.
+        """
         return {
             int(directory.name.removeprefix("fragment-")): _whole_versions(directory)
-            for directory in sorted(self.state.store.glob(_FRAGMENTS))
+            for directory in self.fragments(*syncers)
         }
 
 

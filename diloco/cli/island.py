@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from rich.table import Table
 
     from diloco.config.schema import Config
-    from diloco.launch.forecast import Forecast
+    from diloco.launch.forecast import ArrivalForecast, Forecast
 
 _LINE_EVERY_S = 30.0
 
@@ -207,10 +207,12 @@ def _show(planned: Forecast) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     flushed = ", then a flush of every fragment" if planned.is_flushed else ""
+    length = f"{planned.inner_steps} inner steps, {planned.num_sends} sends"
+    if planned.arrival is not None:
+        length = f"until {planned.arrival.total_tokens:,} tokens are merged"
     console.print(
         f"Run [bold]{planned.run}[/]: {planned.parameters:,} parameters in "
-        f"{len(planned.fragments)} fragments; {planned.inner_steps} inner steps, "
-        f"{planned.num_sends} sends{flushed}."
+        f"{len(planned.fragments)} fragments; {length}{flushed}."
     )
     tokens = ", ".join(f"{name} {number:,}" for name, number in planned.tokens.items())
     console.print(f"Tokens: {tokens}; together {sum(planned.tokens.values()):,}.\n")
@@ -220,7 +222,10 @@ def _show(planned: Forecast) -> None:
         f"{format_bytes(planned.round_bytes_up)} up and {format_bytes(planned.round_bytes_down)} "
         f"down an island.\n"
     )
-    console.print(_table(*_send_rows(planned)))
+    if planned.arrival is None:
+        console.print(_table(*_send_rows(planned)))
+    else:
+        console.print(_arrival_text(planned, planned.arrival))
     console.print(f"\nOne island's traffic over the run{_link_text(planned)}:\n")
     console.print(_table(*_way_rows(planned)))
     disk = planned.disk
@@ -232,6 +237,9 @@ def _show(planned: Forecast) -> None:
         f"({disk.num_records} records of "
         f"{format_bytes(disk.record_bytes)})."
     )
+    if len(planned.syncers) > 1:
+        console.print(f"\nThere are {len(planned.syncers)} of it, with fragments of their own:\n")
+        console.print(_table(*_syncer_rows(planned)))
     for island, num_bytes in planned.kept_bytes.items():
         console.print(
             f"In the memory of island {island}'s hosts: {format_bytes(num_bytes)} for each of the "
@@ -241,6 +249,46 @@ def _show(planned: Forecast) -> None:
     console.print(
         f"\nFingerprints: configuration {planned.config_fingerprint[:16]}, plan "
         f"{planned.plan_fingerprint[:16]}."
+    )
+
+
+def _syncer_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:
+    from transport.units import format_bytes
+
+    columns = ["syncer", "parameters", "on disk", "fragments"]
+    return columns, [
+        [
+            str(syncer.syncer_id),
+            f"{syncer.parameters:,}",
+            format_bytes(syncer.store_bytes),
+            ", ".join(map(str, syncer.fragment_ids)),
+        ]
+        for syncer in planned.syncers
+    ]
+
+
+def _arrival_text(planned: Forecast, arrival: ArrivalForecast) -> str:
+    """Say what stands in place of a schedule, and where its grace comes to nothing."""
+    from transport.units import format_bytes, format_duration
+
+    text = (
+        f"There is no schedule: nobody waits for anybody. A fragment opens at most once in "
+        f"{planned.inner_steps_per_round} inner steps of the fastest island, for about "
+        f"{arrival.rounds:,} rounds if each counts all islands."
+    )
+    if arrival.grace != "auto":
+        return text
+    largest = max(planned.fragments, key=lambda part: part.bytes_up + part.bytes_down)
+    up, down = format_bytes(largest.bytes_up), format_bytes(largest.bytes_down)
+    here = ""
+    if arrival.exchange_s is not None:
+        here = f", {format_duration(arrival.exchange_s)} on this link"
+    if arrival.least_step_s is not None:
+        here += f" (inner steps under {format_duration(arrival.least_step_s)})"
+    return (
+        f"{text}\nWarning: outer.grace = auto is 0 where tau = {arrival.overlap_steps} inner steps "
+        f"of the slowest island take less time than {up} up and {down} down{here}: most rounds "
+        f"then count one island. Set outer.grace to a time there."
     )
 
 

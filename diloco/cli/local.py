@@ -342,20 +342,25 @@ def _tell_end(
 def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) -> Summary:
     from diloco.launch.build import build_publication_rules, link_profile
     from diloco.launch.state_dir import StateDir
+    from diloco.launch.stores import state_by_fragment
     from diloco.launch.summary import summarise
     from diloco.outer.fragments import Plan
     from diloco.rounds.store import FragmentStore
     from diloco.sync.layout import build_schedule
 
-    state = StateDir(Path(config.coordinator.state_dir)).holding_records()
-    plan = Plan.from_json(state.plan.read_text())
+    state = StateDir(Path(config.coordinator.state_dir))
+    plan = Plan.from_json(state.holding_records[0].plan.read_text())
+    stored = state_by_fragment(state, plan)
     retained = config.outer.retained_versions
     return summarise(
         config,
         plan,
         build_schedule(config.outer, config.run.inner_steps),
         build_publication_rules(config),
-        stores=[FragmentStore(state.store, fragment, retained) for fragment in plan.fragments],
+        stores=[
+            FragmentStore(stored[fragment.fragment_id].store, fragment, retained)
+            for fragment in plan.fragments
+        ],
         events=events,
         link=link_profile(config),
     )

@@ -42,7 +42,8 @@ def replay(
     every version, otherwise the retained ones. What happened between versions is told too, as the
     coordinator's journal has it.
 
-    Exits with 1 if a version is damaged or different. What cannot be made again is only told.
+    Exits with 1 if a version is damaged or different. What cannot be made again is only told, but
+    for a run with outer.keep_contributions = "all": there it exits with 1, too.
     """
     from rich.console import Console
     from rich.table import Table
@@ -67,12 +68,21 @@ def replay(
             console.print(_told(entry))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         console.print(f"{len(done.versions)} versions: {said or 'none'}")
+    unknown = sum(each.is_unknown for each in done.versions) if done.keeps_all else 0
+    stderr = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if wrong:
-        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(
+        stderr.print(
             f"{wrong} versions are not what was published. What is damaged and can be made again "
             f"is: diloco repair {run}. To go back to before them: diloco coordinator RUN.toml "
             "--resume"
         )
+    if unknown:
+        stderr.print(
+            f"{unknown} versions cannot be made again, though outer.keep_contributions is "
+            f'"all": what they were made of is missing in {run}. If the run kept less when it '
+            f"began, ask for what came later: diloco replay {run} --from V"
+        )
+    if wrong or unknown:
         raise typer.Exit(1)
 
 
@@ -99,7 +109,7 @@ def _told(entry: TapeEntry) -> str:
         case "policy":
             return f"{where}: {content['key']} = {json.dumps(content['value'])}"
         case "operation":
-            return f"{where}: {content['command']}: {content['message']}"
+            return f"{where}: {content['command']} by {content['by']}: {content['message']}"
         case "timeline":
             return f"{where}: resumed from inner step {content['resume_step']}"
         case "expiry":

@@ -14,14 +14,18 @@ _DIGEST_CHARACTERS = 12
 _UNKNOWN = "-"
 #: State of an island that has joined and does not train yet (`IslandState`).
 _WAITING = "waiting"
-_TEXTS = frozenset({"island", "state", "lease", "phase", "digest", "contributors"})
+_TEXTS = frozenset(
+    {"island", "state", "lease", "phase", "digest", "contributors", "address", "fragments"}
+)
 #: Leases that end when nothing is heard.
 _RUNNING = frozenset({"active", "draining"})
 
 
 def status_view(reply: StatusReply) -> RenderableType:
-    """Show everything: the run, its islands, its fragments, and what was refused, if anything."""
+    """Show everything: run, islands, fragments, several syncers, what was refused, if anything."""
     parts: list[RenderableType] = [run_line(reply), islands_table(reply), fragments_table(reply)]
+    if len(reply.syncers) > 1:
+        parts.append(syncers_table(reply))
     if reply.refusals:
         parts.append(refusals_line(reply))
     return Group(*parts)
@@ -31,7 +35,7 @@ def run_line(reply: StatusReply) -> Text:
     """Show the run's name, state, syncer, generation, timeline, checkpoints and merged tokens.
 
     A run that was never resumed has no word on its timeline, one that inner steps end none on its
-    tokens: of those that end it the least that a fragment has merged. Below stands why it failed.
+    tokens (`_tokens_text`). Below stands why it failed.
     """
     line = Text.assemble(
         ("run ", "dim"),
@@ -47,8 +51,7 @@ def run_line(reply: StatusReply) -> Text:
     if reply.is_paused:
         line.append("  no round opens", "yellow")
     if reply.total_tokens:
-        merged = min((fragment.merged_tokens for fragment in reply.fragments), default=0)
-        line.append("  tokens merged ", "dim").append(f"{merged:,} of {reply.total_tokens:,}")
+        line.append("  tokens merged ", "dim").append(_tokens_text(reply))
     if reply.timeline:
         line.append("  timeline ", "dim").append(str(reply.timeline))
     if reply.checkpoint_steps:
@@ -77,6 +80,20 @@ def fragments_table(reply: StatusReply) -> Table:
     return table
 
 
+def syncers_table(reply: StatusReply) -> Table:
+    """Show one row a syncer: one that is not heard of stalls its own fragments."""
+    table = _table("syncer", "address", "epoch", "fragments", "heard")
+    for syncer in reply.syncers:
+        table.add_row(
+            str(syncer.syncer_id),
+            syncer.address or _UNKNOWN,
+            str(syncer.syncer_epoch),
+            ", ".join(map(str, syncer.fragment_ids)) or _UNKNOWN,
+            f"{_seconds(syncer.age_s)} ago",
+        )
+    return table
+
+
 def refusals_line(reply: StatusReply) -> Text:
     """Show what coordinator and syncer have refused since they started, by whom and why."""
     line = Text("refused", style="yellow")
@@ -95,11 +112,28 @@ def run_text(reply: StatusReply) -> str:
         for island in sorted(reply.islands, key=lambda island: island.island_slot)
     )
     versions = ", ".join(str(fragment.version) for fragment in reply.fragments)
-    return f"{reply.state}: {islands}; versions {versions or 'none yet'}"
+    tokens = f"; tokens merged {_tokens_text(reply)}" if reply.total_tokens else ""
+    return f"{reply.state}: {islands}; versions {versions or 'none yet'}{tokens}"
+
+
+def _tokens_text(reply: StatusReply) -> str:
+    """Say how far a run is that tokens end: the least that a fragment has merged, and solo rounds.
+
+    The share of these is of the rounds since the syncer's start; there is none before the first.
+    """
+    merged = min((fragment.merged_tokens for fragment in reply.fragments), default=0)
+    text = f"{merged:,} of {reply.total_tokens:,}"
+    if rounds := sum(fragment.rounds for fragment in reply.fragments):
+        solo = sum(fragment.solo_rounds for fragment in reply.fragments) / rounds
+        text += f" ({solo:.0%} of rounds solo)"
+    return text
 
 
 def island_text(island: IslandStatus, inner_steps: int) -> str:
-    """Say in a few words where an island stands; before its first step, what it has moved."""
+    """Say in a few words where an island stands; before its first step, what it has moved.
+
+    `inner_steps` is where the run ends, 0 where tokens end it.
+    """
     if not island.HasField("last_report"):
         return "joined" if island.incarnation else "not joined"
     report = island.last_report
@@ -107,7 +141,7 @@ def island_text(island: IslandStatus, inner_steps: int) -> str:
         moved = f"{format_bytes(report.bytes_up)} up, {format_bytes(report.bytes_down)} down"
         return f"{report.state}, {moved}"
     return (
-        f"{report.state}, step {report.inner_step}/{inner_steps} "
+        f"{report.state}, step {_step(report.inner_step, inner_steps)} "
         f"loss {report.loss_nats:.3f} {report.tokens_per_s:,.0f} tokens/s"
     )
 
@@ -132,7 +166,7 @@ def _island_cells(island: IslandStatus, inner_steps: int) -> tuple[str, ...]:
         incarnation,
         _lease(island),
         report.state,
-        f"{report.inner_step}/{inner_steps}",
+        _step(report.inner_step, inner_steps),
         f"{report.loss_nats:.4f}" if report.inner_step else _UNKNOWN,
         f"{report.tokens_per_s:,.0f}",
         str(report.fragments_in_flight),
@@ -142,6 +176,11 @@ def _island_cells(island: IslandStatus, inner_steps: int) -> tuple[str, ...]:
         f"{report.utilisation:.1%}",
         f"{_seconds(island.report_age_s)} ago",
     )
+
+
+def _step(inner_step: int, inner_steps: int) -> str:
+    """Write an inner step, and of how many where these end the run."""
+    return f"{inner_step}/{inner_steps}" if inner_steps else str(inner_step)
 
 
 def _lease(island: IslandStatus) -> str:

@@ -118,8 +118,10 @@ class DataConfig(Section):
         default=8192,
         ge=1,
         description="Samples of an island that may be trained on twice when another goes on with "
-        "its text, with outer.merge on_arrival: it tells where it is each time half of them are "
-        "drawn, at least two inner steps'",
+        "its text, with outer.merge on_arrival, at least two inner steps': it tells where it is at "
+        "once when half of them are drawn, and waits rather than draw more untold. A coordinator "
+        "that does not answer within 1s is not waited for until it does: what is drawn meanwhile "
+        "is warned of and counted, not bounded",
     )
 
     @model_validator(mode="before")

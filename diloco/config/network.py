@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from diloco.config.classes import Local, Policy, Section
-from diloco.config.fields import AutoDeadline, Chunk, Deadline, Memory, Rate, Wait, tuples
+from diloco.config.fields import AutoDeadline, Chunk, Deadline, Memory, Problem, Rate, Wait, tuples
 from transport.addresses import is_loopback, split_address
 from transport.hivemind_address import is_peer_address, parse_peer_address
 from transport.units import parse_bandwidth, parse_bytes, parse_duration
@@ -194,8 +194,13 @@ class TransportConfig(Section):
         return parse_duration(self.unreachable)
 
 
+_MOST_PORT = 65535
+#: Processes on one machine, each with a core for its rounds.
+MOST_SYNCERS = 64
+
+
 class CoordinatorConfig(Section):
-    """Where coordinator and syncer listen, and what they keep."""
+    """Where coordinator and syncers listen, and what they keep."""
 
     listen: Local[str] = Field(
         default="127.0.0.1:0",
@@ -203,6 +208,14 @@ class CoordinatorConfig(Section):
     )
     syncer_listen: Local[str] = Field(
         default="127.0.0.1:0", description="HOST:PORT of the syncer it starts; port 0: any free one"
+    )
+    num_syncers: Local[int] = Field(
+        default=1,
+        ge=1,
+        le=MOST_SYNCERS,
+        description="Syncers that it starts, and spreads the fragments over: the loss of one "
+        "stalls its fragments only. Each listens one port behind the one before it. It cannot be "
+        "changed in the life of a run",
     )
     address: Local[str] = Field(
         default="",
@@ -245,6 +258,24 @@ class CoordinatorConfig(Section):
         for address in [value] if is_bind else value.split(",") if value else []:
             host_of(address.strip())
         return value
+
+
+def syncer_problems(value: CoordinatorConfig, num_fragments: int, kind: str) -> Iterator[Problem]:
+    """Name what several syncers cannot be, and where they cannot listen."""
+    if (num_syncers := value.num_syncers) == 1:
+        return
+    if num_syncers > num_fragments:
+        message = f"each serves whole fragments, and outer.num_fragments = {num_fragments}"
+        yield "num_syncers", num_syncers, message
+    if kind == "hivemind":
+        yield "num_syncers", num_syncers, 'comes later with transport.kind = "hivemind": leave it 1'
+        return
+    for name in ("syncer_listen", "syncer_address"):
+        for address in filter(None, getattr(value, name).split(",")):
+            _, port = split_address(address.strip())
+            if port and port + num_syncers - 1 > _MOST_PORT:
+                message = f"the last of {num_syncers} syncers has port {port + num_syncers - 1}"
+                yield name, getattr(value, name), f"{message}; {_MOST_PORT} is the highest"
 
 
 def host_of(address: str) -> str:

@@ -221,7 +221,7 @@ class OuterConfig(Section):
         default=0.0,
         ge=0,
         description="A contribution whose norm is over this times the median of its round's is "
-        "left out, and its island told, with three or more; 0: none is",
+        "refused, counted, and its island told both norms, with three or more; 0: none is",
     )
     min_contributions: Policy[Quorum] = Field(
         default="all",

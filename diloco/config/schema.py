@@ -34,6 +34,7 @@ from diloco.config.network import (
     CoordinatorConfig,
     TransportConfig,
     beyond_loopback,
+    syncer_problems,
 )
 from diloco.config.outer import FEWEST_OF_A_MEDIAN, OuterConfig
 from diloco.config.records import CheckpointConfig, EvaluationConfig, TelemetryConfig
@@ -197,7 +198,10 @@ class Config(Section):
                 f"listen = {value.listen} and would be sent here; give it a host like listen's"
             )
             problems = [("syncer_listen", value.syncer_listen, message)]
-        problems += _of_a_syncer(value, ("syncer_listen", "syncer_address", "spool_memory"), info)
+        of_syncers = ("syncer_listen", "syncer_address", "num_syncers", "spool_memory")
+        problems += _of_a_syncer(value, of_syncers, info)
+        if has_syncer and outer is not None and transport is not None:
+            problems += syncer_problems(value, outer.num_fragments, transport.kind)
         if problems:
             raise several_problems(problems)
         return value

@@ -22,7 +22,18 @@ from protos.control_pb2 import (
     ReportRequest,
     StandingReply,
     StatusReply,
+    SyncerAssignment,
 )
+
+
+@dataclass(slots=True)
+class SyncerWord:
+    """Last word of a syncer: where islands reach it, which start it is, what that has refused."""
+
+    address: str = ""
+    epoch: int = 0
+    at: float = 0.0
+    refusals: list[RefusalCount] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -40,9 +51,7 @@ class Board:
     Attributes:
         terms: In force.
         is_halting: Whether everybody is told to end, with nothing lost.
-        syncer_address: Where islands reach the syncer, empty while there is none.
-        syncer_epoch: Of its newest start.
-        syncer_refusals: What it has refused since that start.
+        syncers: Those that have said something, by their numbers.
         instead_of_syncer: For people, where there is none.
     """
 
@@ -55,13 +64,30 @@ class Board:
         self._leases = leases
         self.terms = terms
         self.is_halting = False
-        self.syncer_address = ""
-        self.syncer_epoch = 0
-        self.syncer_refusals: list[RefusalCount] = []
+        self.syncers: dict[int, SyncerWord] = {}
         self.instead_of_syncer = ""
         self._islands: dict[str, _Seen] = {}
         self._fragments: dict[int, _Seen] = {}
         self._refusals: Counter[tuple[str, Cause]] = Counter()
+
+    def syncer_is_at(self, syncer_id: int, address: str, epoch: int) -> None:
+        """Take note of where islands reach a syncer."""
+        word = self.syncers.setdefault(syncer_id, SyncerWord())
+        word.address, word.epoch, word.at = address, epoch, _now()
+
+    def syncer_says(self, syncer_id: int, epoch: int, refusals: list[RefusalCount]) -> None:
+        """Take note of a syncer's report, and of what it has refused since its start."""
+        word = self.syncers.setdefault(syncer_id, SyncerWord())
+        word.epoch, word.at, word.refusals = epoch, _now(), refusals
+
+    def assignments(self) -> list[SyncerAssignment]:
+        """Give the way to every fragment; none while a syncer has not said where it is."""
+        ways = [
+            SyncerAssignment(address=word.address, fragment_ids=self._fragments_of(syncer_id))
+            for syncer_id, word in sorted(self.syncers.items())
+            if word.address
+        ]
+        return ways if len(ways) == self._membership.assignment.num_syncers else []
 
     def island_says(self, island: str, report: ReportRequest) -> None:
         """Take note of a report."""
@@ -77,7 +103,10 @@ class Board:
 
     @property
     def merged_tokens(self) -> int:
-        """Tokens that all fragments have merged, as far as is known."""
+        """Tokens that all fragments have merged; 0 until all of them have been heard of."""
+        membership = self._membership
+        if not self._fragments.keys() >= {*membership.assignment.of_all(membership.plan_json)}:
+            return 0  # one of several syncers has not reported yet
         return min((seen.fragment.merged_tokens for seen in self._fragments.values()), default=0)
 
     def num_indexed(self, fragment_id: int) -> int:
@@ -97,7 +126,9 @@ class Board:
 
     @property
     def inner_steps(self) -> int:
-        """Where inner steps end the run."""
+        """Where inner steps end the run; 0: tokens do."""
+        if self.terms.total_tokens:
+            return 0
         return int(json.loads(self.terms.policy_json)["run.inner_steps"])
 
     @property
@@ -118,12 +149,13 @@ class Board:
 
     def status(self) -> StatusReply:
         """Everything an operator sees: islands, fragments, the syncer, the run's state."""
-        membership, now = self._membership, _now()
+        membership, now, words = self._membership, _now(), sorted(self.syncers.items())
         reply = StatusReply(
             run=membership.run,
             timeline=membership.timeline,
-            syncer_address=self.syncer_address or self.instead_of_syncer,
-            syncer_epoch=self.syncer_epoch,
+            syncer_address=", ".join(w.address for _, w in words if w.address)
+            or self.instead_of_syncer,
+            syncer_epoch=max((word.epoch for _, word in words), default=0),
             state=self.state,
             message=membership.fatal_reason or self.damage,
             inner_steps=self.inner_steps,
@@ -142,8 +174,23 @@ class Board:
             reply.fragments.append(fragment)
         for (island, cause), count in sorted(self._refusals.items()):
             reply.refusals.add(service="coordinator", island=island, cause=cause, count=count)
-        reply.refusals.extend(self.syncer_refusals)
+        refused = Counter[tuple[str, str]]()
+        for syncer_id, word in words:
+            reply.syncers.add(
+                syncer_id=syncer_id,
+                address=word.address,
+                syncer_epoch=word.epoch,
+                fragment_ids=self._fragments_of(syncer_id),
+                age_s=now - word.at,
+            )
+            for each in word.refusals:
+                refused[each.island, each.cause] += each.count
+        for (island, said), count in sorted(refused.items()):
+            reply.refusals.add(service="syncer", island=island, cause=said, count=count)
         return reply
+
+    def _fragments_of(self, syncer_id: int) -> list[int]:
+        return self._membership.assignment.of(syncer_id, self._membership.plan_json)
 
     def standing(self) -> StandingReply:
         """What any island may know of the run; nothing of the islands."""
@@ -155,7 +202,7 @@ class Board:
             start_step=membership.start_step,
             has_published=self._journal.has_rounds(membership.timeline),
             inner_steps=self.inner_steps,
-            syncer_address=self.syncer_address,
+            syncer_address=next((w.address for _, w in sorted(self.syncers.items())), ""),
         )
 
     def island_status(self, island: str) -> IslandStatus:

@@ -45,6 +45,11 @@ class Slot:
     position: Mapping[str, Any] | None = None
 
     @property
+    def told(self) -> Mapping[str, Any]:
+        """How far it is known to be drawn: at its start, unless somebody has told."""
+        return self.position or SlotPosition().as_json()
+
+    @property
     def destined(self) -> str:
         """Who has it, or will have it once it is told."""
         return self.heir or self.holder
@@ -66,6 +71,11 @@ class Claims:
     def revision(self) -> int:
         """Counter of all changes of holders and heirs."""
         return max(slot.revision for slot in self.slots)
+
+    @property
+    def positions(self) -> dict[str, Mapping[str, Any]]:
+        """How far each slot is known to be drawn: slot as digits -> position in JSON values."""
+        return {str(number): slot.told for number, slot in enumerate(self.slots)}
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable; entries of others are passed over.
@@ -144,28 +154,32 @@ class Claims:
             slots[number] = slot
         return self._changes(slots)
 
-    def restored(self, parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> Entries:
-        """Let slots go on where the islands stood in the checkpoint that is resumed.
+    def restored(
+        self,
+        told: Mapping[str, Mapping[str, Any]],
+        parts: Collection[Mapping[str, Mapping[str, Any]]],
+    ) -> Entries:
+        """Let every slot go on where it stood in the checkpoint that is resumed.
 
-        A slot that changed hands between two of the parts goes on from the later one; what an
-        earlier timeline's starts still tell does not count.
+        One that is in several parts changed hands between them, and goes on from the earlier: what
+        was drawn after it is in no part's weights. One that is in no part (its island died or could
+        not write, or it was on its way to another) goes on from where it was known to be when the
+        checkpoint was named. So nothing is left out, and what is drawn again was drawn since the
+        last word before the naming. What an earlier timeline's starts still tell does not count.
 
         Args:
+            told: Slot as digits -> position in JSON values, when the checkpoint was named.
             parts: Of each island, slot as digits -> position in JSON values.
         """
-        slots, revision = list(self.slots), self.revision + 1
-        positions: dict[int, Mapping[str, Any]] = {}
-        for part in parts:
-            for text, position in part.items():
-                before = positions.get(int(text), SlotPosition().as_json())
-                positions[int(text)] = max(
-                    before, position, key=lambda told: SlotPosition.from_json(told).num_drawn
-                )
-        for number, position in positions.items():
-            slots[number] = replace(
-                slots[number], position=position, heir="", grant=revision, revision=revision
-            )
-        return self._changes(slots)
+        positions = dict(told)
+        for number in positions:
+            found = [part[number] for part in parts if number in part]
+            positions[number] = min(found, key=_num_drawn, default=positions[number])
+        revision = self.revision + 1
+        return self._changes(
+            replace(slot, position=positions[str(n)], heir="", grant=revision, revision=revision)
+            for n, slot in enumerate(self.slots)
+        )
 
     def read_word(self, position_json: str) -> tuple[int, dict[int, dict[str, Any]]]:
         """Read what an island says of its slots: the newest revision it knows, and positions.
@@ -219,8 +233,7 @@ class Claims:
         said: dict[str, dict[str, Any]] = {"slots": {}, "owed": {}}
         for number, slot in enumerate(self.slots):
             if slot.holder == island:
-                position = slot.position or SlotPosition().as_json()
-                claim = {"grant": slot.grant, "position": position}
+                claim = {"grant": slot.grant, "position": slot.told}
                 said["owed" if slot.heir else "slots"][str(number)] = claim
         return json.dumps({"revision": self.revision, **said})
 
@@ -231,3 +244,7 @@ class Claims:
             for number, (before, slot) in enumerate(pairs)
             if slot != before
         )
+
+
+def _num_drawn(position: Mapping[str, Any]) -> int:
+    return SlotPosition.from_json(position).num_drawn

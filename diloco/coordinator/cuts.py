@@ -6,11 +6,12 @@
     complete   they do; a run can be resumed from it
 
 An island that loses its lease, leaves, or cannot write owes nothing any more: the cut goes on
-without it. One that has a part keeps it there, whatever becomes of it. A cut without any part comes
+without it. One that has a part keeps it there, whatever becomes of it; but a part that is ahead of
+what the syncers have, which have lost a version then, does not count. A cut without any part comes
 to nothing. There is one at a time; a last one, after which everybody leaves, takes the place of
 another. Numbers are counted over all timelines, so that no directory is ever written twice.
 
-    cut/N    a `Cut`
+    cut/N    a `Cut`; null: forgotten
 
 Source: protocol.md section 9.
 """
@@ -25,6 +26,8 @@ from typing import Any
 from diloco.coordinator.admission import Entries
 
 _KIND = "cut"
+#: Cuts that are remembered, the newest, besides those from which a run can be resumed.
+_REMEMBERED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Cut:
         number: From 1 on.
         timeline: In which it was named.
         tokens: That all fragments had merged when it was named.
+        told: Slot of the text, as digits -> how far it was known to be drawn when it was named.
         is_last: Whether everybody leaves after it.
         owing: Islands that have not written their part.
         parts: By island.
@@ -59,6 +63,7 @@ class Cut:
     number: int
     timeline: int
     tokens: int
+    told: Mapping[str, Any]
     is_last: bool
     owing: tuple[str, ...]
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -81,24 +86,32 @@ class Cut:
 
 
 class Cuts:
-    """All cuts of one run."""
+    """All cuts of one run.
+
+    Attributes:
+        given: Numbers of those of which islands take inner optimizers now; not durable.
+    """
 
     def __init__(self) -> None:
         """Begin with none."""
         self._cuts: dict[int, Cut] = {}
+        self.given: set[int] = set()
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable; entries of others are passed over."""
         for key, value in entries:
             kind, _, number = key.partition("/")
-            if kind == _KIND:
-                saved = json.loads(value)
-                parts = {
-                    island: Part(p["inner_step"], tuple(p["versions"]), p["text"])
-                    for island, p in saved.pop("parts").items()
-                }
-                owing = tuple(saved.pop("owing"))
-                self._cuts[int(number)] = Cut(**saved, owing=owing, parts=parts)
+            if kind != _KIND:
+                continue
+            if (saved := json.loads(value)) is None:
+                self._cuts.pop(int(number), None)
+                continue
+            parts = {
+                island: Part(p["inner_step"], tuple(p["versions"]), p["text"])
+                for island, p in saved.pop("parts").items()
+            }
+            owing = tuple(saved.pop("owing"))
+            self._cuts[int(number)] = Cut(**saved, owing=owing, parts=parts)
 
     def __getitem__(self, number: int) -> Cut:
         """Return a cut by its number."""
@@ -125,11 +138,17 @@ class Cuts:
         return tokens // every_tokens > before // every_tokens
 
     def named(
-        self, islands: Collection[str], *, timeline: int, tokens: int, is_last: bool
+        self,
+        islands: Collection[str],
+        *,
+        timeline: int,
+        tokens: int,
+        told: Mapping[str, Any],
+        is_last: bool,
     ) -> Entries:
         """Ask islands for their parts; one that is under way comes to nothing."""
         number = max(self._cuts, default=0) + 1
-        cut = Cut(number, timeline, tokens, is_last, tuple(sorted(islands)))
+        cut = Cut(number, timeline, tokens, told, is_last, tuple(sorted(islands)))
         earlier = self.open(timeline)
         return (
             *(() if earlier is None else _entry(replace(earlier, owing=(), parts={}))),
@@ -152,9 +171,32 @@ class Cuts:
             return ()
         return _entry(replace(cut, owing=tuple(o for o in cut.owing if o not in lost)))
 
+    def within(self, timeline: int, newest: Mapping[int, int]) -> Entries:
+        """Let the cut go on without the parts that hold what no syncer has any more.
+
+        Args:
+            timeline: Of now.
+            newest: Fragment -> its newest version at its syncer.
+        """
+        cut = self.open(timeline)
+        if cut is None:
+            return ()
+        parts = {
+            island: part
+            for island, part in cut.parts.items()
+            if all(part.versions[p] <= version for p, version in newest.items())
+        }
+        return () if parts.keys() == cut.parts.keys() else _entry(replace(cut, parts=parts))
+
     def completed(self, number: int) -> Entries:
         """Take note that the syncers keep the versions of a cut."""
         return _entry(replace(self._cuts[number], is_complete=True))
+
+    def forgotten(self, needed: Collection[int]) -> Entries:
+        """Forget all but the newest cuts, those that are given, and those that are `needed`."""
+        old = sorted(self._cuts)[:-_REMEMBERED]
+        kept = self.given.union(needed)
+        return tuple((f"{_KIND}/{number}", "null") for number in old if number not in kept)
 
     def asked_of(self, timeline: int, island: str) -> tuple[int, bool]:
         """Return the cut that an island is to take, and whether it leaves then; 0: none."""

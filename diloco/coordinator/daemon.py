@@ -9,6 +9,7 @@ Source: protocol.md sections 4, 7 and 8.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,13 +24,14 @@ from diloco.coordinator.board import Board
 from diloco.coordinator.cuts import Part
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.heals import Heals
-from diloco.coordinator.journal import Journal
-from diloco.coordinator.leases import Lease, Leases
+from diloco.coordinator.journal import Journal, RoundRow
+from diloco.coordinator.leases import COUNTED_SHARE, Lease, Leases
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.operations import decide
-from diloco.coordinator.syncer_desk import RoundRow, SyncerDesk, fragment_ids
+from diloco.coordinator.syncer_desk import SyncerDesk
 from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import Terms, terms_of
+from diloco.durable import DiskFull
 from diloco.errors import ConfigError, CoordinatorUnavailable, Fenced, QuorumLost
 from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
@@ -59,7 +61,6 @@ from protos.control_pb2 import (
     StandingRequest,
     StatusReply,
     StatusRequest,
-    SyncerAssignment,
 )
 from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
 from transport.errors import FrameError
@@ -217,21 +218,33 @@ class Coordinator:
     # -- time --------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """End leases, and a stop that an island has stayed away from; watches for ever."""
+        """End leases, and a stop that an island has stayed away from; watches for ever.
+
+        What cannot be written for want of room is looked at again, once there is some.
+        """
         self._leases.restarted(self._membership.members, _now())
         while True:
             self._leases.looked(_now())
-            await asyncio.sleep(min(_WATCH_S, self._terms.lease_s / 4))
+            await asyncio.sleep(min(_WATCH_S, COUNTED_SHARE * self._terms.lease_s))
             self._leases.looked(_now())
-            self._end_leases()
-            self._keep(self._membership.follow_ups())
-            self._cut_when_due()
-            self._end_if_over()
-            too_long = self._terms.unreachable_s
-            silent = [
-                i for i in self._membership.members if self._leases.silent_s(i, _now()) > too_long
-            ]
-            self._stop_without(silent)
+            with contextlib.suppress(DiskFull):  # the journal has said so
+                self._look()
+
+    def _look(self) -> None:
+        """Act on what time has brought.
+
+        Raises:
+            DiskFull: If there is no room to write it down: nothing of it has happened.
+        """
+        self._end_leases()
+        self._keep(self._membership.follow_ups())
+        self._cut_when_due()
+        self._end_if_over()
+        too_long = self._terms.unreachable_s
+        silent = [
+            i for i in self._membership.members if self._leases.silent_s(i, _now()) > too_long
+        ]
+        self._stop_without(silent)
 
     def _cut_when_due(self) -> None:
         """Ask for a run checkpoint, one in so many tokens that all fragments have merged."""
@@ -340,13 +353,7 @@ class Coordinator:
         )
         if self._membership.claims is not None:
             reply.claims_json = self._membership.claims.of(request.island)
-        if self.board.syncer_address:
-            reply.syncers.append(
-                SyncerAssignment(
-                    address=self.board.syncer_address,
-                    fragment_ids=fragment_ids(self._membership),
-                )
-            )
+        reply.syncers.extend(self.board.assignments())
         return _reply(reply)
 
     async def _report(self, call: IncomingCall) -> Reply:
@@ -431,7 +438,8 @@ class Coordinator:
             return
         try:
             text = membership.claims.read_positions(told.text_json)
-            if len(told.versions) not in (0, count := len(fragment_ids(membership))):
+            count = len(membership.assignment.of_all(membership.plan_json))
+            if len(told.versions) not in (0, count):
                 raise ValueError(f"{len(told.versions)} versions; the plan has {count} fragments")
         except ValueError as error:
             self.refused(island, Cause.FRAME)
@@ -452,7 +460,8 @@ class Coordinator:
     def _index(self, row: RoundRow) -> None:
         """Index a durable record, and with it how far the islands have come."""
         entries = self._membership.positions(self._inner_steps)
-        self._journal.write(entries, [row])
+        for _ in range(self._journal.write(entries, [row])):
+            self.refused("", Cause.CONFLICT)
         self._membership.apply(entries)
 
     def _fenced(self, grant: Grant) -> str:
@@ -518,27 +527,40 @@ class Coordinator:
         if operations is None:
             return _reply(OperateReply(message="this coordinator takes no commands"))
         if request.command == "backup":
-            try:
-                message = await operations.backup(arguments)
-            except ConfigError as error:
-                return _reply(OperateReply(message=str(error)))
-            return _reply(OperateReply(is_done=True, message=message))
+            return _reply(await self._back_up(operations, call, arguments))
         decision = decide(request.command, arguments, self._membership, operations.config)
         if decision.entries or decision.is_halting:
-            what = {
-                "command": request.command,
-                "arguments": arguments,
-                "message": decision.message,
-                "unix_s": self._unix_clock(),
-            }
-            self._keep(decision.entries + self._membership.operated(what))
-            logger.info("operator: %s %s", request.command, arguments)
+            operated = self._operated(call, request.command, arguments, decision.message)
+            self._keep(decision.entries + operated)
         if decision.config is not None:
             self._take(decision.config)
         if decision.is_halting:
             self.halt()
         self._end_if_over()
         return _reply(OperateReply(is_done=decision.is_done, message=decision.message))
+
+    async def _back_up(
+        self, operations: Operations, call: IncomingCall, arguments: dict[str, str]
+    ) -> OperateReply:
+        """Copy the state; that somebody takes it away is durable before anything is copied."""
+        with_secret = "with" if arguments.get("with_secret") else "without"
+        begun = f"copying to {arguments.get('directory', '')!r}, {with_secret} the run secret"
+        self._keep(self._operated(call, "backup", arguments, begun))
+        try:
+            message, is_done = await operations.backup(arguments), True
+        except ConfigError as error:
+            message, is_done = str(error), False
+        self._keep(self._operated(call, "backup", arguments, message))
+        return OperateReply(is_done=is_done, message=message)
+
+    def _operated(
+        self, call: IncomingCall, command: str, arguments: Mapping[str, str], message: str
+    ) -> Entries:
+        """Note what an operator does, and who it is: by certificate or token, else from where."""
+        by = call.peer if call.caller is None else call.caller.short
+        logger.info("operator %s: %s %s", by, command, arguments)
+        what = {"by": by, "command": command, "arguments": dict(arguments), "message": message}
+        return self._membership.operated({**what, "unix_s": self._unix_clock()})
 
     def _take(self, config: Config) -> None:
         """Obey another configuration from now on."""

@@ -67,6 +67,7 @@ class Heals:
             del self._wishes[absent]  # whoever starts it again wishes again
         if (wish := self._wishes.get(island)) is not None:
             reply.heal.CopyFrom(self._answer(island, wish))
+        self._membership.cuts.given = {w.checkpoint for w in self._wishes.values()}
         asked = [w.checkpoint for w in self._wishes.values() if w.donor == island]
         reply.donate = max(asked, default=0)
 

@@ -19,9 +19,10 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from diloco.durable import DiskFull
+from diloco.peer_texts import bounded_text
 from transport.contracts import Handler, Handlers, IncomingCall, Reply
 from transport.errors import Overloaded
 
@@ -53,7 +54,9 @@ _TELL = (
 #: An island that starts again and again does not fill the journal.
 _MOST_TOLD = 100_000
 _FORGET = f"DELETE FROM tape WHERE sequence <= (SELECT MAX(sequence) FROM tape) - {_MOST_TOLD}"
-_INDEX = "INSERT OR IGNORE INTO rounds (timeline, fragment_id, version, header) VALUES (?, ?, ?, ?)"
+_INDEX = "INSERT INTO rounds (timeline, fragment_id, version, header) VALUES (?, ?, ?, ?)"
+#: Timeline, fragment, version, and the header of its record, JSON with the version's `digest`.
+RoundRow: TypeAlias = tuple[int, int, int, str]
 
 
 class Told(NamedTuple):
@@ -104,39 +107,60 @@ class Journal:
     def write(
         self,
         entries: Iterable[tuple[str, str]],
-        rounds: Iterable[tuple[int, int, int, str]] = (),
+        rounds: Iterable[RoundRow] = (),
         told: Iterable[Told] = (),
-    ) -> None:
+    ) -> int:
         """Store key-value pairs, index `rounds`, and put on the tape what is `told`, all or none.
 
-        Later values replace earlier ones; a round is (timeline, fragment, version, header). What
-        is told again changes nothing; of what was told the newest 100,000 are kept.
+        Later values replace earlier ones, and `null` is no entry any more; what is told again
+        changes nothing; of what was told the newest 100,000 are kept. A version that is indexed
+        with another digest stays as it is: the other is on the tape as a `conflict`, and in the log
+        as an error.
+
+        Returns:
+            How many of `rounds` contradict what is indexed.
 
         Raises:
             DiskFull: If there is no room for it; nothing was stored.
         """
+        entries = list(entries)
         with (
             self._heeding_room(),
             self._require() as connection,
         ):  # commits, or rolls back and raises
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
+            gone = [(key,) for key, value in entries if value == "null"]
+            connection.executemany("DELETE FROM entries WHERE key = ?", gone)
             connection.executemany(_TELL, told)
+            conflicts = [c for row in rounds if (c := self._index(row)) is not None]
+            connection.executemany(_TELL, conflicts)
             connection.execute(_FORGET)
-            connection.executemany(_INDEX, rounds)
+        for conflict in conflicts:
+            logger.error(
+                "one version was published as two things, see which of its islands have which: "
+                "%s: %s",
+                conflict.key,
+                conflict.json,
+            )
+        return len(conflicts)
 
     def entries(self) -> dict[str, str]:
         """Return all key-value pairs."""
         return dict(self._require().execute("SELECT key, value FROM entries"))
 
-    def index_round(self, timeline: int, fragment_id: int, version: int, header: str) -> None:
-        """Index a durable record; repeating it changes nothing.
-
-        Raises:
-            DiskFull: If there is no room for it.
-        """
-        with self._heeding_room():
-            self._require().execute(_INDEX, (timeline, fragment_id, version, header))
+    def _index(self, row: RoundRow) -> Told | None:
+        """Index a durable record once; says for the tape if another was indexed in its place."""
+        timeline, fragment_id, version, header = row
+        indexed = self.round_header(timeline, fragment_id, version)
+        if indexed is None:
+            self._require().execute(_INDEX, row)
+            return None
+        was, now = (bounded_text(str(json.loads(h).get("digest"))) for h in (indexed, header))
+        if was == now:
+            return None
+        key = f"t{timeline}/f{fragment_id}/version {version}: {now}"
+        return Told("conflict", key, json.dumps({"indexed": was, "reported": now}))
 
     def has_rounds(self, timeline: int) -> bool:
         """Whether a round of this timeline is indexed; version 0 is not the work of any."""

@@ -1,8 +1,11 @@
 """Who holds a lease, and for how long it was not heard of: pure, with the observer's own clock.
 
 Who holds one is durable; when it was last heard of is memory, by a monotonic clock, so that no
-jump of the wall clock changes who takes part. A coordinator that was away, or stood still, was not
-there to hear: what it missed is nobody's silence.
+jump of the wall clock changes who takes part. An observer that was away, or stood still, was not
+there to hear: words that were said to it meanwhile wait in its sockets, and what it missed is
+nobody's silence. So of the time between two looks no more counts than a share of the term, however
+long it was. One that is gone loses its lease after a few looks all the same, though every look is
+late.
 
 Source: protocol.md section 8.
 """
@@ -12,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 
-#: Seconds without a look after which the observer itself was away.
-STALL_S = 5.0
+#: Share of a term that counts between two looks, at most: a look belongs at least so often.
+COUNTED_SHARE = 0.25
 
 
 class Lease(StrEnum):
@@ -96,8 +99,8 @@ class Leases:
     def looked(self, now: float) -> None:
         """Take note that the observer is there; what it missed is nobody's silence."""
         away_s = 0.0 if self._looked is None else now - self._looked
-        if away_s > STALL_S:
-            self._heard = {i: min(now, heard + away_s) for i, heard in self._heard.items()}
+        if (missed_s := away_s - COUNTED_SHARE * self.term_s) > 0:
+            self._heard = {i: min(now, heard + missed_s) for i, heard in self._heard.items()}
         self._looked = now
 
     def silent_s(self, island: str, now: float) -> float:

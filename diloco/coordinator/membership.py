@@ -7,6 +7,7 @@ all can stop, and which run checkpoints are complete. Whatever it must never for
 fails has changed nothing.
 
     plan, corpus, tokenizer, start    what the first join fixed
+    syncers           fragments of each of several syncers, fixed with it (`assignment`)
     slot/N            a `Slot` of the text, where islands come and go
     guests            islands that joined without being configured, in the order of their slots
     island/NAME       a `Member`
@@ -39,6 +40,7 @@ from typing import Any
 
 from diloco.config.fields import ISLAND_NAME
 from diloco.coordinator.admission import Entries, Joined, JoinVerdict, Shared, objection
+from diloco.coordinator.assignment import Assignment
 from diloco.coordinator.claims import Claims
 from diloco.coordinator.cuts import Cuts
 from diloco.coordinator.leases import Lease, LeaseEvent
@@ -64,6 +66,7 @@ class Membership(Roll):
         num_checkpoints: Complete run checkpoints that are remembered, the newest; at least 1.
         rules: Who may take part; may be replaced at any time.
         claims: Who draws from which slots of the text; None: each island from its own.
+        assignment: Which syncer has which fragments.
 
     Attributes:
         timeline: Counter of resumes.
@@ -83,6 +86,7 @@ class Membership(Roll):
     rules: MembershipRules = field(default_factory=MembershipRules)
     claims: Claims | None = None
     cuts: Cuts = field(default_factory=Cuts)
+    assignment: Assignment = field(default_factory=Assignment)
     repairs: Repairs = field(default_factory=Repairs)
     plan_json: str = ""
     corpus_sha256: str = ""
@@ -113,6 +117,7 @@ class Membership(Roll):
         if self.claims is not None:
             self.claims.apply(entries)
         self.cuts.apply(entries)
+        self.assignment.apply(dict(entries))
         self.repairs.apply(entries)
         for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
             self.members.setdefault(guest, Member(len(self.members)))
@@ -154,13 +159,14 @@ class Membership(Roll):
                         self._kept.pop(name, None)  # it may write some of them anew
 
     def follow_ups(self) -> Entries:
-        """Give the text to those who are there, and go on with a cut without the others."""
+        """Give the text to those who are there, go on with a cut without the others, tidy up."""
         if self.claims is None:
             return ()
         absent = [i for i in self.islands if self.standing(i) is Lease.ABSENT]
         return (
             *self.claims.shared_out(self.holders, absent),
             *self.cuts.without(self.timeline, self.holders),
+            *self.cuts.forgotten({*self.checkpoints, self.resume_step}),
         )
 
     # -- joins and departures ----------------------------------------------------------------------
@@ -203,16 +209,21 @@ class Membership(Roll):
                 cause=Cause.STOPPED,
             )
         common = (
-            ("plan", plan_json),
-            ("corpus", corpus_sha256),
-            ("tokenizer", tokenizer_digest),
-            ("start", str(start_step)),
+            ()
+            if self.plan_json
+            else (
+                ("plan", plan_json),
+                *self.assignment.decided(plan_json),
+                ("corpus", corpus_sha256),
+                ("tokenizer", tokenizer_digest),
+                ("start", str(start_step)),
+            )
         )
         return Joined(
             JoinVerdict.ACCEPTED,
             incarnation=incarnation,
             entries=(
-                *(() if self.plan_json else common),
+                *common,
                 *(() if guests == self.guests else (("guests", json.dumps(guests)),)),
                 *self.changed(island, member.started(start_id, incarnation, self.timeline)),
                 *self._reopened(island),
@@ -505,7 +516,10 @@ class Membership(Roll):
 
     def cut(self, *, tokens: int, is_last: bool = False) -> Entries:
         """Ask the islands at work for their parts of a checkpoint; `tokens` are merged by now."""
-        return self.cuts.named(self.live, timeline=self.timeline, tokens=tokens, is_last=is_last)
+        told = {} if self.claims is None else self.claims.positions
+        return self.cuts.named(
+            self.live, timeline=self.timeline, tokens=tokens, told=told, is_last=is_last
+        )
 
     def cut_kept(self, number: int) -> Entries:
         """Take note that the syncers keep a cut's versions: it is a complete checkpoint."""
@@ -530,15 +544,15 @@ class Membership(Roll):
         """Have islands and text go on where a cut's parts have them."""
         if self.claims is None:
             return ()
-        parts, timeline = self.cuts[step].parts, self.timeline + 1
+        cut, timeline = self.cuts[step], self.timeline + 1
         stood = {i: self.last_inner_step(i) for i in self.members}
-        stood |= {island: part.inner_step for island, part in parts.items()}
+        stood |= {island: part.inner_step for island, part in cut.parts.items()}
         return (
             *(
                 (f"position/{i}", json.dumps({"timeline": timeline, "inner_step": inner_step}))
                 for i, inner_step in stood.items()
             ),
-            *self.claims.restored(part.text for part in parts.values()),
+            *self.claims.restored(cut.told, [part.text for part in cut.parts.values()]),
         )
 
     def resumed(self, step: int) -> Entries:

@@ -51,6 +51,11 @@ _RESTART = (
     "To change it, stop the run with a checkpoint (diloco stop HOST:PORT --checkpoint), change the "
     "coordinator's file, and diloco coordinator RUN.toml --resume"
 )
+_ANOTHER_RUN = (
+    "It cannot be set: with another value it is another run. Give that a coordinator.state_dir of "
+    "its own and start it, diloco coordinator RUN.toml; run.warm_start takes what diloco export "
+    "wrote of this one"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +186,13 @@ def _kick(arguments: Mapping[str, str], membership: Membership, config: Config) 
 
 def _set(arguments: Mapping[str, str], membership: Membership, config: Config) -> Decision:
     key, value = arguments.get("key", ""), arguments.get("value", "")
+    field = field_at(Config, tuple(key.split(".")))
+    if field is not None and key not in LIVE_KEYS:  # whatever the value: none would do
+        return _refused(_fixed_text(key, class_of(field)))
     try:
         changed = with_setting(config, f"{key}={value}")
     except ConfigError as error:
         return _refused(str(error))
-    if key not in LIVE_KEYS:
-        return _refused(_fixed_text(key))
     before, after = (json.loads(policy_json(each))[key] for each in (config, changed))
     if before == after:
         return Decision(f"{key} = {json.dumps(after)} already")
@@ -210,6 +216,12 @@ def _stop(arguments: Mapping[str, str], membership: Membership, config: Config) 
         )
     if membership.is_stopping:
         return Decision("the run is stopping with a checkpoint already")
+    if damaged := sorted(membership.repairs.damaged):
+        return _refused(
+            f"fragment {damaged[0]} is damaged, and no checkpoint is kept without it: repair it "
+            f"(diloco repair HOST:PORT --fragment {damaged[0]} --from-island NAME), or stop "
+            f"without one (diloco stop HOST:PORT)"
+        )
     if not (entries := membership.request_stop()):
         return _refused(
             "no island could write a checkpoint: not all have joined, or all have left. diloco "
@@ -280,11 +292,12 @@ def _least(membership: Membership, without: str) -> str:
     )
 
 
-def _fixed_text(key: str) -> str:
-    field = field_at(Config, tuple(key.split(".")))
-    match class_of(field) if field is not None else None:
+def _fixed_text(key: str, config_class: ConfigClass | None) -> str:
+    match config_class:
+        case ConfigClass.LOCAL if key.endswith(".preset"):  # a site's own name for what is not
+            why = f"stands for keys that are the same for the whole run. {_ANOTHER_RUN}"
         case ConfigClass.IDENTITY:
-            why = "is the same for the whole run: with another value it is another run"
+            why = f"is the same for the whole run. {_ANOTHER_RUN}"
         case ConfigClass.LOCAL:
             why = "is a site's own: change it in that site's file, and start that process again"
         case ConfigClass.POLICY:

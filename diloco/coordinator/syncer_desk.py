@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
-from diloco.coordinator.journal import Told
+from diloco.coordinator.journal import RoundRow, Told
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.tape import told_expiry, told_repair
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
@@ -38,9 +38,6 @@ from transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
 
-#: Timeline, fragment, version and header of a durable record.
-RoundRow = tuple[int, int, int, str]
-
 
 class SyncerDesk:
     """Answers the syncers of one run."""
@@ -52,7 +49,7 @@ class SyncerDesk:
         *,
         insist: Callable[[Grant], None],
         index: Callable[[RoundRow], None],
-        tell: Callable[[Told], None],
+        tell: Callable[[Told], object],
         keep: Callable[[Entries], None],
         on_lost: Callable[[str, int], None],
     ) -> None:
@@ -74,6 +71,7 @@ class SyncerDesk:
         self._tell = tell
         self._keep = keep
         self._pinned: tuple[int, set[int]] = 0, set()
+        self._asked: dict[int, int] = {}  # syncer -> cut that the last reply asked it to keep
         self._on_lost = on_lost
 
     @property
@@ -88,28 +86,31 @@ class SyncerDesk:
             raise FrameError(
                 f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed"
             )
+        fragment_ids = self._fragments_of(request.syncer_id)
         if request.address:
-            self._board.syncer_address = request.address
-            self._board.syncer_epoch = request.syncer_epoch
+            self._board.syncer_is_at(request.syncer_id, request.address, request.syncer_epoch)
         return _reply(
             SyncerHelloReply(
                 plan_json=self._membership.plan_json,
                 islands=self._membership.members,
-                fragment_ids=fragment_ids(self._membership),
-                num_indexed=map(self._board.num_indexed, fragment_ids(self._membership)),
+                fragment_ids=fragment_ids,
+                num_indexed=map(self._board.num_indexed, fragment_ids),
             )
         )
 
     async def _report(self, call: IncomingCall) -> Reply:
         report = RoundReport.FromString(call.header)
         self._insist(report.grant)
-        membership, known = self._membership, set(fragment_ids(self._membership))
+        membership, known = self._membership, self._fragments_of(report.syncer_id)
         named = [f.fragment_id for f in report.fragments]
         named += [report.expiry.fragment_id] if report.HasField("expiry") else []
         if strangers := [fragment_id for fragment_id in named if fragment_id not in known]:
-            raise FrameError(f"a report of fragment {strangers[0]}; the plan has {len(known)}")
-        self._board.syncer_epoch = report.syncer_epoch
-        self._board.syncer_refusals = _counted(report.refusals, membership.members)
+            raise FrameError(
+                f"a report of fragment {strangers[0]}; syncer {report.syncer_id} has {known[:8]}, "
+                f"{len(known)} in all"
+            )
+        refused = _counted(report.refusals, membership.members)
+        self._board.syncer_says(report.syncer_id, report.syncer_epoch, refused)
         for fragment in report.fragments:
             self._board.fragment_stands(self._bounded(fragment))
             is_damaged = bool(fragment.damage)
@@ -121,16 +122,19 @@ class SyncerDesk:
         if report.HasField("expiry"):
             self._tell(self._expired(report.expiry))
         self._note_pins(report)
+        self._note_lost(report)
         if report.fatal_reason:
             self._on_lost(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
         reply = RoundReportReply(
             checkpoint_steps=membership.checkpoints, policy_revision=membership.policy_revision
         )
         cut = membership.cuts.open(membership.timeline)
+        self._asked.pop(report.syncer_id, None)
         if cut is not None and cut.is_taken:
-            reply.cut = cut.number
+            reply.cut = self._asked[report.syncer_id] = cut.number
             reply.cut_versions.extend(cut.versions)
-        for p, island in sorted(membership.repairs.asked.items()):
+        for p in sorted(membership.repairs.asked.keys() & known):
+            island = membership.repairs.asked[p]
             reply.repairs.add(fragment_id=p, island=island, record_json=self._board.newest(p))
         if membership.settings:
             reply.policy_json = json.dumps(membership.policy)
@@ -164,9 +168,40 @@ class SyncerDesk:
         pinned = pinned if number == cut.number else set()
         pinned.update(fragment.fragment_id for fragment in report.fragments)
         self._pinned = cut.number, pinned
-        if pinned.issuperset(fragment_ids(membership)):
+        if pinned.issuperset(membership.assignment.of_all(membership.plan_json)):
             self._keep(membership.cut_kept(cut.number))
             logger.info("cut %d is complete, islands=%s", cut.number, ", ".join(cut.parts))
+
+    def _note_lost(self, report: RoundReport) -> None:
+        """Let go of parts of a cut that are ahead of what a syncer has.
+
+        It has to know of the cut: a report that was on its way may be older than the parts. Not of
+        a damaged fragment: what it has lost may be taken back from an island, and the cut waits for
+        that. But a stop does not, for those who could give it leave.
+        """
+        membership = self._membership
+        cut = membership.cuts.open(membership.timeline)
+        if cut is None or not cut.is_taken or self._asked.get(report.syncer_id) != cut.number:
+            return
+        newest = {f.fragment_id: f.version for f in report.fragments if not f.damage}
+        if cut.is_last:
+            newest |= {f.fragment_id: -1 for f in report.fragments if f.damage}
+        if entries := membership.cuts.within(membership.timeline, newest):
+            lost = {p: (cut.versions[p], v) for p, v in newest.items() if v < cut.versions[p]}
+            self._keep(entries)
+            logger.error(
+                "parts of cut %d hold versions that syncer %d does not have, and do not count: %s",
+                cut.number,
+                report.syncer_id,
+                ", ".join(f"fragment {p} at {of}, not {v}" for p, (of, v) in lost.items()),
+            )
+
+    def _fragments_of(self, syncer_id: int) -> list[int]:
+        """Give the fragments of one of the run's syncers; none before the first join."""
+        assignment = self._membership.assignment
+        if syncer_id >= assignment.num_syncers:
+            raise FrameError(f"a word of syncer {syncer_id}; the run has {assignment.num_syncers}")
+        return assignment.of(syncer_id, self._membership.plan_json)
 
     def _bounded(self, fragment: FragmentStatus) -> FragmentStatus:
         """Cut what a report says of a fragment to what can be true of it."""
@@ -179,15 +214,10 @@ class SyncerDesk:
             age_s=fragment.age_s,
             phase=bounded_text(fragment.phase),
             merged_tokens=fragment.merged_tokens,
+            rounds=fragment.rounds,
+            solo_rounds=min(fragment.solo_rounds, fragment.rounds),
             damage=bounded_text(fragment.damage),
         )
-
-
-def fragment_ids(membership: Membership) -> list[int]:
-    """Fragments of the run's plan; none before the first join."""
-    if not membership.plan_json:
-        return []
-    return list(range(len(json.loads(membership.plan_json)["fragments"])))
 
 
 def _reply(message: Message) -> Reply:

@@ -3,10 +3,12 @@
     members/GENERATION   islands that changed: {island: {lease, incarnation, fenced_below, reason}};
                          empty where a pause began or ended
     policy/REVISION      {key, value}, as the records name the revision that they were made by
-    operation/NUMBER     what an operator did, in words, and when
+    operation/NUMBER     what an operator did, who it was, in words, and when
     timeline/NUMBER      a resume, from which inner step
     expiry/KEY           an attempt that came to nothing: who was missing, and why
     repair/WHAT          a part of the store that was made again
+    conflict/VERSION     a version that was published as two things: the digest that was indexed
+                         first, and the one that was reported later
 
 Told in the same transaction as the fact, so that neither is there without the other; an expiry,
 whose fact is the syncer's, once it is reported: those of a syncer that was killed before may be

@@ -14,8 +14,11 @@ drew afterwards is drawn twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 
@@ -72,11 +75,13 @@ class Holding:
     """What one start of an island has drawn from one slot in a row.
 
     Attributes:
+        timeline: In which it drew.
         slot: The slot.
         begun: Draws by source at which it took the slot.
         ended: Draws by source that it came to.
     """
 
+    timeline: int
     slot: int
     begun: Mapping[str, int]
     ended: Mapping[str, int]
@@ -88,18 +93,20 @@ class Account:
 
     `trained` is all that were trained on, `repeated` those of them that had been trained on before,
     `skipped` what nobody trained on though later ones were: trained - repeated + skipped is how far
-    the source was gone through.
+    the source was gone through. `abandoned` is drawn besides: beyond where a resume went back to.
     """
 
     trained: int
     repeated: int
     skipped: int
+    abandoned: int = 0
 
 
 def account(holdings: Iterable[Holding]) -> dict[str, Account]:
     """Add up who has drawn what.
 
-    For each slot and source with intervals [b_i, e_i):
+    For each slot and source with intervals [b_i, e_i), of those of earlier timelines only what lies
+    before the least b of a later one, the rest being abandoned:
 
         trained  = sum_i (e_i - b_i)
         repeated = trained - |union|
@@ -109,32 +116,52 @@ def account(holdings: Iterable[Holding]) -> dict[str, Account]:
     and cursor begins there.
 
     Args:
-        holdings: Of all islands, in any order; none gives an empty account.
+        holdings: Of all islands, in any order; none gives an empty account. Of a slot that a later
+            timeline has not taken up nothing is abandoned.
 
     Returns:
         Source -> account, sorted by source.
     """
-    intervals: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    held: dict[int, list[Holding]] = {}
     for holding in holdings:
-        for source in holding.begun.keys() | holding.ended.keys():
-            begun, ended = holding.begun.get(source, 0), holding.ended.get(source, 0)
-            intervals.setdefault((source, holding.slot), []).append((begun, max(begun, ended)))
+        held.setdefault(holding.slot, []).append(holding)
     accounts: dict[str, Account] = {}
-    for (source, _), spans in sorted(intervals.items()):
-        before = accounts.get(source, Account(0, 0, 0))
-        trained, repeated, skipped = _add_up(spans)
-        accounts[source] = Account(
-            before.trained + trained, before.repeated + repeated, before.skipped + skipped
-        )
-    return accounts
+    for of_slot in held.values():
+        for source in {source for each in of_slot for source in (*each.begun, *each.ended)}:
+            sums = zip(
+                astuple(accounts.get(source, Account(0, 0, 0))),
+                astuple(_account(of_slot, source)),
+                strict=True,
+            )
+            accounts[source] = Account(*map(sum, sums))
+    return dict(sorted(accounts.items()))
 
 
-def _add_up(spans: list[tuple[int, int]]) -> tuple[int, int, int]:
+def _account(holdings: Iterable[Holding], source: str) -> Account:
+    """Add up the draws of one slot from one source."""
+    spans: list[tuple[int, int]] = []
+    abandoned, left_at = 0, math.inf
+    of_timeline = attrgetter("timeline")
+    newest_first = sorted(holdings, key=of_timeline, reverse=True)
+    for _, group in itertools.groupby(newest_first, key=of_timeline):
+        together = list(group)
+        for each in together:
+            if source in each.begun or source in each.ended:
+                begun, ended = each.begun.get(source, 0), each.ended.get(source, 0)
+                stands = int(min(max(begun, ended), left_at))
+                if stands >= begun:
+                    spans.append((begun, stands))
+                abandoned += max(0, ended - max(begun, stands))
+        left_at = min(left_at, *(each.begun.get(source, 0) for each in together))
+    return _add_up(spans, abandoned)
+
+
+def _add_up(spans: Sequence[tuple[int, int]], abandoned: int) -> Account:
     trained = repeated = skipped = 0
-    reached = min(begun for begun, _ in spans)
+    reached = min((begun for begun, _ in spans), default=0)
     for begun, ended in sorted(spans):
         trained += ended - begun
         repeated += max(0, min(reached, ended) - begun)
         skipped += max(0, begun - reached)
         reached = max(reached, ended)
-    return trained, repeated, skipped
+    return Account(trained, repeated, skipped, abandoned)

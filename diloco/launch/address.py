@@ -116,16 +116,27 @@ def coordinator_address(bound: str, config: CoordinatorConfig) -> str:
     return _advertised(bound, config.address, "coordinator.address")
 
 
-def syncer_address(bound: str, config: CoordinatorConfig) -> str:
+def of_syncer(address: str, syncer_id: int) -> str:
+    """Give one of several syncers its address: the port behind that of the syncer before it.
+
+    Port 0 stays: each draws its own. So does an empty address.
+    """
+    if syncer_id == 0 or not address:
+        return address
+    split = [split_address(candidate) for candidate in split_candidates(address)]
+    return ",".join(f"{host}:{port + syncer_id if port else 0}" for host, port in split)
+
+
+def syncer_address(bound: str, config: CoordinatorConfig, syncer_id: int = 0) -> str:
     """Address under which islands reach the syncer that listens on `bound`.
 
     It is `coordinator.syncer_address` where that is set, else the host of `coordinator.address`
-    with the port that is bound, else `bound`.
+    with the port that is bound, else `bound`. Of several syncers each has a port (`of_syncer`).
 
     Raises:
         ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and nothing is set.
     """
-    public = config.syncer_address
+    public = of_syncer(config.syncer_address, syncer_id)
     if not public and config.address and not is_peer_address(config.address):
         hosts = [split_address(candidate)[0] for candidate in split_candidates(config.address)]
         public = ",".join(f"{host}:0" for host in hosts)

@@ -1,7 +1,8 @@
 """A copy of a run's state while it is under way, laid out as the state directory is.
 
     journal.sqlite, resolved.toml, fingerprint, timeline.json    of the coordinator
-    syncer/    plan, incarnations, epoch, timeline, the records of every fragment, the pins
+    syncer/    plan, incarnations, epoch, timeline, the records of every fragment, the pins; of
+               several syncers syncer-N/, each with its own fragments
 
 The journal comes first and as one: what the records say beyond it is indexed when a run is started
 from the copy. The syncer goes on and lets records go, so its files are linked first, which takes an
@@ -93,11 +94,12 @@ def _copy_run(state: StateDir, directory: Path, with_secret: bool) -> int:
     if with_secret:
         shutil.copy2(state.secret, directory)
     links = state.root / "backup"
-    try:
-        _link(state.store, links)
-        shutil.copytree(links, copy.store)
-    finally:
-        shutil.rmtree(links, ignore_errors=True)
+    for each in state.syncers:
+        try:
+            _link(each.store, links)
+            shutil.copytree(links, StateDir(directory, each.syncer_name).store)
+        finally:
+            shutil.rmtree(links, ignore_errors=True)
     files = [path for path in directory.rglob("*") if path.is_file()]
     for path in files:
         with open(path, "rb") as file:

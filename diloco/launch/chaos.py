@@ -2,8 +2,10 @@
 
     DILOCO_CHAOS=DIR    set by `diloco chaos` for the processes of its run, by nobody else
     DIR/links.json      island -> what happens to its links, read once a second by its ranks
-    DIR/clock.json      coordinator|syncer -> seconds by which its wall clock is wrong, the same
-    DIR/fired.WHO.PID.json    what has taken effect here so far, by fault
+    DIR/clock.json      coordinator|syncer|syncer-N -> seconds by which its wall clock is wrong, the
+                        same
+    DIR/fired.WHO.PID.json    what has taken effect here so far, by fault; there from the first
+                              reading of the files above on
 
 Refused where a peer is beyond this machine's loopback: a run that others take part in is nothing to
 play with. Without the variable nothing here does anything.
@@ -53,6 +55,12 @@ def fired(directory: Path, who: str) -> Counter[str]:
     return total
 
 
+def is_heeded(directory: Path, who: str) -> bool:
+    """Whether a process of this name lives that has begun to read what is to happen to it."""
+    paths = directory.glob(_fired_name(who, "*"))
+    return any((Path("/proc") / path.name.split(".")[-2]).exists() for path in paths)
+
+
 class ChaoticLinks:
     """Faults on the links of one rank; `connect.py` wraps every way of the rank in `around`."""
 
@@ -93,7 +101,7 @@ class ChaoticLinks:
         return FaultyTransport(transport, self._fragments if carries_fragments else self._control)
 
     def _follow(self) -> None:
-        told: Counter[str] = Counter()
+        told: Counter[str] | None = None
         while True:
             script = _read(links_path(self._directory)).get(self._island, {})
             self._fragments.script = script_of(script, carries_fragments=True)
@@ -144,12 +152,13 @@ class _WrongClock:
 
     def _follow(self) -> None:
         num_jumps = 0
+        own = self._directory / _fired_name(self._who, os.getpid())
+        write_json(own, {"clock": num_jumps})
         while True:
             offset_s = float(_read(clock_path(self._directory)).get(self._who, 0.0))
             if offset_s != self._offset_s:
                 self._offset_s = offset_s
                 num_jumps += 1
-                own = self._directory / _fired_name(self._who, os.getpid())
                 write_json(own, {"clock": num_jumps})
                 logger.warning("wall clock jumps on purpose, offset_s=%g", offset_s)
             time.sleep(_READ_S)

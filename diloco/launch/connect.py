@@ -24,7 +24,7 @@ from diloco.sync.connection import Connection
 from protos.control_pb2 import JoinReply
 from transport.contracts import Transport
 from transport.identity import Role
-from transport.link import LinkProfile
+from transport.link import LinkProfile, LinkState
 from transport.shaped import ShapedTransport
 
 logger = logging.getLogger(__name__)
@@ -78,11 +78,20 @@ class _Wires:
         way = self._security.transport(self._address, Role.COORDINATOR)
         return self._chaos.around(way, carries_fragments=False) if self._chaos else way
 
-    def syncer(
-        self, address: str, *, island_rank: int, carriers: Collection[int]
+    def syncers(
+        self, addresses: Sequence[str], *, island_rank: int, carriers: Collection[int]
+    ) -> list[tuple[Transport, Transport]]:
+        # All of them together have this rank's part of the island's rates and of its link.
+        security = self._security.one_of(len(set(carriers)))
+        link = None
+        if self._profile is not None:
+            link = carrier_link(self._profile, carriers).states(self._seed(island_rank))
+        return [self._syncer(address, security, link) for address in addresses]
+
+    def _syncer(
+        self, address: str, security: Security, link: tuple[LinkState, LinkState] | None
     ) -> tuple[Transport, Transport]:
         chosen = self._config.transport
-        security = self._security.one_of(len(set(carriers)))
         control = security.transport(address, Role.SYNCER)
         data = security.transport(
             address, Role.SYNCER, chunk_bytes=chosen.chunk_bytes, channels=chosen.num_channels
@@ -90,10 +99,8 @@ class _Wires:
         if self._chaos is not None:
             control = self._chaos.around(control, carries_fragments=True)
             data = self._chaos.around(data, carries_fragments=True)
-        if self._profile is None:
+        if link is None:
             return control, data
-        # Both planes use this rank's part of the island's link.
-        link = carrier_link(self._profile, carriers).states(self._seed(island_rank))
         return ShapedTransport(control, *link), ShapedTransport(data, *link)
 
     def own_peer(self, address: str) -> tuple[Transport, Transport]:

@@ -1,9 +1,9 @@
-"""Composition root of the coordinator's process: state directory, journal, server, its syncer.
+"""Composition root of the coordinator's process: state directory, journal, server, its syncers.
 
 One coordinator at a time holds the state directory; a restarted one binds the same address, takes
-back what was durable and adopts the syncer that outlived it. A resume begins a new timeline: the
-journal knows it first, then the syncer that lives is stopped, and the next one takes the store back
-to the checkpoint. No tensor is ever loaded here.
+back what was durable and adopts the syncers that outlived it. A resume begins a new timeline: the
+journal knows it first, then the syncers that live are stopped, and the next ones take their stores
+back to the checkpoint. No tensor is ever loaded here.
 
 Source: design.md section 2; protocol.md sections 8 and 9.
 """
@@ -11,17 +11,19 @@ Source: design.md section 2; protocol.md sections 8 and 9.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
-from diloco.coordinator.daemon import Coordinator, Operations
+from diloco.coordinator.board import Board
+from diloco.coordinator.daemon import RETURN_S, Coordinator, Operations
 from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
@@ -34,6 +36,7 @@ from diloco.launch.address import coordinator_address, listen, local_address, sy
 from diloco.launch.backup import Backups
 from diloco.launch.chaos import wall_clock
 from diloco.launch.ending import Request, first_of, heed_signals
+from diloco.launch.room import having_room
 from diloco.launch.run_checkpoints import (
     RESUME,
     choose_checkpoint,
@@ -51,6 +54,7 @@ from diloco.launch.state_dir import (
     Timeline,
     hold,
     holder,
+    make_directory,
     read_endpoint,
     read_timeline,
 )
@@ -105,12 +109,13 @@ async def run_coordinator(
         syncer_address(config.coordinator.syncer_listen, config.coordinator)
     if resume:
         insist_on_run(state)
-    state.create()
+    make_directory(state.root, "coordinator.state_dir")
     try:
         with hold(state.coordinator_lock):
             insist_on_same_run(
                 config, state, "Give this run another coordinator.state_dir, or undo the change"
             )
+            state.create(config.coordinator.num_syncers)
             with open_journal(state.journal) as journal:
                 membership = read_membership(config, journal)
                 if resume:
@@ -122,7 +127,9 @@ async def run_coordinator(
                 elif membership.is_stopped:
                     raise ConfigError(_stopped_text(config, state, membership))
                 config = _with_settings(config, membership, tell)
-                _claim(config, state, membership)
+                await having_room(
+                    "the configuration", functools.partial(_claim, config, state, membership)
+                )
                 return await _coordinate(config, state, journal, membership, tell, linger_s)
     except Held as error:
         raise ConfigError(
@@ -173,10 +180,11 @@ def _insist_on_same_policy(
             + "\n  ".join(differing)
             + f"\nUndo the change, or end all islands and resume a checkpoint with it: {RESUME}"
         )
-    if differing and (pid := holder(state.store_lock)) is not None:
+    pids = [pid for each in state.syncers if (pid := holder(each.store_lock)) is not None]
+    if differing and pids:
         raise ConfigError(
-            f"the run {before.run.name!r} is under way (syncer: process {pid}) under another "
-            f"policy than this file's (here):\n  "
+            f"the run {before.run.name!r} is under way (syncer: process "
+            f"{', '.join(map(str, pids))}) under another policy than this file's (here):\n  "
             + "\n  ".join(differing)
             + "\nUndo the change, or end that process before you start again"
         )
@@ -209,13 +217,20 @@ async def _coordinate(
     if security.insecure:
         tell(f"warning: {INSECURE_WARNING}")
     decider = _build_decider(config, coordinator, membership, journal, state)
-    supervisor = SyncerSupervisor(state, on_hopeless=coordinator.fail)
+    supervisors = [
+        SyncerSupervisor(each, on_hopeless=coordinator.fail)
+        for each in state.of_syncers(config.coordinator.num_syncers)
+    ]
     if _is_over(membership):
-        await _stop_syncer(state, supervisor, journal)
-        return _tell_end(config, state, journal, membership, signals, tell)
+        await _stop_syncers(state, supervisors, journal, signals)
+        return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
     if read_timeline(state.timeline) != _timeline(membership):
-        await _stop_syncer(state, supervisor, journal)
-    _timeline(membership).write(state.timeline)
+        await _stop_syncers(state, supervisors, journal, signals)
+    await having_room(
+        "the timeline",
+        lambda: _timeline(membership).write(state.timeline),
+        given_up=signals.forced,
+    )
     earlier = read_endpoint(state.coordinator)
     server = await listen(
         config.coordinator.listen,
@@ -232,24 +247,35 @@ async def _coordinate(
     )
     try:
         await metrics.start(is_restart=earlier is not None)
-        Endpoint(local_address(server.address), os.getpid()).write(state.coordinator)
+        endpoint = Endpoint(local_address(server.address), os.getpid())
+        await having_room(
+            "the coordinator's address",
+            lambda: endpoint.write(state.coordinator),
+            given_up=signals.forced,
+        )
         address = coordinator_address(server.address, config.coordinator)
         tell(f"coordinator of run {config.run.name!r} listens on {address}")
+        if membership.is_finished:
+            tell(
+                f"the run has finished, but for {', '.join(membership.away)}: waiting for up to "
+                f"{RETURN_S:g} s, so that it can fetch the end"
+            )
         await first_of(
             coordinator.ended.wait(),
             coordinator.watch(),
             _asked_to_stop(coordinator, membership, signals, tell),
-            decider.watch() if decider else supervisor.run(),
+            *([decider.watch()] if decider else [s.run() for s in supervisors]),
         )
         if membership.fatal_reason or coordinator.is_halting:
             await _linger(membership, linger_s)
-        await _stop_syncer(state, supervisor, journal)  # served meanwhile: it has last reports
+        # They are served meanwhile: they have last reports.
+        await _stop_syncers(state, supervisors, journal, signals)
     finally:
         await metrics.stop()
         await server.stop(_DRAIN_S)
         if decider is not None:
             decider.stop()
-    return _tell_end(config, state, journal, membership, signals, tell)
+    return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
 
 
 def _build_decider(
@@ -285,7 +311,7 @@ async def _asked_to_stop(
 ) -> None:
     """Return when everything is to stop at once; before that, pass a graceful stop on."""
     await signals.asked.wait()
-    if not coordinator.request_stop():
+    if not await having_room("the stop", coordinator.request_stop, given_up=signals.forced):
         if membership.rules.is_elastic:
             tell("stopping: every island is told to end; nothing published is lost")
             coordinator.halt()
@@ -298,27 +324,33 @@ async def _asked_to_stop(
     await signals.forced.wait()
 
 
-async def _stop_syncer(state: StateDir, supervisor: SyncerSupervisor, journal: Journal) -> None:
-    """Stop the syncer that lives, if any, and index what it could not report.
+async def _stop_syncers(
+    state: StateDir,
+    supervisors: Sequence[SyncerSupervisor],
+    journal: Journal,
+    signals: Request,
+) -> None:
+    """Stop the syncers that live, if any, and index what they could not report.
 
     A coordinator that was away when the run ended has never heard of the last versions.
 
     Raises:
-        ConfigError: If it cannot be stopped.
+        ConfigError: If one cannot be stopped.
     """
-    await supervisor.stop()
-    if (pid := holder(state.store_lock)) is not None:
-        raise ConfigError(
-            f"the syncer of {state.root} (process {pid}) does not end: end it, then start again"
-        )
-    for directory in sorted(state.store.glob("fragment-*")):
-        for header in headers_in(directory):
-            journal.index_round(
-                header["timeline"],
-                header["fragment_id"],
-                header["version"],
-                json.dumps(header, sort_keys=True),
+    await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
+    for each in state.syncers:
+        if (pid := holder(each.store_lock)) is not None:
+            raise ConfigError(
+                f"the syncer of {each.store} (process {pid}) does not end: end it, then start again"
             )
+
+    def index() -> None:
+        for directory in sorted(d for each in state.syncers for d in each.store.glob("fragment-*")):
+            for header in headers_in(directory):
+                key = header["timeline"], header["fragment_id"], header["version"]
+                journal.write((), [(*key, json.dumps(header, sort_keys=True))])
+
+    await having_room("the index of the last versions", index, given_up=signals.forced)
 
 
 async def _linger(membership: Membership, linger_s: float) -> None:
@@ -330,7 +362,9 @@ async def _linger(membership: Membership, linger_s: float) -> None:
 
 
 def _is_over(membership: Membership) -> bool:
-    return membership.is_finished or bool(membership.fatal_reason)
+    """Whether nobody is to be answered any more; who is away may still come for the end."""
+    has_all = membership.is_finished and not membership.away
+    return has_all or bool(membership.fatal_reason)
 
 
 def _timeline(membership: Membership) -> Timeline:
@@ -342,6 +376,7 @@ def _tell_end(
     state: StateDir,
     journal: Journal,
     membership: Membership,
+    board: Board,
     signals: Request,
     tell: Callable[[str], None],
 ) -> int:
@@ -354,7 +389,12 @@ def _tell_end(
             tell(f"the islands: {commands_of_islands(config)}")
         return membership.fatal_exit_code
     if membership.is_finished:
-        tell(f"the run {membership.run!r} has finished")
+        said = f"the run {membership.run!r} has finished"
+        merged = board.merged_tokens  # 0 where nobody has told this start
+        if config.outer.is_on_arrival and merged:
+            said += f": every fragment has merged {merged:,} tokens, planned were "
+            said += f"{config.total_tokens:,}"
+        tell(said)
         return 0
     if membership.is_stopped:
         tell(_stopped_text(config, state, membership))
@@ -368,10 +408,12 @@ def _tell_end(
 
 
 def _stopped_text(config: Config, state: StateDir, membership: Membership) -> str:
+    step = membership.stop_step or 0
+    pins = [pin_directory(each.store, step) for each in state.holding_records]
     return (
         f"the run {membership.run!r} is stopped {membership.stop_name}. Its "
         f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
-        f"{pin_directory(state.holding_records().store, membership.stop_step or 0)} of "
+        f"{', '.join(map(str, pins))} of "
         f"{'the syncer' if config.outer.exchange == 'syncer' else 'each island'}\n"
         + _next_text(config, membership)
     )

@@ -151,14 +151,17 @@ def insist_on_room(
     if islands:
         _insist_on_writable(config.checkpoint_dir, "checkpoint.dir")
     planned = forecast_disk(config, num_parameters)
-    store = StateDir(Path(config.coordinator.state_dir)).store
-    needs = [(store, "the syncer's store", planned.store_bytes)]
+    state = StateDir(Path(config.coordinator.state_dir))
+    stores = [each.store for each in state.of_syncers(config.coordinator.num_syncers)]
+    whose = "the syncer's store" if len(stores) == 1 else "the syncers' stores"
+    needs = [(stores, whose, planned.store_bytes)]
     for island in sorted(islands):
         what = f"checkpoints of island {island}"
-        needs.append((config.checkpoint_dir / island, what, planned.island_bytes))
+        needs.append(([config.checkpoint_dir / island], what, planned.island_bytes))
     by_disk: dict[int, list[tuple[Path, str, int]]] = {}
-    for path, what, num_bytes in needs:
-        missing = num_bytes if is_new else max(0, num_bytes - _bytes_in(path))
+    for paths, what, num_bytes in needs:
+        path = paths[0]
+        missing = num_bytes if is_new else max(0, num_bytes - sum(map(_bytes_in, paths)))
         by_disk.setdefault(_existing(path).stat().st_dev, []).append((path, what, missing))
     for parts in by_disk.values():
         _insist(parts, num_parameters)

@@ -12,6 +12,8 @@ alternatives     the same schedule in float32; data parallel at every inner step
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ from diloco.launch.traffic import (
     diloco_traffic,
     fragment_bytes,
 )
+from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Fragment, Plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.layout import build_plan, build_schedule
@@ -59,6 +62,24 @@ class SendForecast:
 
 
 @dataclass(frozen=True, slots=True)
+class ArrivalForecast:
+    """A run without a schedule, which tokens end.
+
+    `rounds` are those of each fragment, if every one counts all islands and these are equally fast.
+    `exchange_s` is the least that a contribution and its version take on the configured link, of
+    the largest fragment; None without a link profile. `least_step_s`: a grace of auto is 0 where
+    inner steps of the slowest island are shorter; None: it is not auto, or there is no link.
+    """
+
+    total_tokens: int
+    rounds: int
+    grace: str
+    overlap_steps: int
+    exchange_s: float | None
+    least_step_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class WayForecast:
     """A way of training: payload bytes of one island over the run.
 
@@ -75,10 +96,22 @@ class WayForecast:
 
 
 @dataclass(frozen=True, slots=True)
+class SyncerForecast:
+    """One syncer: its fragments, their parameters, and what its store takes on disk at most."""
+
+    syncer_id: int
+    fragment_ids: tuple[int, ...]
+    parameters: int
+    store_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """A run before it starts.
 
-    `sends` lists the first two periods and the last one; `ways` begins with the run itself.
+    `sends` lists the first two periods and the last one; it is empty, and `arrival` given, where
+    islands send on arrival. `num_sends` and `ways`, which begins with the run itself, are then
+    those of the average island.
     `kept_bytes` is what the islands that copy their inner states take of host memory, for each of
     their hosts that keeps a copy.
     """
@@ -100,6 +133,8 @@ class Forecast:
     disk: DiskForecast
     kept_bytes: dict[str, int]
     exchange: str
+    syncers: tuple[SyncerForecast, ...]
+    arrival: ArrivalForecast | None
 
     @property
     def parameters(self) -> int:
@@ -134,7 +169,7 @@ def forecast(config: Config) -> Forecast:
             for name, island in sorted(config.islands.items())
         },
         fragments=fragments,
-        sends=_shown_sends(schedule),
+        sends=() if config.outer.is_on_arrival else _shown_sends(schedule),
         num_sends=sum(map(schedule.num_sends, range(schedule.num_fragments))),
         round_bytes_up=sum(fragment.bytes_up for fragment in fragments),
         round_bytes_down=sum(fragment.bytes_down for fragment in fragments),
@@ -147,7 +182,44 @@ def forecast(config: Config) -> Forecast:
             if island.memory_checkpoint_steps
         },
         exchange=config.outer.exchange,
+        syncers=_syncers(config, plan),
+        arrival=_arrival(config, fragments, link) if config.outer.is_on_arrival else None,
     )
+
+
+def _arrival(
+    config: Config, fragments: Sequence[FragmentForecast], link: LinkProfile | None
+) -> ArrivalForecast:
+    outer = config.outer
+    exchange_s = least_step_s = None
+    if link is not None:
+        exchange_s = max(
+            8 * part.bytes_up / link.up.bandwidth_bps
+            + 8 * part.bytes_down / link.down.bandwidth_bps
+            for part in fragments
+        ) + 2 * (link.up.delay_s + link.down.delay_s)
+        if outer.grace == "auto" and outer.overlap_steps:
+            least_step_s = exchange_s / outer.overlap_steps
+    return ArrivalForecast(
+        total_tokens=config.total_tokens,
+        rounds=math.ceil(config.run.inner_steps / outer.inner_steps_per_round),
+        grace=outer.grace,
+        overlap_steps=outer.overlap_steps,
+        exchange_s=exchange_s,
+        least_step_s=least_step_s,
+    )
+
+
+def _syncers(config: Config, plan: Plan) -> tuple[SyncerForecast, ...]:
+    """Foresee who has which fragments; nobody, where the islands merge among themselves."""
+    if config.outer.exchange == "allreduce":
+        return ()
+    syncers = []
+    for syncer_id, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers)):
+        parameters = sum(plan.fragments[p].numel for p in own)
+        store_bytes = forecast_disk(config, parameters).store_bytes
+        syncers.append(SyncerForecast(syncer_id, own, parameters, store_bytes))
+    return tuple(syncers)
 
 
 def _fragment(config: Config, plan: Plan, fragment: Fragment) -> FragmentForecast:

@@ -7,6 +7,7 @@ steps are no longer effective. Whatever reads events reads effective ones.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ def effective(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for event in events
         if (until := stands_until[_start(event)]) is None
         or event.get("inner_step", 0) <= until
-        or event["kind"] == "slot_drawn"
+        or event["kind"] in ("slot_drawn", "text_untold")
     ]
 
 
@@ -51,7 +52,8 @@ class IslandLife:
     Args:
         inner_steps: Completed inner steps at the end; a warm start's own ones are among them.
         num_steps: Inner steps that these starts have made.
-        undisturbed_step_s: As the last start measured it, like `overwritten_steps`.
+        undisturbed_step_s: As the last start measured it, like `overwritten_steps`; of one that
+            made no step, as it came after the end, the median of all steps.
         nats_per_byte: Last held-out loss, by whose parameters.
         digests: Of what the model held of each fragment at the end.
         resumed_after: Inner steps of the checkpoints that it was resumed from.
@@ -99,7 +101,8 @@ class IslandLife:
             wall_s=sum(part.wall_s for part in parts),
             inner_s=sum(part.inner_s for part in parts),
             blocked_s=sum(part.blocked_s for part in parts),
-            undisturbed_step_s=ended["undisturbed_step_s"],
+            undisturbed_step_s=ended["undisturbed_step_s"]
+            or statistics.median(e["duration_s"] for e in events if e["kind"] == "inner_step"),
             overwritten_steps=ended["overwritten_steps"],
             bytes_up=sum(part.bytes_up for part in parts),
             bytes_down=sum(part.bytes_down for part in parts),

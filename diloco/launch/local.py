@@ -39,7 +39,7 @@ from diloco.launch.state_dir import (
     holder,
     make_directory,
     read_endpoint,
-    stop_syncer,
+    stop_syncers,
 )
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class LocalRun:
         _end(list(self.islands.values()))
         if self.coordinator is not None:
             _force(self.coordinator)
-        stop_syncer(self.state)
+        stop_syncers(self.state)
         for log in self._logs:
             log.close()
 
@@ -127,7 +127,7 @@ class LocalRun:
                 time; names the log. A resumed run's reads every byte of its checkpoint before.
             Interrupted: If a signal came meanwhile: there is nothing yet to stop kindly.
         """
-        self.state.create()
+        self.state.create(self.config.coordinator.num_syncers)
         self._run_file.write_text(resolved_toml(self.config))
         make_directory(self.config.telemetry_dir, "telemetry.dir")
         # What is resumed is durable before the coordinator binds its address: once is enough.
@@ -354,8 +354,9 @@ def insist_on_place(state_dir: Path, *, fresh: bool) -> None:
             f"a run is under way in {state_dir} (coordinator: process {pid}). Watch it with diloco "
             f"status, stop it, or give another coordinator.state_dir"
         )
-    store = state.holding_records().store
-    has_begun = any(store.glob("fragment-*/*.record")) or not state.resolved.exists()
+    has_begun = not state.resolved.exists() or any(
+        any(each.store.glob("fragment-*/*.record")) for each in state.holding_records
+    )
     if has_begun and not fresh:
         raise ConfigError(
             f"{state_dir} already holds a run. Go on with it from its newest checkpoint with "
@@ -372,7 +373,7 @@ def make_room(state_dir: Path) -> Path | None:
     """
     if not _is_used(state_dir):
         return None
-    stop_syncer(StateDir(state_dir))  # one that outlived its run would go on writing there
+    stop_syncers(StateDir(state_dir))  # one that outlived its run would go on writing there
     moved = next(path for path in _numbered(state_dir) if not path.exists())
     state_dir.rename(moved)
     return moved

@@ -21,7 +21,7 @@ from typing import Any
 from diloco.config.schema import Config
 from diloco.durable import read_json
 from diloco.errors import ConfigError, CoordinatorUnavailable
-from diloco.launch.address import find_coordinator
+from diloco.launch.address import find_coordinator, of_syncer
 from diloco.launch.security import Security
 from diloco.launch.site_facts import (
     CallFacts,
@@ -378,9 +378,11 @@ def _listeners(config: Config, state: StateDir) -> Iterator[tuple[str, str, str,
     earlier, lock = read_endpoint(state.coordinator), state.coordinator_lock
     yield "coordinator.listen", chosen.listen, earlier.address if earlier else "", lock
     yield "telemetry.coordinator_metrics", telemetry.coordinator_metrics, "", lock
-    if _has_syncer(config):
-        yield "coordinator.syncer_listen", chosen.syncer_listen, _bound(state), state.store_lock
-        yield "telemetry.syncer_metrics", telemetry.syncer_metrics, "", state.store_lock
+    for each in state.of_syncers(chosen.num_syncers) if _has_syncer(config) else ():
+        listens = of_syncer(chosen.syncer_listen, each.syncer_id)
+        yield "coordinator.syncer_listen", listens, _bound(each), each.store_lock
+        metrics = of_syncer(telemetry.syncer_metrics, each.syncer_id)
+        yield "telemetry.syncer_metrics", metrics, "", each.store_lock
 
 
 def _bound(state: StateDir) -> str:

@@ -7,7 +7,7 @@ while it is made one fragment's record beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.inner.model import LlamaShape, parameter_shapes
 from diloco.launch.state_dir import StateDir
+from diloco.launch.stores import read_plan, state_by_fragment
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import pin_directory, pinned_steps
 from diloco.rounds.record import RecordInvalid
@@ -101,13 +102,16 @@ def read_published(
         ConfigError: If there is no run, no version 0 yet, no such checkpoint, no valid record, or
             the run trains another model than the built-in decoder.
     """
-    state = state.holding_records()
     config, plan = _read_run(state)
-    directory = state.store if at_step is None else _pins(state, at_step)
+    stored = state_by_fragment(state, plan)
+    directories = {p: each.store for p, each in stored.items()}
+    if at_step is not None:
+        directories = _pins(state, stored, at_step)
     num_values = sum(fragment.padded_numel for fragment in plan.fragments)
     fragments, vectors = [], []
     for fragment in plan.fragments:
         try:
+            directory = directories[fragment.fragment_id]
             record = FragmentStore(directory, fragment, config.outer.retained_versions).newest()
         except RecordInvalid as error:
             raise ConfigError(_damaged_text(state, fragment.fragment_id, at_step, error)) from error
@@ -131,9 +135,9 @@ def _read_run(state: StateDir) -> tuple[Config, Plan]:
             "file, or the coordinator.state_dir of a run that was started"
         )
     config = load_config(state.resolved)
-    if not state.plan.is_file():
+    plan = read_plan(state)
+    if plan is None:
         raise ConfigError(_not_founded_text(state))
-    plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
     expected = parameter_shapes(LlamaShape.from_config(config.model))
     found = {spec.name: spec.shape for spec in plan.tensors}
     for name in sorted(expected.keys() | found.keys()):
@@ -158,19 +162,20 @@ def _describe(record: VersionRecord) -> PublishedFragment:
     )
 
 
-def _pins(state: StateDir, step: int) -> Path:
-    """Directory of the versions that a checkpoint pins."""
-    directory = pin_directory(state.store, step)
-    if not directory.is_dir():
+def _pins(state: StateDir, stored: Mapping[int, StateDir], step: int) -> dict[int, Path]:
+    """Directories of the versions that a checkpoint pins, by fragment."""
+    directories = {p: pin_directory(each.store, step) for p, each in stored.items()}
+    if not all(directory.is_dir() for directory in directories.values()):
         raise ConfigError(
             f"the run in {state.root} has no checkpoint of inner step {step}; "
             f"{_other_steps_text(state, step)}"
         )
-    return directory
+    return directories
 
 
 def _other_steps_text(state: StateDir, step: int | None) -> str:
-    others = " or ".join(str(other) for other in pinned_steps(state.store) if other != step)
+    pinned = [set(pinned_steps(each.store)) for each in state.holding_records]
+    others = " or ".join(map(str, sorted(set.intersection(*pinned) - {step})))
     return f"choose --at {others}" if others else "leave out --at for the newest published versions"
 
 

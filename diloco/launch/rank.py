@@ -267,9 +267,10 @@ class _Rank:
         text = TextShare(
             batches,
             groups=make_groups(None, patience_s=config.transport.unreachable_s),
-            handover_samples=config.data.handover_samples,
-            samples_per_draw=batch_size if is_by_batch else 1,
+            most_untold=config.data.handover_samples // (batch_size if is_by_batch else 1),
+            draws_per_step=1 if is_by_batch else batch_size,
             on_event=self.record.write,
+            on_due=connection.report_soon,
             check=connection.insist_on_going_on,
         )
         connection.report_text(text)

@@ -15,7 +15,8 @@ from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal, Told
 from diloco.durable import read_json
 from diloco.errors import ConfigError
-from diloco.launch.state_dir import Held, StateDir, hold, read_timeline
+from diloco.launch.state_dir import ONLY_SYNCER, Held, StateDir, hold, read_timeline
+from diloco.launch.stores import part_of
 from diloco.outer.fragments import Plan
 from diloco.rounds.repair import Condition, Finding, repair_fragment
 from diloco.rounds.store import FragmentStore
@@ -37,17 +38,21 @@ def repair_run(
         ConfigError: If there is no store, or a syncer serves it.
         DiskFull: If there is no room for what is made again.
     """
-    if not state.plan.is_file():
-        raise ConfigError(
-            f"{state.root} holds no store of a syncer (there is no {state.plan}): give the run "
-            "file, or the coordinator.state_dir of a run that was started"
-        )
+    for each in state.syncers:
+        if not each.plan.is_file():
+            raise ConfigError(
+                f"{state.root} holds no store of a syncer (there is no {each.plan}): give the run "
+                "file, or the coordinator.state_dir of a run that was started"
+            )
     try:
-        with hold(state.store_lock):
+        with contextlib.ExitStack() as held:
+            for each in state.syncers:
+                held.enter_context(hold(each.store_lock))
             found = []
-            for finding in _findings(state, load_config(state.resolved)):
-                found.append(finding)
-                on_finding(finding)
+            for each in state.syncers:
+                for finding in _findings(each, load_config(state.resolved)):
+                    found.append(finding)
+                    on_finding(finding)
             _tell(state, found)
             return tuple(found)
     except Held as error:
@@ -82,10 +87,12 @@ def _findings(state: StateDir, config: Config) -> Iterator[Finding]:
         with _told(path) as problem:
             read_json(path)
         if problem:
-            yield Finding(ALL_FRAGMENTS, path.name, Condition.DAMAGED, problem[0])
+            place = state.store if state.syncer_name == ONLY_SYNCER else state.root
+            name = str(path.relative_to(place))
+            yield Finding(ALL_FRAGMENTS, name, Condition.DAMAGED, problem[0])
     plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
     outer = config.outer
-    for fragment in plan.fragments:
+    for fragment in part_of(state, plan).fragments:
         store = FragmentStore(
             state.store,
             fragment,

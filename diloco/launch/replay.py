@@ -5,6 +5,7 @@ Source: protocol.md section 4 (the tape).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -15,16 +16,21 @@ from diloco.coordinator.journal import Journal, TapeEntry
 from diloco.errors import ConfigError
 from diloco.launch.build import build_publication_rules
 from diloco.launch.state_dir import Held, StateDir, hold, read_timeline
+from diloco.launch.stores import read_plan, state_by_fragment
 from diloco.outer.fragments import Plan
 from diloco.rounds.replay import FragmentReplay, Replayed
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What making a run's versions again came to, and what else is on its tape, in order."""
+    """What making a run's versions again came to, and what else is on its tape, in order.
+
+    `keeps_all`: the run keeps what every version is made of, so that none may be unknown.
+    """
 
     versions: tuple[Replayed, ...]
     tape: tuple[TapeEntry, ...]
+    keeps_all: bool
 
 
 def replay_run(
@@ -45,13 +51,13 @@ def replay_run(
     Raises:
         ConfigError: If there is no store, no such fragment, or a syncer serves the store.
     """
-    holding = state.holding_records()
-    if not holding.plan.is_file():
+    holding = state.holding_records
+    if (plan := read_plan(state)) is None:
+        missing = next(each.plan for each in holding if not each.plan.is_file())
         raise ConfigError(
-            f"{state.root} holds no records (there is no {holding.plan}): give the run file, or "
+            f"{state.root} holds no records (there is no {missing}): give the run file, or "
             "the coordinator.state_dir of a run that was started"
         )
-    plan = Plan.from_json(holding.plan.read_text(encoding="utf-8"))
     last = len(plan.fragments) - 1
     if fragment is not None and not 0 <= fragment <= last:
         raise ConfigError(
@@ -59,8 +65,10 @@ def replay_run(
             f"{state.root} --fragment {last}"
         )
     try:
-        with hold(holding.store_lock):
-            return _replayed(state, holding, plan, fragment, first, on_progress)
+        with contextlib.ExitStack() as held:
+            for each in holding:
+                held.enter_context(hold(each.store_lock))
+            return _replayed(state, plan, fragment, first, on_progress)
     except Held as error:
         raise ConfigError(
             f"the store of {state.root} is in use: {error}. Replay a copy of it: diloco backup "
@@ -70,21 +78,21 @@ def replay_run(
 
 def _replayed(
     state: StateDir,
-    holding: StateDir,
     plan: Plan,
     fragment: int | None,
     first: int,
     on_progress: Callable[[str, int, int], None],
 ) -> Replay:
     headers, entries = _read_tape(state)
-    config = load_config(holding.resolved)
+    stored = state_by_fragment(state, plan)
+    config = load_config(stored[0].resolved)
     replays = [
         FragmentReplay(
-            holding.store,
+            stored[p].store,
             plan,
             p,
             tape=headers,
-            timeline=read_timeline(holding.store_timeline).number,
+            timeline=read_timeline(stored[p].store_timeline).number,
             unnamed=build_publication_rules(config),
         )
         for p in (range(len(plan.fragments)) if fragment is None else [fragment])
@@ -95,7 +103,8 @@ def _replayed(
         for each in replay.run(first, num_threads=len(os.sched_getaffinity(0))):
             versions.append(each)
             on_progress("making versions again", min(len(versions), total), total)
-    return Replay(tuple(versions), entries)
+    keeps_all = config.outer.keep_contributions == "all"
+    return Replay(tuple(versions), entries, keeps_all)
 
 
 def _read_tape(state: StateDir) -> tuple[list[dict[str, object]], tuple[TapeEntry, ...]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from diloco.config.classes import identity_difference, identity_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.coordinator.assignment import Assignment
 from diloco.coordinator.claims import Claims
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
@@ -26,6 +27,7 @@ from diloco.errors import ConfigError
 from diloco.launch.checkpoints import found_directory, verify
 from diloco.launch.progress import progress_bar
 from diloco.launch.state_dir import StateDir
+from diloco.launch.stores import part_of
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import pinned_steps, verify_pin
 from diloco.rounds.record import RecordInvalid
@@ -67,6 +69,7 @@ def read_membership(config: Config, journal: Journal) -> Membership:
         num_checkpoints=config.checkpoint.keep,
         rules=terms_of(config).rules,
         claims=Claims(config.max_islands, config.islands) if config.outer.is_on_arrival else None,
+        assignment=Assignment(config.coordinator.num_syncers),
     )
     try:
         membership.apply(journal.entries().items())
@@ -107,6 +110,9 @@ def insist_on_same_run(config: Config, state: StateDir, ways_out: str) -> None:
         return
     there = load_config(state.resolved)
     differing = identity_difference(identity_json(config), identity_json(there))
+    num_here, num_there = config.coordinator.num_syncers, there.coordinator.num_syncers
+    if num_here != num_there:  # each fragment stays where it is
+        differing.append(f"coordinator.num_syncers: {num_here} here, {num_there} there")
     if differing:
         raise ConfigError(
             f"coordinator.state_dir = {config.coordinator.state_dir} holds the run "
@@ -221,21 +227,20 @@ def _problems(
     """Say what is wrong with the parts of a checkpoint that are on this machine."""
     what = f"verifying the checkpoint of {membership.checkpoint_name(step)}"
     islands = membership.cuts[step].parts if membership.rules.is_elastic else config.islands
-    stores = {"the syncer's part": state.store}
-    if config.outer.exchange == "allreduce":
-        peers = {f"the peer of island {name}": state.peer(name).store for name in config.islands}
-        stores = {whose: store for whose, store in sorted(peers.items()) if store.is_dir()}
+    is_allreduce = config.outer.exchange == "allreduce"
+    parts = {f"the {each.syncer_name}'s part": part_of(each, plan) for each in state.syncers}
+    if is_allreduce:
+        peers = {f"the peer of island {name}": state.peer(name) for name in sorted(config.islands)}
+        parts = {whose: part_of(p, plan) for whose, p in peers.items() if p.store.is_dir()}
     torn: list[str] = []
-    for whose, store in stores.items():
+    for whose, part in parts.items():
         try:
-            verify_pin(store, plan, step, progress_bar(f"{what}, {whose}", tell))
+            verify_pin(part.state.store, part, step, progress_bar(f"{what}, {whose}", tell))
         except RecordInvalid as error:
             torn.append(str(error))
-        else:
-            break  # one is enough: an island without a whole pin takes the state from others
-    else:
-        if torn:
-            yield "; ".join(torn)
+    # One peer is enough: an island without a whole pin takes the state from others.
+    if torn and not (is_allreduce and len(torn) < len(parts)):
+        yield "; ".join(torn)
     for island in sorted(islands):
         if (config.checkpoint_dir / island).is_dir():
             try:
@@ -255,8 +260,8 @@ def _found_text(state: StateDir, membership: Membership) -> str:
 
 
 def _partial_text(state: StateDir, membership: Membership) -> str:
-    pinned = pinned_steps(state.holding_records().store)
-    steps = [step for step in pinned if step not in membership.checkpoints]
+    pinned = {step for each in state.holding_records for step in pinned_steps(each.store)}
+    steps = sorted(pinned.difference(membership.checkpoints))
     listed = ", ".join(map(str, steps))
     return f"; begun, but not complete on every island: {listed}" if steps else ""
 

@@ -7,10 +7,12 @@
     journal.sqlite     what the coordinator must never forget
     timeline.json      which timeline the coordinator serves, and the checkpoint it began from
     syncer.json        address and pid of the syncer, while one lives
-    syncer.log         what all syncers of this run said
+    syncer.log         what all starts of the syncer said
     syncer/            the syncer's store: lock, address, epoch, incarnations, orders, plan,
                        fragments, pins, the timeline that it was last taken to, and the
                        spool of what has arrived, which no later start reads
+    syncer-N.json, syncer-N.log, syncer-N/    the same of each of several syncers; its store also
+                       says in `fragments.json` which fragments are its own
     peers/ISLAND/      the same of an island's peer, where there is no syncer
 
 A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
@@ -37,6 +39,9 @@ from diloco.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+#: Name of the store of a run's only syncer.
+ONLY_SYNCER = "syncer"
+
 _LOOK_S = 0.05
 _STOP_S = 10.0
 _PID_BYTES = 20
@@ -44,18 +49,43 @@ _PID_BYTES = 20
 
 @dataclass(frozen=True, slots=True)
 class StateDir:
-    """Paths below one run's `coordinator.state_dir`."""
+    """Paths below one run's `coordinator.state_dir`, as one of its syncers sees them.
+
+    Args:
+        root: The directory.
+        syncer_name: Of the store of that syncer: "syncer" of the only one, "syncer-N" of several.
+    """
 
     root: Path
+    syncer_name: str = ONLY_SYNCER
 
-    def create(self) -> None:
-        """Make the directory, open to its owner only, if it is not there.
+    def create(self, num_syncers: int = 1) -> None:
+        """Make the directory, open to its owner only, and the syncers' stores, where missing.
 
         Raises:
             ConfigError: If it cannot be made.
         """
         make_directory(self.root, "coordinator.state_dir")
-        make_directory(self.store, "coordinator.state_dir")
+        for state in self.of_syncers(num_syncers):
+            make_directory(state.store, "coordinator.state_dir")
+
+    def of_syncers(self, num_syncers: int) -> tuple[StateDir, ...]:
+        """Give what each of so many syncers sees, in order."""
+        names = [ONLY_SYNCER] if num_syncers == 1 else map(_numbered, range(num_syncers))
+        return tuple(StateDir(self.root, name) for name in names)
+
+    @property
+    def syncers(self) -> tuple[StateDir, ...]:
+        """What each syncer sees whose store is here, in order."""
+        num_syncers = 0
+        while (self.root / _numbered(num_syncers)).is_dir():
+            num_syncers += 1
+        return self.of_syncers(num_syncers or 1)
+
+    @property
+    def syncer_id(self) -> int:
+        """Number of the syncer that sees this."""
+        return int(self.syncer_name.partition("-")[2] or 0)
 
     @property
     def coordinator_lock(self) -> Path:
@@ -95,26 +125,30 @@ class StateDir:
     @property
     def syncer(self) -> Path:
         """Endpoint of the syncer, while one lives."""
-        return self.root / "syncer.json"
+        return self.root / f"{self.syncer_name}.json"
 
     @property
     def syncer_log(self) -> Path:
-        """Output of all syncers, appended."""
-        return self.root / "syncer.log"
+        """Output of all starts of the syncer, appended."""
+        return self.root / f"{self.syncer_name}.log"
 
     @property
     def store(self) -> Path:
         """The syncer's store."""
-        return self.root / "syncer"
+        return self.root / self.syncer_name
 
     def peer(self, island: str) -> StateDir:
         """Where the peer of an island keeps its records, under the all-reduce exchange."""
         return StateDir(self.root / "peers" / island)
 
-    def holding_records(self) -> StateDir:
-        """Where records of the run are on this machine: at its syncer, else at an island's peer."""
+    @property
+    def holding_records(self) -> tuple[StateDir, ...]:
+        """Where records of the run are on this machine: at its syncers, else at an island's peer.
+
+        Together they have every fragment, each one of them.
+        """
         peers = sorted(self.root.glob("peers/*/syncer/plan.json"))
-        return StateDir(peers[0].parents[1]) if peers else self
+        return (StateDir(peers[0].parents[1]),) if peers else self.syncers
 
     @property
     def store_lock(self) -> Path:
@@ -150,6 +184,15 @@ class StateDir:
     def plan(self) -> Path:
         """The run's plan, once the syncer has learned it."""
         return self.store / "plan.json"
+
+    @property
+    def fragments(self) -> Path:
+        """Fragments of the plan that are this syncer's, where it is one of several."""
+        return self.store / "fragments.json"
+
+
+def _numbered(syncer_id: int) -> str:
+    return f"{ONLY_SYNCER}-{syncer_id}"
 
 
 def make_directory(path: Path, key: str) -> None:
@@ -273,6 +316,12 @@ def holder(path: Path) -> int | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def stop_syncers(state: StateDir) -> None:
+    """Stop all syncers of a run, one after the other; blocks."""
+    for each in state.syncers:
+        stop_syncer(each)
 
 
 def stop_syncer(state: StateDir) -> None:

@@ -1,10 +1,11 @@
-"""Composition root of the syncer's process: `python -m diloco.launch.syncer STATE_DIR`.
+"""Composition root of a syncer's process: `python -m diloco.launch.syncer STATE_DIR`.
 
 Started by its coordinator it holds the lock on its store from the first instant; started by hand it
 takes it before anything heavy is imported, so that of two starts one ends at once. It raises its
 epoch durably before its first reply; it survives its coordinator, whose address, configuration and
 timeline it finds in the state directory. A store of an earlier timeline is first taken back to the
-checkpoint that the run was resumed from.
+checkpoint that the run was resumed from. One of several serves the fragments that the coordinator
+gave it with the plan, once and for all.
 
 Source: design.md section 2; protocol.md sections 4, 5, 8 and 9.
 """
@@ -28,13 +29,15 @@ from diloco.config.load import load_config, with_settings
 from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
-from diloco.launch.address import listen, syncer_address
+from diloco.launch.address import listen, of_syncer, syncer_address
 from diloco.launch.chaos import wall_clock
 from diloco.launch.disk import insist_on_room
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.logs import log_to
+from diloco.launch.room import having_room
 from diloco.launch.security import Security, metrics_protection
 from diloco.launch.state_dir import (
+    ONLY_SYNCER,
     Endpoint,
     Held,
     StateDir,
@@ -43,6 +46,7 @@ from diloco.launch.state_dir import (
     read_endpoint,
     read_timeline,
 )
+from diloco.launch.stores import part_of
 from diloco.launch.tensor_thread import TensorThread
 from diloco.outer.fragments import Plan
 from diloco.rounds.orders import Orders
@@ -79,9 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the store in a state directory until a signal or a failure; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m diloco.launch.syncer")
     parser.add_argument("state_dir", type=Path, help="the run's state directory")
+    parser.add_argument(
+        "--name", default=ONLY_SYNCER, help="of this syncer's store; syncer-N: of several"
+    )
     parser.add_argument("--lock-descriptor", type=int, help="the store's lock, held already")
     parsed = parser.parse_args(arguments)
-    state = StateDir(parsed.state_dir.absolute())
+    state = StateDir(parsed.state_dir.absolute(), parsed.name)
     log_to(None, logging.INFO)
     keep_freed_memory()  # before there is a second thread
     try:
@@ -105,9 +112,15 @@ async def _run_syncer(state: StateDir) -> int:
     stopping = heed_signals().forced
     config = load_config(state.resolved)
     secret = load_secret(state.secret)
-    epoch = _next_epoch(state.syncer_epoch)
-    Endpoint("", os.getpid()).write(state.syncer)
-    logger.info("syncer starting, run=%s epoch=%d pid=%d", config.run.name, epoch, os.getpid())
+    epoch = await having_room(
+        "the syncer's epoch", lambda: _next_epoch(state.syncer_epoch), given_up=stopping
+    )
+    starting = Endpoint("", os.getpid())
+    await having_room("the syncer's word", lambda: starting.write(state.syncer), given_up=stopping)
+    logger.info(
+        "%s starting, run=%s epoch=%d pid=%d",
+        state.syncer_name, config.run.name, epoch, os.getpid(),
+    )  # fmt: skip
     timeline = read_timeline(state.timeline)
     security = Security.of(config, Role.SYNCER)
     grant = Grant(run=config.run.name, timeline=timeline.number, roles=[ROLE_SYNCER])
@@ -116,10 +129,11 @@ async def _run_syncer(state: StateDir) -> int:
         grant=sign(grant, secret),
         syncer_epoch=epoch,
         pid=os.getpid(),
+        syncer_id=state.syncer_id,
     )
     importlib.import_module("diloco.rounds.syncer")  # seconds of torch, while islands start too
     try:
-        await first_of(_keep_plan(state, reporter), stopping.wait())
+        await first_of(_keep_plan(state, reporter, stopping), stopping.wait())
         if stopping.is_set():
             return 0
         return await _serve(config, state, security, secret, epoch, timeline, reporter, stopping)
@@ -127,10 +141,19 @@ async def _run_syncer(state: StateDir) -> int:
         await reporter.close()
 
 
-async def _keep_plan(state: StateDir, reporter: Reporter) -> None:
-    """Have the plan in the store, so that a restart needs no coordinator."""
-    if not state.plan.exists():
-        write_durably(state.plan, [(await reporter.learn_plan()).encode()])
+async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Event) -> None:
+    """Have the plan in the store, and what of it is ours: a restart needs no coordinator."""
+    is_one_of_several = state.syncer_name != ONLY_SYNCER
+    if state.plan.exists() and (state.fragments.exists() or not is_one_of_several):
+        return
+    reply = await reporter.learn_plan()
+
+    def keep() -> None:
+        if is_one_of_several:
+            write_json(state.fragments, list(reply.fragment_ids))
+        write_durably(state.plan, [reply.plan_json.encode()])
+
+    await having_room("the plan", keep, given_up=stopping)
 
 
 async def _serve(
@@ -149,7 +172,7 @@ async def _serve(
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
             num_parameters = sum(tensor.numel for tensor in plan.tensors)
             insist_on_room(config, num_parameters, islands=(), is_new=True)
-        clock = wall_clock(os.environ, "syncer")
+        clock = wall_clock(os.environ, state.syncer_name)
         events = _open_events(config, state, epoch, timeline, clock)
         syncer = _build_syncer(
             config, state, plan, secret, epoch, timeline, reporter, worker, events, clock
@@ -159,18 +182,22 @@ async def _serve(
         bound = read_json(state.bound)
         coordinator = read_endpoint(state.coordinator)
         server = await listen(
-            config.coordinator.syncer_listen,
+            of_syncer(config.coordinator.syncer_listen, state.syncer_id),
             bound or "",
             syncer.handlers,
             security=security.knowing(coordinator.address if coordinator else ""),
             chunk_bytes=config.transport.chunk_bytes,
         )
-        write_json(state.bound, server.address)
-        address = syncer_address(server.address, config.coordinator)
-        Endpoint(address, os.getpid()).write(state.syncer)
+        address = syncer_address(server.address, config.coordinator, state.syncer_id)
+
+        def tell_address() -> None:
+            write_json(state.bound, server.address)
+            Endpoint(address, os.getpid()).write(state.syncer)
+
+        await having_room("the syncer's address", tell_address, given_up=stopping)
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
         metrics = MetricsServer(
-            config.telemetry.syncer_metrics,
+            of_syncer(config.telemetry.syncer_metrics, state.syncer_id),
             lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=epoch),
             setting="telemetry.syncer_metrics",
             protection=metrics_protection(config, Role.SYNCER),
@@ -204,7 +231,8 @@ def _open_events(
     """
     directory = Path(config.telemetry.dir) if config.telemetry.dir else state.root / "telemetry"
     context = {"run": config.run.name, "syncer_epoch": epoch, "timeline": timeline.number}
-    sink = BackgroundSink("rounds", JsonlSink(directory / "events-syncer.jsonl", context, clock))
+    path = directory / f"events-{state.syncer_name}.jsonl"
+    sink = BackgroundSink("rounds", JsonlSink(path, context, clock))
     try:
         sink.open()
     except OSError as error:
@@ -247,11 +275,11 @@ def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:
             f"{state.store_timeline} says timeline {stored.number}, {state.timeline} says "
             f"{timeline.number}: one of them is a copy from another day; bring back the other"
         )
-    step = timeline.resume_step
+    step, part = timeline.resume_step, part_of(state, plan)
     try:
-        restore(state.store, plan, step=step, abandoned_timeline=stored.number)
+        restore(state.store, part, step=step, abandoned_timeline=stored.number)
     except RecordInvalid as error:
-        older = [pinned for pinned in valid_pins(state.store, plan) if pinned < step]
+        older = [pinned for pinned in valid_pins(state.store, part) if pinned < step]
         raise ConfigError(
             f"the checkpoint of inner step {step} cannot be restored: {error}. "
             + (
@@ -290,14 +318,14 @@ def _build_syncer(
     stores = [
         FragmentStore(
             state.store,
-            part,
+            fragment,
             outer.retained_versions,
-            is_indexed=functools.partial(reporter.is_indexed, part.fragment_id),
+            is_indexed=functools.partial(reporter.is_indexed, fragment.fragment_id),
             snapshot_rounds=outer.rounds_per_snapshot,
             keeps_all=outer.keep_contributions == "all",
             num_threads=len(os.sched_getaffinity(0)),
         )
-        for part in plan.fragments
+        for fragment in part_of(state, plan).fragments
     ]
     num_threads = len(os.sched_getaffinity(0))
     rules = build_syncer_rules(config, timeline=timeline.number, num_threads=num_threads)
@@ -315,6 +343,7 @@ def _build_syncer(
         on_change=reporter.changed,
         orders=_Orders(state.orders, config, rules),
         on_event=functools.partial(_hear, events, reporter),
+        unix_clock=clock,
     )
 
 

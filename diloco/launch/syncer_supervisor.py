@@ -38,7 +38,7 @@ _HOPELESS = frozenset({2, 10, 20, 50})
 
 
 class SyncerSupervisor:
-    """Supervises the syncer of one state directory."""
+    """Supervises one syncer of a state directory: the one whose paths `state` has."""
 
     def __init__(self, state: StateDir, *, on_hopeless: Callable[[str, int], None]) -> None:
         """Assign only; `on_hopeless(reason, exit_code)` hears that no restart can help."""
@@ -93,7 +93,7 @@ class SyncerSupervisor:
 
     async def _watch(self) -> int | None:
         pid = holder(self._state.store_lock)
-        logger.info("syncer adopted, pid=%s", pid)
+        logger.info("%s adopted, pid=%s", self._state.syncer_name, pid)
         while holder(self._state.store_lock) is not None:
             await asyncio.sleep(_LOOK_S)
         return pid
@@ -102,6 +102,7 @@ class SyncerSupervisor:
         """Start a syncer that holds its store already; raises Held if another one does."""
         lock = acquire(self._state.store_lock)
         arguments = [str(self._state.root), "--lock-descriptor", str(lock)]
+        arguments += ["--name", self._state.syncer_name]
         try:
             with open(self._state.syncer_log, "ab") as log:
                 # A session of its own: it outlives this process and the terminal.
@@ -116,7 +117,7 @@ class SyncerSupervisor:
             write_pid(lock, child.pid)
         finally:
             os.close(lock)
-        logger.info("syncer started, pid=%d", child.pid)
+        logger.info("%s started, pid=%d", self._state.syncer_name, child.pid)
         return child
 
     async def _wait(self, child: subprocess.Popen[bytes]) -> int:

@@ -1,12 +1,18 @@
 """One rank's part in sharing out the text: slots come and go between two inner steps.
 
 Only in runs in which nobody waits: elsewhere an island has one slot for ever. The leader tells the
-coordinator how far each slot has been drawn, each time half of `data.handover_samples` are, and
+coordinator how far each slot has been drawn, at once when half of `data.handover_samples` are, and
 hears which slots are whose; all ranks of the island change at one inner step. A slot that is asked
 back is let go at once, and its final position told until the coordinator has taken note.
 
+Of an island that dies others draw again what it had not told. Before that would be more than
+`data.handover_samples` the island waits for an answer, but a second at most, and not again before
+the coordinator has answered: that is away then, and no island stands still for it. What is drawn
+meanwhile is a warning with its figures, an event, and in the summary; it is not bounded.
+
 `say` and `hear` belong to the thread of the network, all else to the training thread; what both see
-is replaced whole.
+is replaced whole. What is told was written as an event before, so that events miss nothing that
+others begin after.
 
 Source: protocol.md section 9.
 """
@@ -15,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,11 +30,13 @@ from typing import Any
 from diloco.data.batches import Batches
 from diloco.data.claims import SlotPosition
 from diloco.sync.groups import Groups
-from diloco.telemetry.events import Event, SlotDrawn
+from diloco.telemetry.events import Event, SlotDrawn, TextUntold
 
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.05
+#: Seconds that an island waits for the coordinator's answer before it draws beyond the bound.
+_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +80,40 @@ class TextShare:
         batches: Batches,
         *,
         groups: Groups,
-        handover_samples: int,
-        samples_per_draw: int,
+        most_untold: int,
+        draws_per_step: int,
         on_event: Callable[[Event], None],
+        on_due: Callable[[], None],
         check: Callable[[], None],
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         """Assign only.
 
         Args:
             batches: The island's text.
             groups: The island's ranks.
-            handover_samples: How many samples another may repeat.
-            samples_per_draw: Samples of one draw: 1, of the standard library a batch.
+            most_untold: Draws that another may repeat; at least those of two inner steps.
+            draws_per_step: Draws of an inner step.
             on_event: Hears, on the leader, what was drawn.
-            check: Called while the island waits for a slot; raises when it must not go on.
+            on_due: Called, on the leader, when `say` should be called soon.
+            check: Called while the island waits; raises when it must not go on.
+            patience_s: Seconds that it waits for an answer before it draws beyond `most_untold`.
         """
         self._batches = batches
         self._groups = groups
-        self._most_untold = max(1, handover_samples // (2 * samples_per_draw))
+        self._most_untold = most_untold
+        self._draws_per_step = draws_per_step
+        self._due_at = max(1, most_untold // 2)
         self._on_event = on_event
+        self._on_due = on_due
         self._check = check
+        self._patience_s = patience_s
         self._word = _Word(-1, {})
+        self._written = self._word  # in the last events
         self._is_last = False
-        self._noted: Mapping[tuple[int, int], int] = {}  # in the last events
+        self._is_called = False  # for a report, since the last answer
+        self._is_alone = False  # no answer came in time, and none has since
+        self._answered = threading.Event()
         self._news = ""  # what was heard and is not taken up
         self._said: Mapping[tuple[int, int], int] = {}  # in the report under way
         self._told: Mapping[tuple[int, int], int] = {}  # in those that were answered
@@ -112,7 +132,14 @@ class TextShare:
     def settle(self, inner_step: int) -> None:
         """Note how far the text is drawn after an inner step, and take up what was heard."""
         self._note(inner_step)
-        if self._groups.sum([int(bool(self._news))])[0]:
+        is_full = self._groups.is_leader and self._is_full
+        must_wait, has_news = self._groups.sum([int(is_full), int(bool(self._news))])
+        if must_wait:
+            self._groups.leader_says(
+                "waited to tell its text", lambda: self._await_answer(inner_step)
+            )
+            (has_news,) = self._groups.sum([int(bool(self._news))])
+        if has_news:
             self._take(self._groups.leader_says("heard of its text", self._heard), inner_step)
             self._insist_on_slots(inner_step)
 
@@ -130,10 +157,45 @@ class TextShare:
             number: slot if slot.is_final else replace(slot, position=positions[number])
             for number, slot in self._word.slots.items()
         }
-        self._word = _Word(self._word.revision, slots)
-        if self._is_last or self._word.growth(self._noted) >= self._most_untold:
-            self._write(inner_step, self._word.slots)
-            self._noted = self._word.drawn
+        self._word = word = _Word(self._word.revision, slots)
+        untold, is_due = word.growth(self._told), self._is_due(self._written)
+        is_to_be_told = untold >= self._due_at and not is_due
+        if self._is_last or is_to_be_told or word.growth(self._written.drawn) >= self._due_at:
+            self._write(inner_step, word.slots)
+            self._written = word
+        if self._groups.is_leader and self._is_due(self._written) and not self._is_called:
+            self._is_called = True
+            self._on_due()
+
+    def _is_due(self, word: _Word) -> bool:
+        return word.growth(self._told) >= self._due_at
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the next inner step would draw more than may be untold."""
+        untold = self._word.growth(self._told)
+        return not self._is_alone and untold + self._draws_per_step > self._most_untold
+
+    def _await_answer(self, inner_step: int) -> None:
+        """Wait until what is due was told, or until it is clear that nobody hears it."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            self._answered.clear()
+            if not self._is_full:
+                return
+            if time.monotonic() >= until:
+                break
+            self._check()
+            self._answered.wait(_ASK_AGAIN_S)
+        self._is_alone = True
+        untold = self._word.growth(self._told)
+        self._on_event(TextUntold(inner_step, untold, self._most_untold))
+        logger.warning(
+            "the coordinator does not answer, training goes on beyond data.handover_samples: "
+            "inner_step=%d untold=%d bound=%d; should this island end before it does, others train "
+            "on that text again",
+            inner_step, untold, self._most_untold,
+        )  # fmt: skip
 
     def _take(self, claims_json: str, inner_step: int) -> None:
         """Change to what a word of the coordinator says."""
@@ -154,6 +216,8 @@ class TextShare:
         }
         self._write(inner_step, gone)
         self._word = word = _Word(said["revision"], slots)
+        self._write(inner_step, slots)  # what begins here, too: a resume has gone back to it
+        self._written = word
         if word.held:
             self._batches.hold(word.held, inner_step=inner_step)
         if word.held.keys() != before.held.keys():
@@ -173,9 +237,12 @@ class TextShare:
 
     def _await_news(self) -> str:
         logger.info("waiting until another island lets go of its text")
-        while not self._news:
+        while True:
+            self._answered.clear()
+            if self._news:
+                break
             self._check()
-            time.sleep(_ASK_AGAIN_S)
+            self._answered.wait(_ASK_AGAIN_S)
         return self._heard()
 
     def _heard(self) -> str:
@@ -195,10 +262,9 @@ class TextShare:
 
     def say(self) -> str:
         """Give what a report says: positions when they are due, and what this island knows."""
-        word = self._word
+        word = self._written
         is_owed = any(slot.is_final for slot in word.slots.values())
-        untold = word.growth(self._told)
-        is_due = is_owed or self._is_last or untold >= self._most_untold
+        is_due = is_owed or self._is_last or self._is_due(word)
         self._said = word.drawn if is_due else {}
         slots = {
             str(number): {
@@ -214,5 +280,7 @@ class TextShare:
     def hear(self, claims_json: str) -> None:
         """Take note of the answer to what was said last; empty: there is no news."""
         self._told = {**self._told, **self._said}
+        self._is_called = self._is_alone = False
         if claims_json and json.loads(claims_json)["revision"] > self._word.revision:
             self._news = claims_json
+        self._answered.set()

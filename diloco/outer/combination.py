@@ -31,8 +31,9 @@ MIN_JUDGED = 3
 #: Next to the largest norm of its unit a smaller one is zero: its direction would be amplified
 #: beyond what a float32 coefficient holds.
 _LEAST_NORM = 2.0**-60
-#: Directions whose weighted mean is shorter cancel: what float32 leaves of them is rounding.
-_LEAST_MEAN_DIRECTION = 2.0**-20
+#: Directions whose weighted mean is shorter cancel, and are not brought to full length: float64
+#: inner products of any hardware, some 1e-13 apart, give the same coefficients within 1e-6 then.
+_LEAST_MEAN_DIRECTION = 2.0**-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +223,9 @@ def coefficients_of(gram: Gram, weights: Sequence[float], *, is_radial: bool) ->
                          so, with a_m = w_m / (W |v_m|),   c_m = R a_m / sqrt(a' G a)
 
     The mean of M orthogonal contributions is shorter than they are by sqrt(M); this one is not. A
-    v_m of less than 2^-60 of the longest has no direction, and neither has a u shorter than 2^-20,
-    where the directions cancel: merged is zero there, as it is without weights.
+    v_m of less than 2^-60 of the longest has no direction. Where the directions cancel, |u| below
+    2^-10, merged is R u / 2^-10: it goes to zero with them, and no rounding is made a direction.
+    Without weights it is zero.
 
     Source: Decoupled DiLoCo (arXiv 2604.21428), radial-directional averaging.
     """
@@ -236,10 +238,9 @@ def coefficients_of(gram: Gram, weights: Sequence[float], *, is_radial: bool) ->
     squared = math.fsum(
         a * gram[m][n] * b for m, a in enumerate(scaled) for n, b in enumerate(scaled)
     )
-    if squared < _LEAST_MEAN_DIRECTION**2:
-        return [0.0] * len(weights)
+    length = math.sqrt(max(squared, _LEAST_MEAN_DIRECTION**2))
     radius = math.fsum(w * n for w, n in zip(of_all, norms, strict=True))
-    return [radius * a / math.sqrt(squared) for a in scaled]
+    return [radius * a / length for a in scaled]
 
 
 def _outliers(norms: Sequence[float], weights: Sequence[float], ratio: float) -> dict[int, str]:

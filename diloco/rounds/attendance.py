@@ -3,7 +3,9 @@
 Every incarnation is durable before anything of it is accepted, the coordinator's orders before
 they count: who was fenced stays so over a restart. While the coordinator is away its last orders
 stay, and an island from which nothing is heard for a lease is not opened for. Leases are measured
-by the clock of this process alone.
+by the clock of this process alone, and what it slept through is nobody's silence. After a restart
+nothing opens before all islands that live have called, at most a lease: whoever is only
+reconnecting would miss what opens without it.
 
 Source: protocol.md sections 7, 8 and 10.
 """
@@ -12,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from diloco.coordinator.leases import COUNTED_SHARE, Leases
 from diloco.errors import ConfigError
 from diloco.refusals import Cause
 from diloco.rounds.orders import Orders
@@ -28,6 +30,9 @@ from protos.control_pb2 import Grant
 from transport.contracts import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
+
+#: Seconds from one look to the next, at least: what rounding leaves of a lease may be no time.
+_LEAST_WAIT_S = 0.01
 
 
 class IncarnationStore(Protocol):
@@ -107,14 +112,17 @@ class Attendance:
         self._listeners = listeners
         self._granting, self._ordering = asyncio.Lock(), asyncio.Lock()
         self._orders = self._newest_orders = Orders()
-        self._heard_at: dict[str, float] = {}  # loop time of an island's last call
+        self._has_warned = False
+        self._leases = Leases(rules.lease_s)
+        self._unheard: set[str] = set()  # that were here before this start, and have not called yet
         self._alarm: asyncio.TimerHandle | None = None
         self._founder = rules.islands[0]
 
     async def start(self) -> None:
         """Read what is durable; islands that were here have a lease to be heard of again."""
         self.incarnations = await self._worker.run(self._incarnation_store.load)
-        self._heard_at = dict.fromkeys(self.incarnations, _now())
+        self._leases.restarted(self.incarnations, _now())
+        self._unheard = set(self.incarnations)
         if self._order_store is not None:
             self._orders = await self._worker.run(self._order_store.load)
             self._take_policy()
@@ -150,9 +158,10 @@ class Attendance:
         if not self.is_current(grant):
             self._meter.refusal(island, Cause.INCARNATION)
             return False
-        is_new = island not in self._heard_at
-        self._heard_at[island] = _now()
-        if is_new or island not in self.roster.live:
+        self._leases.looked(_now())
+        self._leases.renewed(island, _now())
+        if island in self._unheard or island not in self.roster.live:
+            self._unheard.discard(island)
             self._take_roster()
         return True
 
@@ -189,9 +198,14 @@ class Attendance:
                 if store is not None:
                     await self._worker.run(lambda: store.store(orders))
             except OSError as error:
-                logger.error("orders cannot be kept, those before them stay: %s", error)
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.error("orders cannot be kept, those before them stay: %s", error)
                 self._newest_orders = self._orders  # the next report brings them again
                 return
+            if self._has_warned:
+                self._has_warned = False
+                logger.info("the newest orders are kept")
             before, self._orders = self._orders, orders
             if orders.policy_json != before.policy_json:
                 self._take_policy()
@@ -222,21 +236,23 @@ class Attendance:
         That is who the coordinator says lives, less those from whom nothing was heard for a
         lease: it may be away, and who is frozen does not say so.
         """
-        rules, now = self.rules, _now()
+        rules, leases, now = self.rules, self._leases, _now()
         roster = self._orders.roster or Roster(rules.islands)
-        silent_at: dict[str, float] = {}
         if not self._has_fixed_members:
-            known = self._heard_at.keys() & set(roster.live)
-            silent_at = {island: self._heard_at[island] + rules.lease_s for island in known}
-            live = tuple(i for i in roster.live if silent_at.get(i, math.inf) > now)
-            roster = replace(roster, live=live)
+            leases.term_s = rules.lease_s
+            leases.looked(now)
+            silent = leases.expired(roster.live, now)
+            live = tuple(i for i in roster.live if i not in silent)
+            roster = replace(roster, live=live, is_gathering=not self._unheard.isdisjoint(live))
         if roster != self.roster:
             self._say(roster)
             self.roster = roster
             self._listeners.on_roster(roster)
         self.stop()
-        if wakes := [at for at in silent_at.values() if now < at < math.inf]:
-            self._alarm = asyncio.get_running_loop().call_at(min(wakes), self._take_roster)
+        if not self._has_fixed_members:
+            left_s = [leases.left_s(island, now) for island in roster.live]
+            wake_s = max(_LEAST_WAIT_S, min([COUNTED_SHARE * rules.lease_s, *left_s]))
+            self._alarm = asyncio.get_running_loop().call_at(now + wake_s, self._take_roster)
 
     def _say(self, roster: Roster) -> None:
         before, after = set(self.roster.live), set(roster.live)
@@ -247,6 +263,13 @@ class Attendance:
                 ", ".join(sorted(after - before)) or "nobody",
                 ", ".join(sorted(before - after)) or "nobody",
                 "; none opens, an operator has paused the run" if roster.is_paused else "",
+            )
+        if roster.is_gathering and not self.roster.is_gathering:
+            awaited = ", ".join(sorted(self._unheard.intersection(roster.live)))
+            logger.info(
+                "after a restart no round opens before these have called, at most %g s: %s",
+                self.rules.lease_s,
+                awaited,
             )
 
 

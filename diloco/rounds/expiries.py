@@ -32,17 +32,23 @@ class Standing(NamedTuple):
 
     `expired_in_a_row` counts the expiries recorded since that version was published,
     `broken_in_a_row` those whose results could not be used; `missing` are the islands that the last
-    of them waited for in vain.
+    of them waited for in vain, `expired_unix_s` when that was, by the syncer's wall clock (None:
+    not noted).
     """
 
     attempt: int = 0
     expired_in_a_row: int = 0
     broken_in_a_row: int = 0
     missing: tuple[str, ...] = ()
+    expired_unix_s: float | None = None
 
 
 def write_expiry(
-    directory: Path, key: RoundKey, missing: Sequence[str], broken_in_a_row: int
+    directory: Path,
+    key: RoundKey,
+    missing: Sequence[str],
+    broken_in_a_row: int,
+    expired_unix_s: float | None,
 ) -> None:
     """Write durably that `key` expired."""
     noted = {
@@ -50,6 +56,7 @@ def write_expiry(
         "attempt": key.attempt + 1,
         "broken_in_a_row": broken_in_a_row,
         "missing": list(missing),
+        "expired_unix_s": expired_unix_s,
     }
     body = json.dumps(noted).encode()
     write_durably(expiry_path(directory), [blake3.blake3(body).hexdigest().encode(), b"\n", body])
@@ -68,7 +75,13 @@ def standing_of(directory: Path, version: int) -> Standing:
     if noted["version"] != version:
         return Standing()
     attempt, broken = int(noted["attempt"]), int(noted["broken_in_a_row"])
-    return Standing(attempt, attempt % _LATER_ATTEMPT, broken, tuple(noted["missing"]))
+    return Standing(
+        attempt,
+        attempt % _LATER_ATTEMPT,
+        broken,
+        tuple(noted["missing"]),
+        noted.get("expired_unix_s"),
+    )
 
 
 def expiry_path(directory: Path) -> Path:

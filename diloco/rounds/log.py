@@ -1,15 +1,16 @@
 """Versions as frames of a log: a record without its state, appended to the segment of a snapshot.
 
     fragment-0003/v000000000016.record    a snapshot: the whole record of version 16
-    fragment-0003/v000000000016.log       frames of versions 17, 18, ... until the next snapshot
+    fragment-0003/v000000000016.log       frames of versions 17, 18, ... until the next record
+    fragment-0003/v000000000023.damaged   what was the last frame of a segment and is damaged
     fragment-0003/kept/                   segments of versions that the store has forgotten, if all
                                           are to be kept; of a snapshot, one of its own
 
 A frame is the record of its version less the sections of state: its header names the rules that
 it takes to compute that state from the version before. One write at the end of a file and
-one fsync make a version durable. What follows the last valid frame is torn and never existed,
-unless a valid frame comes after it: then the file was damaged, and what it still holds is left
-alone. Torch is not imported, as in `record`.
+one fsync make a version durable. What follows the last frame with a sound header and all its bytes
+is torn and never existed, unless a valid frame comes after it: then the file was damaged, and what
+it still holds is left alone. Torch is not imported, as in `record`.
 
 Source: protocol.md section 4 (commit point, `log`).
 """
@@ -73,13 +74,21 @@ def frames_in(directory: Path) -> dict[int, StoredRecord]:
     """Find all frames of a fragment by version.
 
     A segment ends where a later one begins: what a damaged one holds beyond that is another past.
+    Unless all of the later one is in the earlier one, too: then it is one past, kept twice.
     """
     found: dict[int, StoredRecord] = {}
     for start in segments_in(directory):
-        found = {version: frame for version, frame in found.items() if version <= start}
-        for frame in frames_of(segment_path(directory, start)):
-            found[frame.header["version"]] = frame
+        frames = {f.header["version"]: f for f in frames_of(segment_path(directory, start))}
+        is_twice = all(_is_same_version(found.get(v), frame) for v, frame in frames.items())
+        if not (frames and is_twice):
+            found = {version: frame for version, frame in found.items() if version <= start}
+        found |= frames
     return found
+
+
+def _is_same_version(one: StoredRecord | None, other: StoredRecord) -> bool:
+    """Whether both are there and of one past; headers name every byte that went in."""
+    return one is not None and one.header == other.header
 
 
 def locate_version(directory: Path, version: int) -> StoredRecord:
@@ -133,30 +142,31 @@ class FrameDraft(RecordDraft):
 def segment_after(directory: Path, version: int) -> Path | None:
     """Say where the frame of the version after this one belongs.
 
+    A segment begins after every whole record, be it one that a pin has made of a frame.
+
     Returns:
         The segment; None where no frame could be found again: there is no record that leads to
         this version, or the segment has more in it than that. A record is due then.
     """
+    if record_path(directory, version).exists():
+        path = segment_path(directory, version)
+        return path if not path.exists() or path.stat().st_size == 0 else None
     segments = segments_in(directory)
-    if segments:
-        path = segment_path(directory, segments[-1])
-        frames = list(frames_of(path))
-        end = frames[-1].end if frames else 0
-        if segments[-1] + len(frames) == version and path.stat().st_size == end:
-            return path
-    path = segment_path(directory, version)
-    return path if record_path(directory, version).exists() and not path.exists() else None
+    if not segments:
+        return None
+    path = segment_path(directory, segments[-1])
+    frames = list(frames_of(path))
+    end = frames[-1].end if frames else 0
+    is_next = segments[-1] + len(frames) == version and path.stat().st_size == end
+    return path if is_next else None
 
 
 def remove_torn_tail(path: Path) -> None:
-    """Cut off what a writer that was killed left at the end of a segment; damage is left alone."""
-    end = 0
-    for frame in frames_of(path):
-        try:
-            frame.verify()
-        except RecordInvalid:
-            break
-        end = frame.end
+    """Cut off what a writer that was killed left at the end of a segment; damage is left alone.
+
+    A frame of whole length is no such thing, whatever its sections hold: its header comes last.
+    """
+    end = max((frame.end for frame in frames_of(path)), default=0)
     size = path.stat().st_size
     if size == end:
         return
@@ -164,6 +174,38 @@ def remove_torn_tail(path: Path) -> None:
         logger.error("log damaged, what follows is not reached: path=%s offset=%d", path, end)
         return
     logger.warning("log torn, its last %d bytes never existed: path=%s", size - end, path)
+    _cut_off(path, end)
+
+
+def set_damaged_aside(directory: Path, version: int) -> None:
+    """Move the frame of a version out of its segment, if it is the last one there and is damaged.
+
+    What is left of it stays for whoever has to look: the newest such frame of a fragment. It is a
+    version that was published, or one that a power loss has torn out of order; only the
+    coordinator's index and the islands know which.
+    """
+    frame = frames_in(directory).get(version)
+    if frame is None or frame.path.stat().st_size != frame.end:
+        return
+    try:
+        frame.verify()
+    except RecordInvalid as error:
+        with frame.path.open("rb") as file:
+            file.seek(frame.start)
+            durable.write_durably(damaged_path(directory, version), [file.read()])
+        for older in directory.glob("v*.damaged"):
+            if version_of(older) < version:
+                durable.unlink(older)
+        _cut_off(frame.path, frame.start)
+        logger.error("version %d is damaged and set aside: %s", version, error)
+
+
+def damaged_path(directory: Path, version: int) -> Path:
+    """File of a frame that was set aside, in a fragment's directory."""
+    return directory / f"v{version:012d}.damaged"
+
+
+def _cut_off(path: Path, end: int) -> None:
     descriptor, _ = durable.open_to_append(path)
     try:
         durable.truncate(descriptor, end)
@@ -196,12 +238,14 @@ def keep_segment(directory: Path, path: Path) -> None:
 def keep_without_state(directory: Path, record: StoredRecord) -> None:
     """Keep what a version was made of, durably, when its record is about to be forgotten.
 
+    Of a record that was made of a frame, for a pin, the frame is kept, with those after it.
+
     Raises:
         DiskFull: If there is no room.
         RecordInvalid: If the record is damaged.
     """
     version = record.header["version"]
-    if version == 0:
+    if version == 0 or any(_has_frame(at, record) for at in (directory, directory / KEPT)):
         return
     sections = [
         (name, section.num_bytes)
@@ -219,6 +263,20 @@ def keep_without_state(directory: Path, record: StoredRecord) -> None:
     except (OSError, RecordInvalid):
         draft.abandon()
         raise
+
+
+def _has_frame(directory: Path, record: StoredRecord) -> bool:
+    """Whether a segment has a whole frame of a record's version."""
+    version = record.header["version"]
+    starts = [start for start in segments_in(directory) if start < version]
+    for frame in frames_of(segment_path(directory, starts[-1])) if starts else ():
+        if _is_same_version(frame, record):
+            try:
+                frame.verify()
+            except RecordInvalid:
+                return False
+            return True
+    return False
 
 
 def _make_kept(directory: Path) -> None:

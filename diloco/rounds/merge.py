@@ -74,6 +74,7 @@ class Merger:
         meter: Counts the seconds.
         num_threads: Lanes merged at once.
         told: What beside `rules` made a version, for its record (JSON values).
+        closed_unix_s: When its round closed, for its record.
     """
 
     fragment: Fragment
@@ -83,6 +84,7 @@ class Merger:
     meter: SyncerMeter
     num_threads: int
     told: Mapping[str, Any] = field(default_factory=dict)
+    closed_unix_s: float | None = None
 
     def publish(self, base: VersionRecord, close: Close, spool: Spooled) -> VersionRecord:
         """Compute and commit the version after `base`.
@@ -252,6 +254,7 @@ class Merger:
             combination=merge.combination if merge.is_recorded else None,
             merged_tokens=base.merged_tokens + sum(c.weight_tokens for c in merge.contributors),
             rules={**self.rules.to_json(), **self.told},
+            closed_unix_s=self.closed_unix_s,
         )
 
     def _draft(self, record: VersionRecord, spool: Spooled) -> RecordDraft:

@@ -6,9 +6,10 @@
 
 Where islands merge on arrival a checkpoint is a cut, and its number stands for the inner step.
 
-A pin is whole when it holds exactly one valid record of every fragment. What a resume abandons is
-kept until a checkpoint of the new timeline is complete, or until the next resume. Torch is not
-imported, so that a coordinator can choose what to resume. Whoever calls this holds the store.
+A pin is whole when it holds exactly one valid record of every fragment that the store has. What a
+resume abandons is kept until a checkpoint of the new timeline is complete, or until the next
+resume. Torch is not imported, so that a coordinator can choose what to resume. Whoever calls this
+holds the store.
 
 Source: protocol.md section 9.
 """
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from diloco import durable
-from diloco.outer.fragments import Fragment, Plan
+from diloco.outer.fragments import Fragment
 from diloco.rounds.log import frames_of, segment_path, segments_in
 from diloco.rounds.record import (
     RecordInvalid,
@@ -38,6 +40,14 @@ logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
 _ABANDONED = re.compile(r"abandoned-timeline-\d+-after-(\d{12,})")
+
+
+class HasFragments(Protocol):
+    """A plan, or the part of it that one store has."""
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """Those that the store has."""
 
 
 def pin_directory(store_dir: Path, step: int) -> Path:
@@ -56,7 +66,7 @@ def pinned_version(store_dir: Path, step: int, fragment_id: int) -> int | None:
     return versions[-1] if versions else None
 
 
-def valid_pins(store_dir: Path, plan: Plan) -> list[int]:
+def valid_pins(store_dir: Path, plan: HasFragments) -> list[int]:
     """Inner steps whose pins are whole, ascending; others are passed over with a warning."""
     valid = []
     for step in pinned_steps(store_dir):
@@ -71,7 +81,7 @@ def valid_pins(store_dir: Path, plan: Plan) -> list[int]:
 
 def verify_pin(
     store_dir: Path,
-    plan: Plan,
+    plan: HasFragments,
     step: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
@@ -113,7 +123,7 @@ def forget_pins(store_dir: Path, *, complete: Collection[int], num_unsure: int) 
     return unsure[:-num_unsure]
 
 
-def restore(store_dir: Path, plan: Plan, *, step: int, abandoned_timeline: int) -> None:
+def restore(store_dir: Path, plan: HasFragments, *, step: int, abandoned_timeline: int) -> None:
     """Make the pinned version of every fragment its newest; nothing of the run may be served.
 
     Later versions, announced attempts and the pins of later steps are moved aside; what an earlier
@@ -135,7 +145,7 @@ def restore(store_dir: Path, plan: Plan, *, step: int, abandoned_timeline: int) 
     _move(later, pins / aside)
 
 
-def set_aside(store_dir: Path, plan: Plan, *, step: int, abandoned_timeline: int) -> None:
+def set_aside(store_dir: Path, plan: HasFragments, *, step: int, abandoned_timeline: int) -> None:
     """Move aside all versions, and the pins of `step` and later: the state comes from elsewhere.
 
     For the peer of an island that cannot restore what the others go on from. Like `restore`, it is
@@ -175,7 +185,7 @@ def _cut(path: Path, version: int, aside: Path) -> None:
     What leads to the version stays, for whoever makes it again.
     """
     ends = {frame.header["version"]: frame.end for frame in frames_of(path)}
-    if max(ends, default=version) <= version:
+    if path.stat().st_size <= ends.get(version, math.inf):  # or it does not lead so far
         return
     durable.make_directory(aside)
     with contextlib.suppress(FileExistsError):  # of a start that was killed here

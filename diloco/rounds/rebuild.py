@@ -9,7 +9,7 @@ Source: protocol.md section 4 (`log`: recovery replays it through the same pure 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from diloco.rounds.record import (
     versions_in,
 )
 from diloco.rounds.terms import RoundKey
+from diloco.rounds.version import VersionRecord, record_of
 
 
 def rebuild(
@@ -112,6 +113,43 @@ def _next(frame: StoredRecord, state: LaneState, fragment: Fragment, lane_id: in
             f"{made.digest.hex()}, the frame says {header['lane_digests'][lane_id]}"
         )
     return made.state
+
+
+def made_again(
+    stored: StoredRecord,
+    version: int,
+    load: Callable[[int], VersionRecord],
+    fragment: Fragment,
+) -> VersionRecord:
+    """Make a version again, out of the one before it and its own contributions.
+
+    Args:
+        stored: What is kept of it; its payload and its state are not read.
+        version: That it is to be.
+        load: Reads the version before it.
+        fragment: Of the run's plan.
+
+    Raises:
+        RecordInvalid: If one of these is damaged, or they do not come to its digests.
+    """
+    header = stored.header
+    stored.insist_on(version, fragment)
+    if version == 0 or "rules" not in header:
+        raise RecordInvalid(f"{stored.path} does not say by which rules version {version} is made")
+    before = load(version - 1)
+    rules = PublicationRules.from_json(header["rules"])
+    try:
+        made = [
+            made_again_(stored, state, rules, fragment, lane_id)
+            for lane_id, state in enumerate(before.lanes)
+        ]
+    except (AggregationError, CodecError) as error:
+        raise RecordInvalid(f"{stored.path}: {error}") from error
+    if [lane.digest.hex() for lane in made] != header["lane_digests"]:
+        raise RecordInvalid(f"version {version - 1} does not lead to the digests of {version}")
+    sections = {n: stored.read(n) for n in stored.sections if n.startswith("contribution/")}
+    sections |= {f"payload/{i}": bytearray(lane.payload) for i, lane in enumerate(made)}
+    return record_of(header, sections, fragment, tuple(lane.state for lane in made))
 
 
 def made_again_(

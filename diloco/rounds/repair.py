@@ -16,15 +16,11 @@ from enum import StrEnum
 from pathlib import Path
 
 from diloco import durable
-from diloco.errors import AggregationError, CodecError
 from diloco.outer.fragments import Fragment
-from diloco.rounds.log import frames_in, frames_of, locate_version, segment_path, segments_in
+from diloco.rounds.log import damaged_path, frames_in, frames_of, segment_path, segments_in
 from diloco.rounds.pins import pin_directory, pinned_steps
-from diloco.rounds.publication import PublicationRules
-from diloco.rounds.rebuild import made_again_
 from diloco.rounds.record import (
     RecordInvalid,
-    StoredRecord,
     fragment_directory,
     locate,
     record_path,
@@ -32,7 +28,6 @@ from diloco.rounds.record import (
     versions_in,
 )
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.version import record_of
 
 
 class Condition(StrEnum):
@@ -69,7 +64,12 @@ def repair_fragment(store: FragmentStore) -> Iterator[Finding]:
     before = {path: path.stat().st_size for path in directory.glob("*.tmp")}
     segments = [segment_path(directory, start) for start in segments_in(directory)]
     before |= {path: path.stat().st_size for path in segments}
+    frames = frames_in(directory)
     store.recover()
+    for version in sorted(frames.keys() - frames_in(directory).keys()):
+        before.pop(frames[version].path, None)
+        what = f"the frame of version {version} is set aside, the log goes on without it"
+        yield Finding(fragment_id, damaged_path(directory, version).name, Condition.DAMAGED, what)
     for path, size in before.items():
         left = path.stat().st_size if path.exists() else 0
         if left < size:
@@ -93,40 +93,12 @@ def _repaired(store: FragmentStore, version: int) -> Finding:
     except RecordInvalid as error:
         problem = str(error)
     try:
-        directory = fragment_directory(store.store_dir, fragment_id)
-        _make_again(store, locate_version(directory, version), version)
+        store.make_again(version)
     except RecordInvalid as error:
         why = "" if str(error) == problem else f"; it cannot be made again: {error}"
         return Finding(fragment_id, what, Condition.DAMAGED, problem + why)
     detail = f"made again from version {version - 1}: {problem}"
     return Finding(fragment_id, what, Condition.REPAIRED, detail)
-
-
-def _make_again(store: FragmentStore, stored: StoredRecord, version: int) -> None:
-    """Write a version anew, out of the one before it and its own contributions.
-
-    Raises:
-        RecordInvalid: If one of these is damaged too, or they do not come to its digests.
-    """
-    fragment, header = store.fragment, stored.header
-    stored.insist_on(version, fragment)
-    if version == 0 or "rules" not in header:
-        raise RecordInvalid(f"{stored.path} does not say by which rules version {version} is made")
-    before = store.load(version - 1)
-    rules = PublicationRules.from_json(header["rules"])
-    try:
-        made = [
-            made_again_(stored, state, rules, fragment, lane_id)
-            for lane_id, state in enumerate(before.lanes)
-        ]
-    except (AggregationError, CodecError) as error:
-        raise RecordInvalid(f"{stored.path}: {error}") from error
-    if [lane.digest.hex() for lane in made] != header["lane_digests"]:
-        raise RecordInvalid(f"version {version - 1} does not lead to the digests of {version}")
-    sections = {n: stored.read(n) for n in stored.sections if n.startswith("contribution/")}
-    sections |= {f"payload/{i}": bytearray(lane.payload) for i, lane in enumerate(made)}
-    lanes = tuple(lane.state for lane in made)
-    store.commit(record_of(header, sections, fragment, lanes))
 
 
 def _repaired_pin(store: FragmentStore, step: int, path: Path, version: int) -> Finding:

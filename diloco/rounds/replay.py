@@ -82,6 +82,11 @@ class Replayed:
         """Whether something is not as it was published."""
         return self.verdict in (Verdict.DAMAGED, Verdict.DIFFERENT)
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it could not be made again, by no fault of what is kept."""
+        return self.verdict is Verdict.UNKNOWN
+
 
 class FragmentReplay:
     """What is kept of one fragment's versions; `newest` is the last of them, -1 of none."""

@@ -68,10 +68,13 @@ class Rounds(Protocol):
     def phase(self, fragment_id: int) -> str:
         """Phase of a fragment's current round, in words."""
 
+    def rounds_of(self, fragment_id: int) -> tuple[int, int]:
+        """Rounds of a fragment published since the start, and those that count one island."""
+
     def damage(self, fragment_id: int) -> str:
         """Why a fragment is not served, and what to type; empty: it is served."""
 
-    def indexed(self, num_versions: Sequence[int]) -> None:
+    def indexed(self, num_versions: Mapping[int, int]) -> None:
         """Hear how many versions of each fragment the coordinator knows; must not block."""
 
     def repair(self, fragment_id: int, island: str, record_json: str) -> None:
@@ -104,7 +107,13 @@ class Reporter:
     """
 
     def __init__(
-        self, *, connect: Callable[[], Transport], grant: Grant, syncer_epoch: int, pid: int
+        self,
+        *,
+        connect: Callable[[], Transport],
+        grant: Grant,
+        syncer_epoch: int,
+        pid: int,
+        syncer_id: int = 0,
     ) -> None:
         """Assign only.
 
@@ -114,11 +123,13 @@ class Reporter:
             grant: The syncer's own.
             syncer_epoch: Of this start.
             pid: Of this process.
+            syncer_id: Which of the run's syncers.
         """
         self._connect = connect
         self._grant = grant
         self._epoch = syncer_epoch
         self._pid = pid
+        self._syncer_id = syncer_id
         self._transport: Transport | None = None
         self._is_away = False
         self._records: deque[Mapping[str, Any]] = deque()
@@ -155,8 +166,8 @@ class Reporter:
         self._fatal = (reason, exit_code)
         self.changed()
 
-    async def learn_plan(self) -> str:
-        """Ask for the run's plan until an island has joined; returns its manifest."""
+    async def learn_plan(self) -> SyncerHelloReply:
+        """Ask for the run's plan, and this syncer's part of it, until an island has joined."""
         while True:
             try:
                 reply = await self._hello("")
@@ -164,7 +175,7 @@ class Reporter:
                 await self._lose(error)
             else:
                 if reply.plan_json:
-                    return reply.plan_json
+                    return reply
             await asyncio.sleep(_RETRY_WAIT_S)
 
     async def run(self, rounds: Rounds, address: str) -> None:
@@ -210,6 +221,7 @@ class Reporter:
         request = SyncerHelloRequest(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
+            syncer_id=self._syncer_id,
             address=address,
             syncer_epoch=self._epoch,
             pid=self._pid,
@@ -219,7 +231,7 @@ class Reporter:
 
     async def _tell(self, rounds: Rounds, address: str) -> None:
         hello = await self._hello(address)
-        rounds.indexed(hello.num_indexed)
+        rounds.indexed(dict(zip(hello.fragment_ids, hello.num_indexed, strict=False)))
         while self._expiries:
             expired = self._expiries[0]
             await self._report(rounds, "", _expiry(expired))
@@ -247,6 +259,7 @@ class Reporter:
         report = RoundReport(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
+            syncer_id=self._syncer_id,
             syncer_epoch=self._epoch,
             fragments=[self._status(rounds, state) for state in rounds.states],
             record_json=record_json,
@@ -261,6 +274,7 @@ class Reporter:
 
     def _status(self, rounds: Rounds, state: FragmentState) -> FragmentStatus:
         now = asyncio.get_running_loop().time()
+        num_rounds, num_solo = rounds.rounds_of(state.fragment_id)
         return FragmentStatus(
             fragment_id=state.fragment_id,
             version=state.version,
@@ -270,6 +284,8 @@ class Reporter:
             age_s=now - self._published_at.get(state.fragment_id, now),
             phase=rounds.phase(state.fragment_id),
             merged_tokens=state.merged_tokens,
+            rounds=num_rounds,
+            solo_rounds=num_solo,
             damage=rounds.damage(state.fragment_id),
         )
 

@@ -48,7 +48,7 @@ from diloco.rounds.terms import (
     Roster,
     RoundKey,
 )
-from diloco.rounds.timing import MeasuredTiming, StepTimes
+from diloco.rounds.timing import Downtime, MeasuredTiming, StepTimes
 from diloco.rounds.version import VersionRecord, founding_record
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
@@ -60,6 +60,7 @@ from diloco.telemetry.round_events import (
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
+from transport.errors import NotYet
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class Hooks:
         meter: Counts what is done, for metrics.
         spool: Keeps what arrived until its round closes.
         num_threads: Lanes merged at once.
+        unix_clock: Wall clock in seconds, by which a later start knows how long ago a round closed.
+        downtime: What this start finds overdue.
     """
 
     worker: Worker
@@ -93,6 +96,8 @@ class Hooks:
     meter: SyncerMeter
     spool: Spool
     num_threads: int
+    unix_clock: Callable[[], float]
+    downtime: Downtime
 
 
 class FragmentService:
@@ -112,26 +117,30 @@ class FragmentService:
         hooks: Hooks,
     ) -> None:
         """Assign only; `start` reads the store. `steps` are the step times of the islands."""
-        self._timeline, self._steps = timeline, steps
-        self.rounds = self._machine(fragment.fragment_id, rules)
+        self._timeline, self._steps, self._hooks = timeline, steps, hooks
         self.record: VersionRecord | None = None
         self.damage = Damage(fragment, hooks.on_event)
         self._fragment = fragment
         self._store = store
         self._units = units
         self._rules = self._next_rules = rules
-        self._hooks = hooks
-        self._unfetched: dict[str, set[int]] = {}  # contributor -> lanes it has not fetched yet
+        self.rounds, self._timing = self._machine()
+        self._unfetched: dict[str, set[int]] = {}  # contributor -> lanes it was not sent yet
+        self._fetched_at: float | None = None  # when the last of the others had them all
         self._spool: dict[str, dict[int, SpooledLane]] = {}
         self._initial: dict[int, Buffer] = {}
         self._initial_by = "", 0
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
+        self._has_warned = False
 
-    def _machine(self, fragment_id: int, rules: FragmentRules) -> FragmentRounds:
-        timing = MeasuredTiming(rules.timing, self._steps, _now()) if rules.timing else None
-        return FragmentRounds(fragment_id, self._timeline, rules.rounds, timing)
+    def _machine(self) -> tuple[FragmentRounds, MeasuredTiming | None]:
+        rules, timing = self._rules, None
+        if rules.timing is not None:
+            timing = MeasuredTiming(rules.timing, self._steps, _now(), self._hooks.downtime)
+        p = self._fragment.fragment_id
+        return FragmentRounds(p, self._timeline, rules.rounds, timing), timing
 
     async def start(self, incarnations: Mapping[str, int]) -> None:
         """Go on from the durable state; the islands of `incarnations` hold their grants.
@@ -151,6 +160,7 @@ class FragmentService:
             self.lose(self._store.lost)
         elif recovered is not None:
             self._heed_tokens()
+            is_resumed = recovered.record.timeline != self.rounds.timeline  # a run begins anew
             instructions = self.rounds.founded(
                 recovered.record.version,
                 recovered.attempt,
@@ -160,8 +170,21 @@ class FragmentService:
                 expired_in_a_row=recovered.expired_in_a_row,
                 broken_in_a_row=recovered.broken_in_a_row,
                 missing=recovered.missing,
+                closed_at=self._loop_time_of(
+                    None if is_resumed else recovered.record.closed_unix_s
+                ),
+                expired_at=self._loop_time_of(recovered.expired_unix_s),
             )
             self._perform(instructions)
+
+    @property
+    def _unix_s(self) -> float | None:
+        """The time now, for a record; None where a restart has no use for it."""
+        return self._hooks.unix_clock() if self._rules.timing is not None else None
+
+    def _loop_time_of(self, unix_s: float | None) -> float | None:
+        """Give the loop's time of an earlier moment; now where the wall clock was set back."""
+        return None if unix_s is None else _now() - max(0.0, self._hooks.unix_clock() - unix_s)
 
     def stop(self) -> None:
         """Let no more time pass."""
@@ -211,19 +234,19 @@ class FragmentService:
             await self._hooks.worker.run(lambda: self._store.commit(record))
             self.damage.mended()
             self._unfetched = {}
-            self.rounds = self._machine(self._fragment.fragment_id, self._rules)
+            self.rounds, self._timing = self._machine()
             self.heard_of(roster)
             await self.start(incarnations)
             self._hooks.on_change()
 
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
+        self._await_no_fetch([island])
         self._perform(self.rounds.granted(island, incarnation, _now()))
 
     def heard_of(self, roster: Roster) -> None:
         """Take who may take part in the next openings."""
-        for island in set(self._unfetched) - set(roster.live):
-            self._has_fetched(island)
+        self._await_no_fetch(set(self._unfetched) - set(roster.live))
         self._perform(self.rounds.heard_of(roster, _now()))
 
     def obey(self, rules: FragmentRules) -> None:
@@ -254,7 +277,11 @@ class FragmentService:
     # -- contributions ---------------------------------------------------------------------------
 
     async def receive(self, lane: LaneArrival, codec_name: str, call: IncomingCall) -> Admission:
-        """Judge a lane by its header, read and verify it, count it; refuse a malformed one."""
+        """Judge a lane by its header, read and verify it, count it; refuse a malformed one.
+
+        Raises:
+            NotYet: If it has to wait for its turn; the round waits for it.
+        """
         admission = self.rounds.admit(lane)
         if admission not in (Admission.ACCEPTED, Admission.CONFLICT):
             self._count_refusal(lane, admission)
@@ -270,7 +297,11 @@ class FragmentService:
                 return self.rounds.admit(lane)
             except DiskFull as error:
                 self._hooks.room.refuse_lane(lane.key, error)
+                self._await_room_for(lane)
                 return Admission.NOT_OPEN
+            except NotYet:
+                self._await_room_for(lane)
+                raise
         admission, instructions = self.rounds.lane_received(lane, _now())
         self._count_refusal(lane, admission)
         if spooled is not None and admission is Admission.ACCEPTED:
@@ -280,6 +311,10 @@ class FragmentService:
             spooled.drop()
         self._perform(instructions)
         return admission
+
+    def _await_room_for(self, lane: LaneArrival) -> None:
+        key, island = lane.key, lane.island
+        self._perform(self.rounds.has_no_room(key, island, lane.incarnation, _now()))
 
     @property
     def due_bytes(self) -> int:
@@ -390,6 +425,7 @@ class FragmentService:
             self._initial,
             self.rounds.timeline,
             has_second_moment=self._rules.publication.optimizer.has_second_moment,
+            closed_unix_s=self._unix_s,
         )
         await self._hooks.worker.run(lambda: self._store.commit(record))
         self._initial = {}
@@ -426,23 +462,29 @@ class FragmentService:
         """Return lanes of a published version, and the reply that goes before them."""
         reply, payload = await fetch_lanes(header, self.record, self._store, self._hooks.worker)
         self._hooks.meter.sent(header.fragment_id, header.grant.island, len(payload))
-        if reply.status == wire.FETCH_STATUS_OK:
-            self._note_fetch(header)
         return reply, payload
 
-    def _note_fetch(self, header: wire.FetchHeader) -> None:
-        """Tell the machine when the last contributor has asked for its last lane."""
-        missing = self._unfetched.get(header.grant.island)
+    def fetched(self, header: wire.FetchHeader) -> None:
+        """Take note that lanes were sent, to the last byte: what xi_sync is measured by."""
+        island = header.grant.island
+        missing = self._unfetched.get(island)
         if missing is None or header.version != self.rounds.version:
             return
         missing.difference_update(header.lane_ids)
         if not missing:
-            self._has_fetched(header.grant.island)
+            self._fetched_at = _now()
+            self._await_no_fetch([island])
 
-    def _has_fetched(self, island: str) -> None:
-        del self._unfetched[island]
-        if not self._unfetched:
-            self.rounds.fetched(_now())
+    def _await_no_fetch(self, islands: Iterable[str]) -> None:
+        """Wait for these no more; with nobody left the last that was sent all lanes tells.
+
+        Who has died or lapsed meanwhile measures nothing: its silence is no transfer.
+        """
+        was_waiting = bool(self._unfetched)
+        for island in islands:
+            self._unfetched.pop(island, None)
+        if was_waiting and not self._unfetched and self._fetched_at is not None:
+            self.rounds.fetched(self._fetched_at)
 
     # -- what the machine decides ----------------------------------------------------------------
 
@@ -478,16 +520,17 @@ class FragmentService:
         self._perform(self.rounds.tick(_now()))
 
     def _begin(self, opened: Opened) -> None:
-        """Begin an attempt: under the rules of now, and nobody's fetch is waited for any more."""
+        """Begin an attempt: under the rules of now, and nobody's fetch is waited for any more.
+
+        A wait that is given up measures nothing either: who has not asked by then may be dead.
+        """
         self._rules = self._next_rules
         key = opened.key
         event = RoundOpened(
             key.fragment_id, key.version, key.attempt, opened.members, opened.is_flush
         )
         self._hooks.on_event(event)
-        if self._unfetched:
-            self._unfetched = {}
-            self.rounds.fetched(_now())
+        self._unfetched = {}
 
     def _heed_tokens(self) -> None:
         """Have the fragment end when it has merged the tokens of the run."""
@@ -510,6 +553,7 @@ class FragmentService:
             hooks.meter,
             hooks.num_threads,
             rules.told(),
+            self._unix_s,
         )
 
     async def _publish(self, close: Close) -> None:
@@ -529,6 +573,7 @@ class FragmentService:
         self._tell_closed(close, record)
         lanes = range(len(self._fragment.lanes))
         self._unfetched = {c.island: set(lanes) for c in record.contributors}
+        self._fetched_at = None
         instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
@@ -553,12 +598,33 @@ class FragmentService:
             digest=record.digest.hex(),
         )
         self._hooks.meter.published(closed)
+        for island in record.rejected:
+            self._hooks.meter.refusal(island, Cause.OUTLIER)
         self._hooks.on_event(closed)
+        if closed.quorum < len(rounds.members):
+            self._warn_of_no_grace(rounds.members)
+
+    def _warn_of_no_grace(self, members: tuple[str, ...]) -> None:
+        """Say once that rounds wait for nobody, where that is not what `outer.grace` asks for."""
+        is_speaker = self._fragment.fragment_id == 0  # it is the same with all of them
+        if self._timing is None or self._has_warned or not is_speaker:
+            return
+        if (terms := self._timing.lacks_grace(members)) is not None:
+            self._has_warned = True
+            logger.warning(
+                "outer.grace = auto comes to 0, rounds close with whoever is first: tau inner "
+                "steps of the slowest island take %.3g s, a quorum and the fetch of its version "
+                "%.3g s; give it a time: diloco set HOST:PORT outer.grace=%.1fs",
+                *terms,
+                max(0.1, terms[1]),
+            )
 
     async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
+        at_unix_s = self._unix_s
+
         def expire() -> None:
             drop(spool)
-            self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row)
+            self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row, at_unix_s)
 
         members = self.rounds.members
         await self._with_room(expire)

@@ -168,10 +168,11 @@ class Standing:
             return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
         if (island, incarnation) in past.contributors:
             return Outcome(key, OutcomeKind.INCLUDED)
-        if island in past.refused:
-            return Outcome(key, OutcomeKind.REFUSED, past.refused[island])
-        why = past.rejected.get(island, f"version {key.version + 1} is published")
-        return Outcome(key, OutcomeKind.NOT_INCLUDED, why)
+        why = past.refused.get(island) or past.rejected.get(island)
+        if why is not None:
+            return Outcome(key, OutcomeKind.REFUSED, why)
+        published = f"version {key.version + 1} is published"
+        return Outcome(key, OutcomeKind.NOT_INCLUDED, published)
 
     def newest_counted(self, island: str, incarnation: int) -> Inclusion | None:
         """Return the newest contribution of a start that counts, as far as is remembered."""
@@ -184,10 +185,16 @@ class Standing:
         return Inclusion(incarnation, max(versions), self.past[max(versions)].attempt)
 
     def _eligible(self) -> tuple[str, ...]:
-        return tuple(island for island in self.live if island in self.incarnations)
+        """Who lives, and is here with a start that counts."""
+        return tuple(
+            island
+            for island in self.live
+            if island in self.incarnations and not self.is_fenced(island, self.incarnations[island])
+        )
 
     def _can_open(self) -> bool:
-        if self.is_over or self._is_held or self._roster.is_paused:
+        roster = self._roster
+        if self.is_over or self._is_held or roster.is_paused or roster.is_gathering:
             return False
         eligible = self._eligible()
         if self.rules.min_members is None:

@@ -103,6 +103,8 @@ class FragmentRounds(Standing):
         broken_in_a_row: int = 0,
         missing: tuple[str, ...] = (),
         reason: str = "",
+        closed_at: float | None = None,
+        expired_at: float | None = None,
     ) -> list[Instruction]:
         """Take the durable state: version 0 was committed, or a restart found its records.
 
@@ -116,6 +118,9 @@ class FragmentRounds(Standing):
             broken_in_a_row: Those whose results could not be used.
             missing: Members that the last of them waited for in vain.
             reason: Of its expiry, where it is known.
+            closed_at: When the round of `version` closed; None: not known, the floor counts from
+                the start of the timing.
+            expired_at: When the last of the expiries was; None: not known, it counts as now.
         """
         self._require(Phase.UNFOUNDED, "founded")
         self.version, self.attempt = version, attempt
@@ -124,7 +129,13 @@ class FragmentRounds(Standing):
         self._move(RoundEvent.FOUNDED)
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
         self._broken_in_a_row = broken_in_a_row
-        self._timing.resumed(expired_in_a_row, now)
+        has_floor = not (self.is_over or self.is_finishing)
+        self._timing.resumed(
+            version,
+            closed_at if has_floor else None,
+            expired_in_a_row,
+            now if expired_at is None else expired_at,
+        )
         self._tell(now, f"founded at version {version}, attempt {attempt}")
         is_numeric = self._is_beyond(broken_in_a_row, or_at=_MOST_BROKEN)
         if is_numeric or self._is_beyond(expired_in_a_row):
@@ -189,23 +200,39 @@ class FragmentRounds(Standing):
 
         The reason, which may be a peer's own words, is kept and announced up to `MOST_REASON`.
         """
-        if (
-            key != self.key
-            or not self.is_open
-            or island not in self.members
-            or island in self.left
-            or self.is_fenced(island, incarnation)
-        ):
+        if key != self.key or self.is_fenced(island, incarnation):
+            return []
+        return self._take_out(island, reason, now)
+
+    def _take_out(self, island: str, reason: str, now: float) -> list[Instruction]:
+        """Let a member leave the open attempt, whichever start of it is here."""
+        if not self.is_open or island not in self.members or island in self.left:
             return []
         instructions: list[Instruction] = []
         held = self.contributions.pop(island, None)
         if held is not None:
-            instructions.append(DropLanes(key, island, held.incarnation))
+            instructions.append(DropLanes(self.key, island, held.incarnation))
         reason = self.left[island] = bounded_text(reason, MOST_REASON)
         self._tell(now, f"{island} left the attempt: {reason}")
         # It waits for the round's end too: those that are still to come may be dead.
         self._begin_deadline(now)
         return instructions + self._advance(now)
+
+    def has_no_room(
+        self, key: RoundKey, island: str, incarnation: int, now: float
+    ) -> list[Instruction]:
+        """Let the deadline begin anew: the syncer itself has no room for what a member sends.
+
+        A deadline is for members that do not come. This one has, and comes again until there is
+        room; the deadline passes only once it does so no more. (To count it as late instead would
+        let a full disk choose whose work is merged.) A grace window ends without it, as ever.
+        """
+        is_member = island in self.members and island not in self.left
+        if key != self.key or not is_member or self.is_fenced(island, incarnation):
+            return []
+        if math.isfinite(self._deadline):
+            self._deadline = now + self._deadline_s
+        return []
 
     def heard_of(self, roster: Roster, now: float) -> list[Instruction]:
         """Take who may take part in the next openings, and whose earlier starts count no more.
@@ -221,15 +248,12 @@ class FragmentRounds(Standing):
             self.live = tuple(name for name in self._configured if name in roster.live)
             self.rules = replace(self.rules, members=self.live)
             for island in sorted(set(self.members) - set(self.live)):
-                held, reason = self.incarnations[island], "the run goes on without this island"
-                instructions += self.refused(self.key, island, held, reason, now)
+                reason = "the run goes on without this island"
+                instructions += self._take_out(island, reason, now)
         for island, least in sorted(roster.fenced.items()):
-            held_by = self.incarnations.get(island)
-            if held_by is not None and held_by < least:
-                key, reason = self.key, "fenced by the coordinator"
-                instructions += self.refused(key, island, held_by, reason, now)
-                del self.incarnations[island]  # it is no member before its next start is here
             self._least[island] = max(least, self._least.get(island, 0))
+            if self.is_fenced(island, self.incarnations.get(island, 0)):
+                instructions += self._take_out(island, "fenced by the coordinator", now)
         if self.is_open and not set(self.members) - set(self.left) <= set(self.live):
             # Who is left has begun to wait for islands that may never come.
             self._begin_deadline(now)
@@ -249,7 +273,7 @@ class FragmentRounds(Standing):
         return self._open_if_due(now)
 
     def fetched(self, now: float) -> None:
-        """Take note that the last contributor holds what was published last."""
+        """Take note that the last contributor was sent what was published last."""
         self._timing.fetched(now)
 
     def finishing(self) -> None:
@@ -314,7 +338,7 @@ class FragmentRounds(Standing):
         """
         self._require(Phase.CLOSING, "malformed", key)
         self._move(RoundEvent.MALFORMED)
-        return self.refused(key, island, self.incarnations[island], reason, now)
+        return self._take_out(island, reason, now)
 
     def result_broken(self, key: RoundKey, reason: str, now: float) -> list[Instruction]:
         """Expire a closing attempt whose result cannot be used; nothing moved."""

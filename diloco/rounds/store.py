@@ -39,10 +39,11 @@ from diloco.rounds.log import (
     segment_after,
     segment_path,
     segments_in,
+    set_damaged_aside,
 )
 from diloco.rounds.pins import pin_directory
 from diloco.rounds.publication import LaneState
-from diloco.rounds.rebuild import rebuild
+from diloco.rounds.rebuild import made_again, rebuild
 from diloco.rounds.record import (
     SECOND_MOMENT,
     STATE_SECTIONS,
@@ -69,7 +70,7 @@ logger = logging.getLogger(__name__)
 class Recovered:
     """What a store held when it was opened: the newest valid version and the next attempt.
 
-    `expired_in_a_row`, `broken_in_a_row` and `missing` are those of `expiries.Standing`.
+    `expired_in_a_row` to `expired_unix_s` are those of `expiries.Standing`.
     `headers` are those of all versions that may not have been reported yet, oldest first.
     """
 
@@ -78,6 +79,7 @@ class Recovered:
     expired_in_a_row: int
     broken_in_a_row: int
     missing: tuple[str, ...]
+    expired_unix_s: float | None
     past: Mapping[int, PastRound]
     headers: tuple[Mapping[str, Any], ...]
 
@@ -130,7 +132,14 @@ class FragmentStore:
     # -- opening ---------------------------------------------------------------------------------
 
     def recover(self) -> Recovered | None:
-        """Find the newest valid version; None when there is none."""
+        """Find the newest valid version; None when there is none.
+
+        A damaged one is made again where its contributions are whole; of a log its frame is set
+        aside where they are not.
+
+        Raises:
+            DiskFull: If there is no room for that.
+        """
         durable.make_directory_durably(self._directory)
         for leftover in self._directory.glob("*.tmp"):
             durable.unlink(leftover)
@@ -145,7 +154,7 @@ class FragmentStore:
                 break
             try:
                 if newest is None:
-                    newest = self.load(version)
+                    newest = self._restored(version)
                     header: Mapping[str, Any] = newest.header()
                 else:
                     stored = locate_version(self._directory, version)
@@ -154,6 +163,7 @@ class FragmentStore:
                     header = stored.header
             except RecordInvalid as error:
                 logger.warning("version %d skipped, %s", version, error)
+                set_damaged_aside(self._directory, version)
                 continue
             if version > 0:
                 past[version - 1] = PastRound(
@@ -169,11 +179,40 @@ class FragmentStore:
         headers = [h for h in headers_in(self._directory) if h["version"] <= newest.version]
         return Recovered(newest, *standing, past, tuple(headers))
 
+    def _restored(self, version: int) -> VersionRecord:
+        """Read a version, made again if it is damaged.
+
+        Raises:
+            RecordInvalid: If it cannot be made again either; says what is damaged.
+        """
+        try:
+            return self.load(version)
+        except RecordInvalid as damage:
+            try:
+                made = self.make_again(version)
+            except RecordInvalid as error:
+                raise damage from error
+            logger.error("version %d made again from the one before it: %s", version, damage)
+            return made
+
+    def make_again(self, version: int) -> VersionRecord:
+        """Write a version anew, out of the one before it and its own contributions.
+
+        Raises:
+            DiskFull: If there is no room for it; what was there is.
+            RecordInvalid: If one of these is damaged too, or they do not come to its digests.
+        """
+        stored = locate_version(self._directory, version)
+        record = made_again(stored, version, self.load, self.fragment)
+        self.commit(record)
+        return record
+
     def _lost_after(self, newest: int) -> int:
         """Name the newest version after this one of which there is something; -1: none.
 
-        Not what is shorter than it says, or was cut off a log's end: a killed writer may leave
-        that, of a version that never existed. (If it did, the coordinator's index has it.)
+        Not what is shorter than it says, or was cut off a log's end or set aside there: a killed
+        writer, or a power loss, may leave that of a version that never existed. (If it did, the
+        coordinator's index has it.)
         """
         versions = [version for version in self._versions() if version > newest]
         if newest < 0:  # whatever this is, it is not the store of a new run
@@ -181,7 +220,9 @@ class FragmentStore:
         lost = max(filter(self._is_whole_in_size, versions), default=-1)
         if lost < 0 and (segments := segments_in(self._directory)):
             path = segment_path(self._directory, segments[-1])
-            if path.stat().st_size > max((frame.end for frame in frames_of(path)), default=0):
+            frames = list(frames_of(path))
+            is_end = segments[-1] + len(frames) == newest
+            if is_end and path.stat().st_size > (frames[-1].end if frames else 0):
                 return newest + 1  # at least: a damaged frame hides those behind it
         return lost
 
@@ -259,11 +300,15 @@ class FragmentStore:
         return RecordDraft(path, record.header(), sections)
 
     def _segment_of(self, version: int) -> Path | None:
-        """Where the frame of a version goes; None: it is to be a record."""
-        snapshots = [v for v in versions_in(self._directory) if v < version]
-        if not snapshots or version - snapshots[-1] >= self._snapshot_rounds:
+        """Where the frame of a version goes; None: it is to be a record.
+
+        Counted from where the segment begins: no record that a pin has made of a frame puts off
+        the next one, so that a segment is never longer than from one snapshot to the next.
+        """
+        segment = segment_after(self._directory, version - 1)
+        if segment is None or version - version_of(segment) >= self._snapshot_rounds:
             return None
-        return segment_after(self._directory, version - 1)
+        return segment
 
     def commit(self, record: VersionRecord, draft: RecordDraft | None = None) -> None:
         """Write a version durably, then forget what is no longer retained.
@@ -397,7 +442,11 @@ class FragmentStore:
             durable.write_json(header_path(self._directory, version), stored.header)
 
     def record_expiry(
-        self, key: RoundKey, missing: Sequence[str] = (), broken_in_a_row: int = 0
+        self,
+        key: RoundKey,
+        missing: Sequence[str] = (),
+        broken_in_a_row: int = 0,
+        expired_unix_s: float | None = None,
     ) -> None:
         """Write durably that `key` expired, so that a restart opens the attempt after it.
 
@@ -405,8 +454,9 @@ class FragmentStore:
             key: Of the attempt.
             missing: Islands that it waited for in vain.
             broken_in_a_row: Attempts at this version, it included, with results of no use.
+            expired_unix_s: When it did, by the wall clock.
         """
-        write_expiry(self._directory, key, missing, broken_in_a_row)
+        write_expiry(self._directory, key, missing, broken_in_a_row, expired_unix_s)
 
     # -- reading ---------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import heapq
 import logging
 import time
@@ -42,7 +43,7 @@ from diloco.rounds.service import FragmentService, Hooks
 from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.rounds.terms import Admission, Lost, Roster, RoundKey
-from diloco.rounds.timing import StepTimes
+from diloco.rounds.timing import Downtime, StepTimes
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
@@ -62,7 +63,7 @@ _NO_FRAGMENT = "this syncer has no such fragment"
 
 
 class Syncer:
-    """Serves the rounds of all fragments of `plan`.
+    """Serves the rounds of those fragments of `plan` that it has `stores` of.
 
     `on_record` hears every durable record's header (also at the start), `on_change` of every
     change of state, `on_event` of what happens to rounds; none may block. `ended` is set when the
@@ -85,19 +86,21 @@ class Syncer:
         on_change: Callable[[], None],
         orders: OrderStore | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
+        unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Assign only; `start` reads the stores. No `orders`: there is no coordinator."""
+        """Assign only; `start` reads the stores. No `orders`: there is no coordinator.
+
+        By `unix_clock` a restart knows how long ago rounds closed; nothing else is.
+        """
         self._plan = plan
         self._epoch = syncer_epoch
         self._worker = worker
         self._on_change = on_change
-        self._stores = {
-            fragment.fragment_id: store
-            for fragment, store in zip(plan.fragments, stores, strict=True)
-        }
+        self._stores = {store.fragment.fragment_id: store for store in stores}
+        fragments = [store.fragment for store in stores]
         self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
         self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
-        self._pinning_cut = self.pinned_cut = 0
+        self._pinning_cut = self._delayed_cut = self.pinned_cut = 0
         self._has_warned = False
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -131,6 +134,8 @@ class Syncer:
             self.meter,
             self._spool,
             rules.num_threads,
+            unix_clock,
+            Downtime(asyncio.get_running_loop().time()),
         )
         self._steps = StepTimes()
         self._services = {
@@ -148,7 +153,7 @@ class Syncer:
                 ),
                 hooks,
             )
-            for fragment in plan.fragments
+            for fragment in fragments
         }
         self.fatal: wire.Fatal | None = None
         self.failure: BaseException | None = None
@@ -200,11 +205,14 @@ class Syncer:
         """Why a fragment is not served, and what to type; empty: it is served."""
         return self._services[fragment_id].damage.text
 
-    def indexed(self, num_versions: Sequence[int]) -> None:
+    def indexed(self, num_versions: Mapping[int, int]) -> None:
         """Hear how many versions of each fragment the coordinator knows; must not block."""
-        for fragment_id, service in self._services.items():
-            if fragment_id < len(num_versions):
-                service.indexed(num_versions[fragment_id])
+        for fragment_id in self._services.keys() & num_versions.keys():
+            self._services[fragment_id].indexed(num_versions[fragment_id])
+
+    def rounds_of(self, fragment_id: int) -> tuple[int, int]:
+        """Rounds of a fragment published since the start, and those that count one island."""
+        return self.meter.rounds_of(fragment_id)
 
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
@@ -236,8 +244,8 @@ class Syncer:
 
     def _take_rules(self, rules: SyncerRules) -> None:
         num_fragments = len(self._plan.fragments)
-        for fragment in self._plan.fragments:
-            service = self._services[fragment.fragment_id]
+        for fragment_id, service in self._services.items():
+            fragment = self._plan.fragments[fragment_id]
             service.obey(rules.of_fragment(fragment, num_fragments))
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
@@ -263,11 +271,13 @@ class Syncer:
     async def _keep_cut(self, number: int, least: Mapping[int, int]) -> None:
         newest = {p: service.rounds.version for p, service in self._services.items()}
         if damaged := [p for p, service in self._services.items() if service.damage.text]:
-            logger.warning("cut %d is kept later: fragments %s are damaged", number, damaged)
-            self._pinning_cut = 0  # the coordinator asks again
+            if number != self._delayed_cut:
+                logger.warning("cut %d is kept later: fragments %s are damaged", number, damaged)
+            self._delayed_cut, self._pinning_cut = number, 0  # the coordinator asks again
             return
         if behind := [p for p, version in newest.items() if version < least.get(p, 0)]:
             logger.error("cut %d not kept, versions lost of fragments %s", number, behind)
+            self._pinning_cut = 0  # the coordinator sees it, and asks for less or for another one
             return  # polls tell the islands so
 
         def pin() -> None:
@@ -468,7 +478,10 @@ class Syncer:
             _insist_on_whole(service)
             reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
-        return Reply(reply.SerializeToString(), payload)
+        if service is None or reply.status != wire.FETCH_STATUS_OK:
+            return _reply(reply)
+        on_sent = functools.partial(service.fetched, header)
+        return Reply(reply.SerializeToString(), payload, on_sent)
 
     async def _pin(self, call: IncomingCall) -> Reply:
         request = wire.PinRequest.FromString(call.header)

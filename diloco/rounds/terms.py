@@ -119,6 +119,8 @@ class Roster:
         is_paused: Nothing opens.
         min_islands: Live islands without which nothing opens; 0: as the rules say.
         generation: Of the membership, for people.
+        is_gathering: Nothing opens: the syncer has just started, and islands that live have not
+            called it yet.
     """
 
     live: tuple[str, ...]
@@ -126,6 +128,7 @@ class Roster:
     is_paused: bool = False
     min_islands: int = 0
     generation: int = 0
+    is_gathering: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ Scheduled runs know these times beforehand (`FixedTiming`); decoupled ones measu
     deadline   clamp(max over members of (xi_late + 4 * deviation), floor, cap), doubled by every
                expiry since the last publication
 
-xi_quorum is the time from an opening to its quorum, xi_sync that from a close until its last
-contributor holds the new version, xi_late how long after the first complete contribution of a
-round a member's own was complete. The grace only spends time that the overlap gives anyway;
-where one of its terms is unknown it is 0. Times are in seconds.
+xi_quorum is the time from an opening to its quorum, xi_sync that from a close until the last of its
+contributors that live was sent the new version (what the windows of the way hold may still be under
+way), xi_late how long after the first complete contribution of a round a member's own was complete.
+The grace only spends time that the overlap gives anyway; where one of its terms is unknown it is 0.
+Times are in seconds.
 
 Source: protocol.md section 4; grace of Decoupled DiLoCo (arXiv 2604.21428, Eq. 3); deviation as in
 RFC 6298, section 2.
@@ -73,6 +74,30 @@ class StepTimes:
         return [value for value in known if value is not None]
 
 
+class Downtime:
+    """What a start of a syncer finds overdue; one object for all its fragments.
+
+    The fragment that is overdue for longest opens at once, the n-th of P after it n / P of a floor
+    later: they go on taking turns. However often the syncer is killed, each is the first in time.
+    """
+
+    def __init__(self, ended_at: float) -> None:
+        """Begin with nothing that is due; `ended_at` is the start, `now` of its clock."""
+        self._ended_at = ended_at
+        self._floors: list[tuple[float, float]] = []
+
+    def found(self, closed_at: float, share: float) -> None:
+        """Take when a fragment's last round closed, and which share of a full floor follows."""
+        self._floors.append((closed_at, share))
+
+    def opens_at(self, due: float, full_s: float) -> float:
+        """When a fragment opens that was due at `due`, where a full floor is `full_s` long."""
+        if due >= self._ended_at:
+            return due
+        before = sum(at + share * full_s < due for at, share in self._floors)
+        return self._ended_at + before * full_s / max(len(self._floors), 1)
+
+
 class Timing(Protocol):
     """What one fragment's rounds ask, and what they tell; `now` is a monotonic clock's."""
 
@@ -98,7 +123,7 @@ class Timing(Protocol):
         """The contributors are decided."""
 
     def fetched(self, now: float) -> None:
-        """The last contributor holds what the previous close has published."""
+        """The last contributor was sent what the previous close has published."""
 
     def published(self) -> None:
         """What was closed last is durable."""
@@ -106,8 +131,14 @@ class Timing(Protocol):
     def expired(self, now: float) -> None:
         """The attempt came to nothing."""
 
-    def resumed(self, expiries: int, now: float) -> None:
-        """A restart found so many expiries since the last publication."""
+    def resumed(
+        self, version: int, closed_at: float | None, expiries: int, expired_at: float
+    ) -> None:
+        """A start found a version, and so many expiries since it was published.
+
+        `closed_at` is when its round closed, None where that is not known; `expired_at` is of the
+        last of the expiries.
+        """
 
     def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
         """Rules have changed, between two attempts."""
@@ -158,7 +189,9 @@ class FixedTiming:
     def expired(self, now: float) -> None:
         """See `Timing`."""
 
-    def resumed(self, expiries: int, now: float) -> None:
+    def resumed(
+        self, version: int, closed_at: float | None, expiries: int, expired_at: float
+    ) -> None:
         """See `Timing`."""
 
     def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
@@ -196,9 +229,16 @@ class TimingRules:
 class MeasuredTiming:
     """Times of one fragment's rounds, from what its members have shown."""
 
-    def __init__(self, rules: TimingRules, steps: StepTimes, begins_at: float) -> None:
-        """Begin at `begins_at` as if a round had closed then."""
+    def __init__(
+        self,
+        rules: TimingRules,
+        steps: StepTimes,
+        begins_at: float,
+        downtime: Downtime | None = None,
+    ) -> None:
+        """Begin at `begins_at` as if a round had closed then; `downtime` is its syncer's."""
         self._rules = rules
+        self._downtime = downtime
         self._steps = steps
         self._late: dict[str, Average] = {}
         self._until_quorum, self._until_fetched = Average(), Average()
@@ -217,18 +257,31 @@ class MeasuredTiming:
             return self._expired_at + min(
                 min(steps) * 2.0 ** min(self._expiries - 1, _MOST_DOUBLINGS), full
             )
-        return self._closed_at + self._share * full
+        due = self._closed_at + self._share * full
+        return due if self._downtime is None else self._downtime.opens_at(due, full)
 
     def grace_s(self, members: Collection[str]) -> float:
         """See `Timing`."""
         if self._rules.grace_s is not None:
             return self._rules.grace_s
+        if (terms := self.slack_terms(members)) is None:
+            return 0.0
+        overlap_s, exchange_s = terms
+        slack_s = overlap_s - exchange_s
+        return min(max(self._rules.grace_share * slack_s, 0.0), self._rules.grace_cap_s)
+
+    def slack_terms(self, members: Collection[str]) -> tuple[float, float] | None:
+        """Give tau * xi_step(slowest) and xi_quorum + xi_sync; None while one is unknown."""
         steps = self._steps.of(members)
         quorum, fetched = self._until_quorum.value, self._until_fetched.value
         if len(steps) < max(len(members), 1) or quorum is None or fetched is None:
-            return 0.0
-        slack = self._rules.overlap_steps * max(steps) - (quorum + fetched)
-        return min(max(self._rules.grace_share * slack, 0.0), self._rules.grace_cap_s)
+            return None
+        return self._rules.overlap_steps * max(steps), quorum + fetched
+
+    def lacks_grace(self, members: Collection[str]) -> tuple[float, float] | None:
+        """Give `slack_terms` where a grace that is measured comes to 0 for want of slack."""
+        terms = self.slack_terms(members) if self._rules.grace_s is None else None
+        return terms if terms is not None and terms[0] <= terms[1] else None
 
     def deadline_s(self, members: Collection[str]) -> float:
         """See `Timing`."""
@@ -258,7 +311,7 @@ class MeasuredTiming:
 
     def closed(self, now: float) -> None:
         """See `Timing`."""
-        self._closed_at, self._share = now, 1.0
+        self._closed_at, self._share, self._downtime = now, 1.0, None
 
     def fetched(self, now: float) -> None:
         """See `Timing`."""
@@ -272,10 +325,16 @@ class MeasuredTiming:
         """See `Timing`."""
         self._expired_at, self._expiries = now, self._expiries + 1
 
-    def resumed(self, expiries: int, now: float) -> None:
-        """See `Timing`."""
+    def resumed(
+        self, version: int, closed_at: float | None, expiries: int, expired_at: float
+    ) -> None:
+        """See `Timing`; the floor counts from that close, however late the start is."""
+        if closed_at is not None:
+            self._closed_at, self._share = closed_at, 1.0 if version else self._share
         if expiries:
-            self._expired_at, self._expiries = now, expiries
+            self._expired_at, self._expiries = expired_at, expiries
+        elif closed_at is not None and self._downtime is not None:
+            self._downtime.found(self._closed_at, self._share)
 
     def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
         """See `Timing`."""

@@ -40,6 +40,8 @@ class VersionRecord:
             has counted them.
         rules: What the version was made by, JSON values (`PublicationRules.to_json`, the quorum,
             and the revision of the policy); empty for version 0, and for an all-reduce.
+        closed_unix_s: When its round closed, by the syncer's wall clock: a restart counts the
+            opening floor from there. None where rounds have no measured times.
         repaired: Island that it was taken back from, after it was lost; empty: it was merged here.
             Payloads and contributions of such a version are gone.
     """
@@ -61,6 +63,7 @@ class VersionRecord:
     combination: Combination | None = None
     merged_tokens: int = 0
     rules: Mapping[str, Any] = field(default_factory=dict)
+    closed_unix_s: float | None = None
     repaired: str = ""
 
     @property
@@ -77,7 +80,8 @@ class VersionRecord:
         """What the journal and the tape keep: plain JSON values.
 
         `merge` is there only where it was more than the mean of all, weighted by tokens;
-        `merged_tokens` and `rules` where a syncer has merged anything.
+        `merged_tokens` and `rules` where a syncer has merged anything; `closed_unix_s` where times
+        are measured.
         """
         header: dict[str, Any] = {
             "version": self.version,
@@ -104,6 +108,8 @@ class VersionRecord:
         }
         if self.rules:
             header |= {"merged_tokens": self.merged_tokens, "rules": dict(self.rules)}
+        if self.closed_unix_s is not None:
+            header["closed_unix_s"] = self.closed_unix_s
         if self.repaired:
             header["repaired"] = self.repaired
         if self.combination is not None:
@@ -117,6 +123,7 @@ def founding_record(
     timeline: int,
     *,
     has_second_moment: bool = False,
+    closed_unix_s: float | None = None,
 ) -> VersionRecord:
     """Make version 0 of initial parameters, float32 by lane: published = theta, moments = 0."""
     lanes = []
@@ -133,6 +140,7 @@ def founding_record(
         payload_codec="float32",
         lane_digests=tuple(lane_digest(lane.published) for lane in lanes),
         lanes=tuple(lanes),
+        closed_unix_s=closed_unix_s,
     )
 
 
@@ -206,5 +214,6 @@ def record_of(
         combination=Combination.from_json(merge) if merge else None,
         merged_tokens=header.get("merged_tokens", 0),
         rules=header.get("rules", {}),
+        closed_unix_s=header.get("closed_unix_s"),
         repaired=header.get("repaired", ""),
     )

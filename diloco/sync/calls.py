@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import blake3
 from google.protobuf.message import Message
@@ -199,13 +199,13 @@ class SyncerCalls:
             reply = await self._call(self._data, "fragment.upload", header, payload, is_bulk=True)
         return wire.Ack.FromString(reply.header)
 
-    async def pin(self, inner_step: int, versions: Sequence[int]) -> wire.Ack:
-        """Have the syncer keep one version of each fragment for a run checkpoint."""
+    async def pin(self, inner_step: int, versions: Mapping[int, int]) -> wire.Ack:
+        """Have the syncer keep one version of each of its fragments for a run checkpoint."""
         request = wire.PinRequest(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
             checkpoint_step=inner_step,
-            versions=[wire.Pinned(fragment_id=p, version=v) for p, v in enumerate(versions)],
+            versions=[wire.Pinned(fragment_id=p, version=v) for p, v in versions.items()],
         )
         reply = await self._call(self._control, "fragment.pin", request)
         return wire.Ack.FromString(reply.header)

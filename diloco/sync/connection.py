@@ -1,4 +1,4 @@
-"""One rank's way to a run: IO thread, word with the coordinator, transports to the syncer.
+"""One rank's way to a run: IO thread, word with the coordinator, transports to the syncers.
 
 Everything of an island that needs the network begins and ends here; what is said over it belongs
 to `Registration` and `Exchange`, and what it is for to `DiLoCo`.
@@ -30,7 +30,7 @@ from diloco.config.load import with_policy
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
 from diloco.outer.fragments import Plan
-from diloco.sync.exchange import Exchange, ExchangeRules, Moved
+from diloco.sync.exchange import Exchange, ExchangeRules, Moved, SyncerWay
 from diloco.sync.heal import HealTalk, Ways
 from diloco.sync.io_thread import IoThread
 from diloco.sync.registration import Island, IslandState, Progress, Registration, TextWord
@@ -78,10 +78,10 @@ class Wires(Protocol):
     def coordinator(self) -> Transport:
         """Open the channel to the coordinator."""
 
-    def syncer(
-        self, address: str, *, island_rank: int, carriers: Collection[int]
-    ) -> tuple[Transport, Transport]:
-        """Open the channels to a syncer: for control, and for data."""
+    def syncers(
+        self, addresses: Sequence[str], *, island_rank: int, carriers: Collection[int]
+    ) -> list[tuple[Transport, Transport]]:
+        """Open the channels to the run's syncers: to each for control, and for data."""
 
     def own_peer(self, address: str) -> tuple[Transport, Transport]:
         """Open the channels to the peer of this island: for control, and for data."""
@@ -227,7 +227,8 @@ class Connection:
             self._peer = self.io.run(
                 self._wires.start_peer(in_force, plan, reply, lambda: self.complete_checkpoints)
             )
-            reply.syncers.append(SyncerAssignment(address=self._peer.address))
+            of_all = [fragment.fragment_id for fragment in plan.fragments]
+            reply.syncers.append(SyncerAssignment(address=self._peer.address, fragment_ids=of_all))
         return reply
 
     def joined(self, reply: JoinReply) -> Config:
@@ -245,7 +246,7 @@ class Connection:
         island_rank: int,
         on_event: Callable[[Event], None],
     ) -> Exchange:
-        """Open this rank's way to the syncer, or to what is one for it: the island's own peer."""
+        """Open this rank's ways to the syncers, or to what is one for it: the island's own peer."""
         config = self.config
         lanes = {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments}
         carriers = {
@@ -253,17 +254,19 @@ class Connection:
             for fragment in plan.fragments
             for lane in fragment.lanes
         }
-        address, moved = reply.syncers[0].address, None
+        addresses, moved = [each.address for each in reply.syncers], None
         if config.outer.exchange == "syncer":
-            control, data = self._wires.syncer(address, island_rank=island_rank, carriers=carriers)
+            ways = self._wires.syncers(addresses, island_rank=island_rank, carriers=carriers)
         else:
-            control, data = self._wires.own_peer(address)
+            ways = [self._wires.own_peer(address) for address in addresses]
             moved = self._peer or _NothingMoved()
         self._exchange = Exchange(
             plan,
             lanes,
-            control=control,
-            data=data,
+            ways=[
+                SyncerWay(each.fragment_ids, control, data)
+                for each, (control, data) in zip(reply.syncers, ways, strict=True)
+            ],
             grant=reply.grant,
             rules=ExchangeRules(
                 uplink_codec=config.outer.uplink,
@@ -302,6 +305,11 @@ class Connection:
         """Let reports tell of the island's text, and hear of it; the leader's do."""
         if self._registration is not None:
             self._registration.text = text
+
+    def report_soon(self) -> None:
+        """Let the next report leave at once; the leader's does."""
+        if self._registration is not None:
+            self.io.post(self._registration.report_soon)
 
     def report_heals(self, talk: HealTalk) -> None:
         """Let reports tell of inner optimizers that islands give each other; the leader's do."""

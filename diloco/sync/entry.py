@@ -84,22 +84,27 @@ class Entry:
         if not ack.is_accepted:
             logger.error("fragment %d not repaired from here: %s", fragment_id, ack.message)
 
-    async def enter(self, own: Mapping[int, Mapping[int, Tensor]], *, overwrite: bool) -> None:
+    @property
+    def is_return(self) -> bool:
+        """Whether the run has gone on from version 0, as far as this syncer's fragments tell."""
+        return any(carried.state.version > 0 for carried in self._carried.values())
+
+    async def take(self, own: Mapping[int, Mapping[int, Tensor]], *, overwrite: bool) -> None:
         """Take this rank's anchors: `own` lanes where they are as published, else the published.
 
+        After `until_steady`.
+
         Args:
-            own: Fragment -> lane -> the island's own values; uploaded where the syncer wants them.
-            overwrite: Whether version 0 replaces initial values that differ from it; later
-                versions always do.
+            own: Fragment -> lane -> the island's own values.
+            overwrite: Whether what is published replaces values that differ from it: any does
+                once the run has gone on from version 0.
 
         Raises:
             FingerprintMismatch: If initial values differ and must not be overwritten.
             DilocoError: If a version cannot be had.
         """
-        await self.until_steady(own)
-        is_return = any(carried.state.version > 0 for carried in self._carried.values())
         for p, carried in self._carried.items():
-            if not is_return and not overwrite:
+            if not overwrite:
                 self._check_initial(carried, own[p])
             await self._take_published(carried, own[p])
             carried.is_overwritten = any(carried.anchor[i] is not own[p][i] for i in own[p])
@@ -122,9 +127,9 @@ class Entry:
         uploads: dict[tuple[int, int], int] = {}
         while not all(map(self._is_ready, self._carried.values())):
             news = self._tasks.news
-            for p, lanes in initial.items():
+            for p in self._carried.keys() & initial.keys():
                 state = self._carried[p].state
-                for lane_id, values in lanes.items():
+                for lane_id, values in initial[p].items():
                     wanted = state.wants_initial and not state.is_founded
                     if wanted and uploads.get((p, lane_id)) != self._epoch():
                         uploads[p, lane_id] = self._epoch()

@@ -1,4 +1,4 @@
-"""A carrier's side of the rounds: poll, contribute (`contributions`), stage (`stager`), settle.
+"""A carrier's side of the rounds: poll (`syncer_link`), contribute, stage, settle.
 
 Runs in one event loop (the IO thread of a rank, or a virtual clock); never issues a collective,
 never touches a parameter or an anchor. The training thread posts `send`, `decline`, `settle` and
@@ -17,20 +17,18 @@ from typing import Protocol
 
 from torch import Tensor
 
-from diloco.errors import DilocoError, IslandFailed, error_of_exit_code
+from diloco.errors import DilocoError
 from diloco.outer.fragments import Plan
 from diloco.outer.pseudo_gradient import pseudo_gradient_
-from diloco.rounds.messages import outcome_of
 from diloco.sync.calls import SyncerCalls
 from diloco.sync.captured import CapturedFragment, CapturedLanes
-from diloco.sync.carried import NOT_DURABLE, CarriedFragment, FragmentView
-from diloco.sync.contributions import ContributionRules, Contributions
-from diloco.sync.entry import Entry, check_restored
+from diloco.sync.carried import CarriedFragment, FragmentView
+from diloco.sync.contributions import ContributionRules
+from diloco.sync.entry import check_restored
 from diloco.sync.ledger import Outstanding
-from diloco.sync.stager import Stager
+from diloco.sync.syncer_link import SyncerLink
 from diloco.sync.tasks import Tasks, wait_for
-from diloco.telemetry.events import Event, SyncerRestarted
-from protos import fragment_pb2 as wire
+from diloco.telemetry.events import Event
 from protos.control_pb2 import Grant
 from transport.contracts import Transport
 from transport.retry import RetryPolicy
@@ -75,8 +73,32 @@ class Moved(Protocol):
         """Bytes received."""
 
 
+@dataclass(frozen=True, slots=True)
+class SyncerWay:
+    """The transports to one syncer, and the fragments that it has."""
+
+    fragment_ids: Sequence[int]
+    control: Transport
+    data: Transport
+
+
+@dataclass(frozen=True, slots=True)
+class _OfAll:
+    """What the calls to all syncers have moved."""
+
+    calls: Sequence[Moved]
+
+    @property
+    def bytes_up(self) -> int:
+        return sum(each.bytes_up for each in self.calls)
+
+    @property
+    def bytes_down(self) -> int:
+        return sum(each.bytes_down for each in self.calls)
+
+
 class Exchange:
-    """One rank's exchange with the syncer; it polls from `enter` or `restore` until `stop`.
+    """One rank's exchange with the syncers; it polls from `enter` or `restore` until `stop`.
 
     `failure` is set once, when the rank cannot go on; everything after it is void. `step_s` is what
     the training thread says of its recent inner steps, in seconds; 0: not known yet.
@@ -87,8 +109,7 @@ class Exchange:
         plan: Plan,
         lanes: Mapping[int, tuple[int, ...]],
         *,
-        control: Transport,
-        data: Transport,
+        ways: Sequence[SyncerWay],
         grant: Grant,
         rules: ExchangeRules,
         rng: random.Random,
@@ -97,57 +118,51 @@ class Exchange:
     ) -> None:
         """Assign only. `lanes` maps every fragment to the lanes that this rank carries.
 
-        `moved` counts what crosses to other sites, where that is not what the calls here move.
+        Each fragment is that of one of the `ways`. `moved` counts what crosses to other sites,
+        where that is not what the calls here move.
         """
         self.rules = rules
         self._plan = plan
         self._grant = grant
-        self._calls = SyncerCalls(
-            control,
-            data,
-            grant,
-            rpc_deadline_s=rules.rpc_deadline_s,
-            policy=RetryPolicy(
-                first_wait_s=rules.first_wait_s,
-                max_wait_s=rules.max_wait_s,
-                budget_s=rules.unreachable_s,
-            ),
-            rng=rng,
-        )
-        self._moved: Moved = self._calls if moved is None else moved
         self._on_event = on_event
         self._carried = {p: CarriedFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
         self._views = {p: FragmentView() for p in self._carried}
-        self._epoch = self._sent_by = 0
-        self._pinned_step = -1
         self._tasks = Tasks(self._show)
-        self._contributions = Contributions(
-            plan,
-            ContributionRules(
+        self._links = [self._link(way, rng) for way in ways]
+        self._link_of = {p: link for link in self._links for p in link.carried}
+        self._moved: Moved = moved or _OfAll([link.calls for link in self._links])
+        self.step_s = 0.0
+
+    def _link(self, way: SyncerWay, rng: random.Random) -> SyncerLink:
+        rules, grant = self.rules, self._grant
+        return SyncerLink(
+            self._plan,
+            {p: self._carried[p] for p in sorted(way.fragment_ids)},
+            calls=SyncerCalls(
+                way.control,
+                way.data,
+                grant,
+                rpc_deadline_s=rules.rpc_deadline_s,
+                policy=RetryPolicy(
+                    first_wait_s=rules.first_wait_s,
+                    max_wait_s=rules.max_wait_s,
+                    budget_s=rules.unreachable_s,
+                ),
+                rng=rng,
+            ),
+            grant=grant,
+            rules=ContributionRules(
                 rules.uplink_codec,
                 rules.error_feedback,
                 rules.is_carried,
                 rules.seed,
                 grant.island,
             ),
-            self._calls,
-            self._tasks,
-            lambda: self._epoch,
-            on_event,
-        )
-        self._stager = Stager(
-            plan, self._calls, self._tasks, may_leap=rules.on_arrival, on_event=on_event
-        )
-        self._entry = Entry(
-            plan,
-            grant,
-            self._calls,
-            self._carried,
-            self._tasks,
-            lambda: self._epoch,
             on_arrival=rules.on_arrival,
+            tasks=self._tasks,
+            step_s=lambda: self.step_s,
+            on_event=self._on_event,
         )
-        self.step_s = 0.0
 
     # -- read by the training thread -----------------------------------------------------------
 
@@ -170,7 +185,7 @@ class Exchange:
 
     def calls_of(self, fragment_id: int) -> SyncerCalls:
         """Return the way to the syncer of a fragment."""
-        return self._calls
+        return self._link_of[fragment_id].calls
 
     @property
     def incarnation(self) -> int:
@@ -179,8 +194,8 @@ class Exchange:
 
     @property
     def pinned_step(self) -> int:
-        """Inner step of the last `pin`, once the syncer has done it; -1 before."""
-        return self._pinned_step
+        """Inner step of the last `pin`, once all syncers have done it; -1 before."""
+        return min(link.pinned_step for link in self._links)
 
     @property
     def bytes_up(self) -> int:
@@ -200,7 +215,7 @@ class Exchange:
         Done when every view has an anchor version. A failure, such as initial parameters that
         differ from the run's and must not be overwritten, becomes `failure`.
         """
-        self._tasks.spawn(self._poll_forever())
+        self._start()
         self._tasks.spawn(self._enter(own, overwrite_initial))
 
     def restore(self, fragments: Sequence[CapturedFragment], sent_by: int) -> None:
@@ -212,8 +227,7 @@ class Exchange:
             fragments: In plan order.
             sent_by: Incarnation that sent what was in flight.
         """
-        self._sent_by = sent_by
-        self._tasks.spawn(self._poll_forever())
+        self._start(sent_by)
         self._tasks.spawn(self._restore(fragments))
 
     def begin_anew(self, fragment_id: int) -> None:
@@ -223,8 +237,9 @@ class Exchange:
     def resume(self, sent: Outstanding, lanes: CapturedLanes) -> None:
         """Submit again what a checkpoint had in flight; ask of what is of an earlier timeline."""
         is_asking = sent.key.timeline != self._grant.timeline
-        carried = self._carried[sent.key.fragment_id]
-        self._contributions.resume(carried, sent, lanes, is_asking=is_asking)
+        p = sent.key.fragment_id
+        contributions = self._link_of[p].contributions
+        contributions.resume(self._carried[p], sent, lanes, is_asking=is_asking)
         self._tasks.notify()
 
     def follow(self, fragment_id: int, version: int) -> None:
@@ -239,9 +254,10 @@ class Exchange:
         self._tasks.spawn(self._follow(carried, version))
 
     async def stop(self) -> None:
-        """Cancel all tasks and close both transports."""
+        """Cancel all tasks and close all transports."""
         await self._tasks.stop()
-        await self._calls.close()
+        for link in self._links:
+            await link.calls.close()
 
     async def wait_until_entered(self, at_most_s: float) -> None:
         """Wait until `enter` or `restore` is done (or failed)."""
@@ -259,23 +275,25 @@ class Exchange:
             sent: What is sent.
             local: Lane id -> local values at the send; overwritten, and free when this returns.
         """
-        self._contributions.send(self._carried[sent.key.fragment_id], sent, local)
+        p = sent.key.fragment_id
+        self._link_of[p].contributions.send(self._carried[p], sent, local)
 
     def decline(self, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that the island has nothing valid to contribute to this attempt."""
-        self._contributions.decline(self._carried[sent.key.fragment_id], sent, reason)
+        p = sent.key.fragment_id
+        self._link_of[p].contributions.decline(self._carried[p], sent, reason)
 
     def settle(self, fragment_id: int, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding, after the island agreed on its end."""
-        self._contributions.settle(fragment_id)
-        carried = self._carried[fragment_id]
+        carried, link = self._carried[fragment_id], self._link_of[fragment_id]
+        link.contributions.settle(fragment_id)
         carried.settle(is_merged=is_merged, is_included=is_included)
-        self._stager.look(carried)
+        link.stager.look(carried)
         self._tasks.notify()
 
     def aim(self, fragment_id: int, version: int) -> None:
         """Stage the version that the ranks agreed on, whatever this one has begun."""
-        self._stager.aim(self._carried[fragment_id], version)
+        self._link_of[fragment_id].stager.aim(self._carried[fragment_id], version)
         self._tasks.notify()
 
     def miss(self, fragment_id: int, local: Mapping[int, Tensor] | None, local_mix: float) -> None:
@@ -319,105 +337,55 @@ class Exchange:
             )
 
     def pin(self, inner_step: int, versions: Sequence[int]) -> None:
-        """Have the syncer keep these versions, durably, for the run checkpoint of a step.
+        """Have the syncers keep these versions, durably, for the run checkpoint of a step.
 
         Done when `pinned_step` is that step.
         """
-        self._pinned_step = -1
-        self._tasks.spawn(self._pin(inner_step, versions))
+        for link in self._links:
+            link.pinned_step = -1
+            self._tasks.spawn(link.pin(inner_step, versions))
 
     async def wait_until_pinned(self, inner_step: int, at_most_s: float) -> None:
         """Wait until `pin` is done (or failed)."""
-        await self._tasks.wait_until(lambda: self._pinned_step == inner_step, at_most_s)
+        await self._tasks.wait_until(lambda: self.pinned_step == inner_step, at_most_s)
 
     def fail(self, error: DilocoError) -> None:
         """Stop being able to go on; the first error stays."""
         self._tasks.fail(error)
-
-    # -- polling ---------------------------------------------------------------------------------
-
-    async def _poll_forever(self) -> None:
-        while self.failure is None:
-            undecided = [
-                carried.outstanding.key
-                for carried in self._carried.values()
-                if carried.outstanding is not None and carried.outcome is None
-            ]
-            known = [carried.known() for carried in self._carried.values()]
-            reply = await self._calls.poll(
-                self._epoch, known, undecided, step_s=self.step_s, sent_by=self._sent_by
-            )
-            self._take(reply)
-
-    def _take(self, reply: wire.PollReply) -> None:
-        if reply.is_fenced:
-            self.fail(self._calls.fenced(reply.message))
-            return
-        if reply.HasField("fatal"):
-            error = error_of_exit_code(reply.fatal.exit_code)
-            self.fail(error(reply.fatal.reason, island_id=self._grant.island))
-            return
-        if reply.syncer_epoch > self._epoch:
-            self._take_epoch(reply.syncer_epoch)
-        for state in reply.fragments:
-            self._carried[state.fragment_id].hear(state)
-        for outcome in map(outcome_of, reply.outcomes):
-            self._contributions.take(self._carried[outcome.key.fragment_id], outcome)
-        for carried in self._carried.values():
-            self._entry.give(carried)
-            self._stager.look(carried)
-        self._tasks.notify()
-
-    def _take_epoch(self, epoch: int) -> None:
-        """Forget what the syncer before had only in memory: lanes received, refusals."""
-        previous, self._epoch = self._epoch, epoch
-        num_resent = 0
-        for carried in self._carried.values():
-            if carried.outcome in NOT_DURABLE:
-                carried.outcome = None
-            if carried.outcome is None:
-                received = [lane.received_epoch for lane in carried.sending.values()]
-                num_resent += sum(0 <= by < epoch for by in received)
-        if previous:
-            self._on_event(SyncerRestarted(epoch, num_resent))
-
-    async def _pin(self, inner_step: int, versions: Sequence[int]) -> None:
-        ack = await self._calls.pin(inner_step, versions)
-        if ack.is_fenced:
-            raise self._calls.fenced(ack.message)
-        if not ack.is_accepted:
-            raise IslandFailed(
-                f"versions {list(versions)} cannot be kept for the checkpoint of inner step "
-                f"{inner_step}: {ack.message}. This island took another way than the others: start "
-                f"it again, so that it returns to what is published: diloco island RUN.toml "
-                f"--island {self._grant.island}. If that does not help, stop the coordinator and "
-                f"resume the newest checkpoint: diloco coordinator RUN.toml --resume"
-            )
-        self._pinned_step = inner_step
-        self._tasks.notify()
 
     # -- entering the run ------------------------------------------------------------------------
 
     async def _enter(
         self, own: Mapping[int, Mapping[int, Tensor]], overwrite_initial: bool
     ) -> None:
-        await self._entry.enter(own, overwrite=overwrite_initial)
+        await self._until_steady(own)
+        overwrite = overwrite_initial or any(link.entry.is_return for link in self._links)
+        for link in self._links:
+            await link.entry.take(own, overwrite=overwrite)
         self._entered()
 
     async def _follow(self, carried: CarriedFragment, version: int) -> None:
-        await self._entry.follow(carried, version)
+        await self._link_of[carried.fragment_id].entry.follow(carried, version)
         self._entered()
 
     async def _restore(self, fragments: Sequence[CapturedFragment]) -> None:
-        await self._entry.until_steady({})
+        await self._until_steady({})
         for carried, restored in zip(self._carried.values(), fragments, strict=True):
             check_restored(carried, restored)
             carried.restore(restored.ledger.version, restored.lanes)
         self._entered()
 
+    def _start(self, sent_by: int = 0) -> None:
+        for link in self._links:
+            link.start(sent_by)
+
+    async def _until_steady(self, own: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Wait for all syncers: whether the island returns, their fragments say together."""
+        await asyncio.gather(*(link.entry.until_steady(own) for link in self._links))
+
     def _entered(self) -> None:
-        for carried in self._carried.values():
-            self._stager.look(carried)
+        for link in self._links:
+            link.look()
         self._tasks.notify()
 
     # -- plumbing --------------------------------------------------------------------------------

@@ -249,6 +249,8 @@ class OuterLoop:
     def _take(self, state: OuterState) -> None:
         self.inner_step, self.first_checkpoint_step = state.inner_step, state.first_checkpoint_step
         self._ledgers, self._anchors = state.ledgers, state.anchors
+        # Whoever starts after the end of the run makes no step: nobody would ever count it.
+        self._is_over = all(ledger.is_flushed for ledger in self._ledgers)
 
     # -- run checkpoints -------------------------------------------------------------------------
 
@@ -389,6 +391,10 @@ class OuterLoop:
         if self._arrival is not None:
             yield from self._ending()
             if not self.is_leaving:
+                for ledger in self._ledgers:
+                    if ledger.local_steps:  # it was flushed before others took one
+                        p = ledger.fragment_id
+                        self._shards.distribute(p, self._anchors[p], 0.0)
                 self.digests = self._hash_published()
             return
         for ledger in self._ledgers:

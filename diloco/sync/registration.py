@@ -1,4 +1,4 @@
-"""An island's word with the coordinator: join, a report a second, leave.
+"""An island's word with the coordinator: join, a report a second or sooner, leave.
 
 Only the island leader has one; it lives in its IO thread. A coordinator that is away for a while
 (a restart) disturbs nothing: reports are lost and training goes on, join and leave are repeated.
@@ -54,6 +54,8 @@ _REFUSALS: dict[int, type[DilocoError]] = {
     JOIN_STATUS_RUN_STOPPED: RunStopped,
 }
 _REPORT_S = 1.0
+#: Seconds between two reports, though there is something to say.
+_LEAST_REPORT_S = 0.05
 _ASK_AGAIN_S = 0.2
 
 
@@ -154,6 +156,7 @@ class Registration:
         self._grant = Grant()
         self._stop_line: StopLine | None = None
         self._is_held = False
+        self._is_due = asyncio.Event()
         self._reporting: asyncio.Task[None] | None = None
 
     async def join(self) -> JoinReply:
@@ -196,7 +199,7 @@ class Registration:
             if loop.time() > until:
                 raise CoordinatorUnavailable(
                     f"the coordinator at {self._transport.peer} accepted island "
-                    f"{island.island_id!r}, but no syncer registered within "
+                    f"{island.island_id!r}, but its syncers did not all register within "
                     f"{self._policy.budget_s:g} s: see the coordinator's log"
                 )
             await asyncio.sleep(_ASK_AGAIN_S)
@@ -207,7 +210,7 @@ class Registration:
         on_stop: Callable[[DilocoError], None],
         stop_line: StopLine,
     ) -> None:
-        """Report once a second until `leave`.
+        """Report once a second, and when `report_soon` asks for it, until `leave`.
 
         Args:
             progress: Gives the present state; called in this loop.
@@ -218,6 +221,10 @@ class Registration:
         self._reporting = asyncio.get_running_loop().create_task(
             self._report_forever(progress, on_stop, stop_line)
         )
+
+    def report_soon(self) -> None:
+        """Let the next report leave at once."""
+        self._is_due.set()
 
     async def leave(
         self,
@@ -320,6 +327,7 @@ class Registration:
     ) -> None:
         is_heard = True
         while True:
+            self._is_due.clear()
             try:
                 reply = await self.report(progress())
             except TransportError as error:
@@ -341,7 +349,10 @@ class Registration:
                     is_drained=reply.drain,
                     cut=Cut(reply.cut, reply.is_last_cut),
                 )
-            await asyncio.sleep(_REPORT_S)
+            await asyncio.sleep(_LEAST_REPORT_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REPORT_S - _LEAST_REPORT_S):
+                    await self._is_due.wait()
 
     async def _call(self, method: str, request: bytes, policy: RetryPolicy) -> bytes:
         """Call until it is answered, within the policy's budget.

@@ -249,6 +249,16 @@ class SlotDrawn(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class TextUntold(Event):
+    """The island draws beyond what may be untold, as the coordinator does not answer; in draws."""
+
+    kind: ClassVar[str] = "text_untold"
+    inner_step: int
+    untold: int
+    bound: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluated(Event):
     """Held-out loss in nats a byte; `parameters` is "published" or "local"."""
 

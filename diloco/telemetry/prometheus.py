@@ -285,12 +285,19 @@ def coordinator_metrics(status: StatusReply) -> Iterator[Metric]:
     yield _gauge("run_info", "The run", ["run"], [([status.run], 1)])
     yield _gauge("run_state", "1 for the state of the run", ["state"], [([status.state], 1)])
     yield _gauge("run_timeline", "Resumes from a checkpoint so far", [], [([], status.timeline)])
-    yield _gauge("run_inner_steps", "Where the run ends", [], [([], status.inner_steps)])
+    if status.total_tokens:
+        yield _gauge("run_total_tokens", "Where the run ends", [], [([], status.total_tokens)])
+    else:
+        yield _gauge("run_inner_steps", "Where the run ends", [], [([], status.inner_steps)])
     if status.checkpoint_steps:
         newest = max(status.checkpoint_steps)
         what = "Inner step of the newest complete checkpoint"
         yield _gauge("run_checkpoint_inner_step", what, [], [([], newest)])
-    yield _gauge("run_syncer_epoch", "Starts of the syncer", [], [([], status.syncer_epoch)])
+    syncers = [([str(each.syncer_id)], each) for each in status.syncers]
+    epochs = [(labels, float(each.syncer_epoch)) for labels, each in syncers]
+    yield _gauge("run_syncer_epoch", "Starts of the syncer", ["syncer"], epochs)
+    ages = [(labels, each.age_s) for labels, each in syncers]
+    yield _gauge("run_syncer_age_seconds", "Since the syncer's last word", ["syncer"], ages)
     yield from _island_metrics(status.islands)
     own = [r for r in status.refusals if r.service == "coordinator"]
     refusals = [([r.island, r.cause], float(r.count)) for r in own]

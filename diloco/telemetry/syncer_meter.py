@@ -70,6 +70,11 @@ class SyncerMeter:
             counts.refused.update((p, island) for island in closed.refused)
             counts.rejected.update((p, island) for island in closed.rejected)
 
+    def rounds_of(self, fragment_id: int) -> tuple[int, int]:
+        """Give how many rounds of a fragment were published, and how many of them solo."""
+        with self._lock:
+            return self._counts.published[fragment_id], self._counts.solo[fragment_id]
+
     def expired(self, fragment_id: int) -> None:
         """Count an attempt without a result."""
         with self._lock:

@@ -18,6 +18,7 @@ def row(name: str, num_fragments: int = 2, *, at_least: float | None = None) -> 
     outer: dict[str, Any] = {
         "preset": "streaming",
         "num_fragments": num_fragments,
+        "fragment_pattern": "sequential",
         "overlap_steps": 1,
         "uplink_codec": "int4",
         "downlink_codec": "int4",

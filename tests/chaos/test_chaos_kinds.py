@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -18,8 +19,11 @@ import pytest
 from diloco.chaos import performers
 from diloco.chaos.performers import Performance, perform
 from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Timed
+from diloco.chaos.runner import Director
+from diloco.chaos.truth import TruthLog
 from diloco.chaos.world import World, is_frozen, ranks_of
 from diloco.config.load import load_config
+from diloco.durable import read_json
 from diloco.errors import ConfigError
 from diloco.launch import chaos
 from diloco.launch.chaos import VARIABLE, ChaoticLinks, links_path, wall_clock
@@ -55,12 +59,14 @@ while True:
 class Scene:
     """A state directory whose coordinator and syncer are processes that only hold their locks."""
 
-    def __init__(self, root: Path) -> None:
-        run = LocalRun(load_config(write_run(root, {"east": ""})), look_s=0.01)
-        run.state.create()
+    def __init__(self, root: Path, num_syncers: int = 1) -> None:
+        options = [f"coordinator.num_syncers={num_syncers}"]
+        config = load_config(write_run(root, {"east": ""}, num_fragments=num_syncers), options)
+        run = LocalRun(config, look_s=0.01)
+        run.state.create(num_syncers)
         self.world = World(run, root / "chaos")
         self.world.chaos_dir.mkdir()
-        self.fragment = fragment_directory(run.state.store, 0)
+        self.fragment = fragment_directory(run.state.syncers[0].store, 0)
         self.fragment.mkdir()
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -70,16 +76,15 @@ class Scene:
         return store
 
     def hold(self, target: str, script: str = SLEEPS) -> subprocess.Popen[bytes]:
-        state = self.world.state
-        is_syncer = target == SYNCER
-        lock = acquire(state.store_lock if is_syncer else state.coordinator_lock)
+        state, syncer = self.world.state, self.world.syncers.get(target)
+        lock = acquire(syncer.store_lock if syncer else state.coordinator_lock)
         process = subprocess.Popen(
             [sys.executable, "-S", "-c", script, str(self.fragment)], pass_fds=(lock,)
         )
         self.processes.append(process)
         write_pid(lock, process.pid)
         os.close(lock)
-        path = state.syncer if is_syncer else state.coordinator
+        path = syncer.syncer if syncer else state.coordinator
         Endpoint("127.0.0.1:1", process.pid).write(path)
         return process
 
@@ -102,10 +107,13 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+def scene(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Scene]:
+    """Of one syncer, or of as many as the parameter says."""
     monkeypatch.setattr(chaos, "_READ_S", READ_S)
     monkeypatch.setattr(performers, "_TOLD_S", 6 * READ_S)
-    scene = Scene(tmp_path)
+    scene = Scene(tmp_path, getattr(request, "param", 1))
     yield scene
     scene.close()
 
@@ -194,6 +202,28 @@ def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
     assert_same(store.recover().record, newest)
 
 
+@pytest.mark.parametrize("scene", [2], indirect=True, ids=["two-syncers"])
+def test_of_several_syncers_the_one_that_is_named_is_met(scene: Scene) -> None:
+    kept, met = (scene.hold(name) for name in ("syncer-0", "syncer-1"))
+    directories = []
+    for syncer in scene.world.syncers.values():
+        store = FragmentStore(syncer.store, FRAGMENT, 2)
+        store.recover()
+        commit(store, 2)
+        directories.append(fragment_directory(syncer.store, 0))
+    before = sorted(directories[0].iterdir())
+    performance = scene.perform(Kind.TRUNCATE, "syncer-1")
+
+    assert performance.begin()
+
+    assert performance.fired
+    assert met.wait(30.0) == -signal.SIGKILL
+    assert scene.world.serving_pid("syncer-0") == kept.pid and kept.poll() is None
+    assert sorted(directories[0].iterdir()) == before
+    assert record_path(directories[1], 3).stat().st_size == 77
+    assert scene.world.fragments() == directories
+
+
 def test_a_frame_that_was_being_written_is_torn(scene: Scene) -> None:
     scene.hold(SYNCER)
     store = scene.store(snapshot_rounds=4)
@@ -277,7 +307,7 @@ def test_a_wall_clock_jumps_and_comes_back(scene: Scene, target: str) -> None:
     clock = wall_clock({VARIABLE: str(scene.world.chaos_dir)}, target)
     performance = scene.perform(Kind.CLOCK, target)
 
-    assert performance.begin()
+    eventually(performance.begin)
     eventually(lambda: clock() - time.time() > 3599.0)
     eventually(performance.end)
 
@@ -317,8 +347,8 @@ def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
 
     async def call_until_it_ends() -> None:
         loop = asyncio.get_running_loop()
+        eventually(performance.begin)
         began = loop.time()
-        assert performance.begin()
         while loop.time() - began < 10 * READ_S or not performance.end():
             calls = (
                 transport.call("fragment.submit", b"", b"payload", deadline_s=20.0)
@@ -332,6 +362,51 @@ def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
 
     assert performance.fired, performance.note
     assert links_path(scene.world.chaos_dir).read_text() == "{}"
+
+
+def test_a_link_fault_waits_until_a_rank_that_lives_has_read_the_file(scene: Scene) -> None:
+    scene.island("exec sleep 60")
+    chaos_dir = scene.world.chaos_dir
+    died = subprocess.Popen(["true"])
+    died.wait()
+    (chaos_dir / f"fired.east.{died.pid}.json").write_text("{}")
+    performance = scene.perform(Kind.CUT, "east")
+
+    assert not performance.begin(), "its supervisor is there, its rank is being started"
+    links = ChaoticLinks.of({VARIABLE: str(chaos_dir)}, "east", "127.0.0.1:1")
+    assert links is not None
+    links.around(cast(Transport, Echo()), carries_fragments=True)
+    eventually(performance.begin)
+
+
+def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Path) -> None:
+    scene.island("exec sleep 60")
+    path = links_path(scene.world.chaos_dir)
+    links = ChaoticLinks.of({VARIABLE: str(scene.world.chaos_dir)}, "east", "127.0.0.1:1")
+    assert links is not None
+    links.around(cast(Transport, Echo()), carries_fragments=True)
+    faults = [
+        Timed(number, kind, "east", 0.0, 0.1, 0.01, 1e6, 1.0, 3600.0, 77)
+        for number, kind in enumerate((Kind.DELAY, Kind.DUPLICATE))
+    ]
+    seen = []
+    eventually(lambda: chaos.is_heeded(scene.world.chaos_dir, "east"))
+
+    with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
+        director = Director(scene.world, truth, faults, lambda done, all_of: None)
+
+        def play() -> bool:
+            director._end(truth.now_s)
+            director._begin(1e9 if director._held_until_s else 0.0)  # it has waited for long
+            seen.append([*(read_json(path) or {}).get("east", {}).get("rates", {})])
+            return not (director._to_come or director._under_way)
+
+        eventually(play)
+
+    assert all(len(rates) < 2 for rates in seen)
+    lines = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())
+    order = [(line["what"], line["number"]) for line in lines]
+    assert order == [("begun", 0), ("ended", 0), ("begun", 1), ("ended", 1)]
 
 
 def test_faults_on_purpose_stay_on_this_machine(tmp_path: Path) -> None:

@@ -81,6 +81,21 @@ def test_what_cannot_be_is_refused_by_name(kind: str, target: str, words: str) -
         expand(plan(fault=[{"kind": kind, "target": target, "at": "1s"}]), ISLANDS)
 
 
+def test_several_syncers_are_named_one_by_one() -> None:
+    names = ["syncer-0", "syncer-1"]
+    kills = plan(fault=[{"kind": "kill", "target": "syncer-1", "at": "1s"}])
+    drawn = expand(plan(mix={"kinds": {"kill": 1.0}, "mean_gap": "5s"}), ISLANDS, names)
+
+    (fault,) = expand(kills, ISLANDS, names)
+
+    assert (fault.target, fault.role, fault.island) == ("syncer-1", "syncer", "")
+    assert {f.target for f in drawn} == {"coordinator", *names, *ISLANDS}
+    with pytest.raises(ConfigError, match="kind kill: must be coordinator, syncer, an island"):
+        expand(kills, ISLANDS)
+    with pytest.raises(ConfigError, match="must be coordinator, syncer-0, syncer-1, an island"):
+        expand(plan(fault=[{"kind": "flip", "target": "syncer", "at": "1s"}]), ISLANDS, names)
+
+
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValidationError, match="kind"):
         plan(fault=[{"kind": "meteor", "target": "east", "at": "1s"}])
@@ -103,10 +118,17 @@ def test_the_quick_plan_has_every_kind() -> None:
     assert {fault.kind for fault in load_plan(quick).config.fault} == {*Kind}
 
 
-def test_fifty_kills_are_fifty(tmp_path: Path) -> None:
-    loaded = load_plan(next(path for path in SHIPPED if path.stem == "control-plane-50"))
+@pytest.mark.parametrize(
+    ("stem", "store"), [("control-plane-50", "snapshot"), ("decoupled-control-plane-50", "log")]
+)
+def test_fifty_kills_are_fifty(stem: str, store: str, tmp_path: Path) -> None:
+    loaded = load_plan(next(path for path in SHIPPED if path.stem == stem))
+    config = configured(loaded, tmp_path)
 
-    faults = faults_of(loaded, configured(loaded, tmp_path))
+    faults = faults_of(loaded, config)
+
+    assert (config.outer.store, config.outer.is_on_arrival) == (store, store == "log")
+    assert loaded.config.judge.syncer_back == "2s" == loaded.config.judge.coordinator_back
 
     assert len(faults) == 50
     assert {fault.kind for fault in faults} == {Kind.KILL}

@@ -27,6 +27,22 @@ fault = [
 """
 
 
+TWO_SYNCERS = """
+run = "run.toml"
+set = ["coordinator.num_syncers=2"]
+duration = "60s"
+limit = "200s"
+fault = [
+  { kind = "kill", target = "syncer-1", at = "0s" },
+  { kind = "clock", target = "syncer-0", at = "12s", lasts = "2s" },
+  { kind = "disk-full", target = "syncer-1", at = "15s", lasts = "2s" },
+  { kind = "freeze", target = "syncer-1", at = "18s", lasts = "1s" },
+  { kind = "truncate", target = "syncer-0", at = "20s" },
+]
+judge = { syncer_back = "60s" }
+"""
+
+
 def chaos(plan: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "diloco", "chaos", str(plan), *options]
     return subprocess.run(command, capture_output=True, text=True)
@@ -48,6 +64,21 @@ def test_a_short_run_survives_a_kill_of_everybody_and_a_freeze(tmp_path: Path) -
     backs = {fault["fault"]["target"]: fault["back_s"] for fault in report["faults"]}
     assert backs["coordinator"] > 0 < backs["syncer"]
     assert [island["num_starts"] for island in report["islands"]] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_of_two_syncers_is_met_and_the_run_survives(tmp_path: Path) -> None:
+    write_run(tmp_path, {"east": "", "west": ""}, inner_steps=600, num_fragments=4)
+    plan = tmp_path / "plan.toml"
+    plan.write_text(TWO_SYNCERS)
+
+    done = chaos(plan, "--require", "--json", "-")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert [fault["fired"] for fault in report["faults"]] == [True] * 5
+    assert all(finding["holds"] for finding in report["findings"])
 
 
 @pytest.mark.slow

@@ -154,11 +154,19 @@ def test_fragments_show_version_attempt_when_published_and_contributors() -> Non
         ({"syncer_address": ""}, ["not there yet"], []),
         ({"timeline": 2}, ["timeline 2"], ["tokens merged", "no round opens"]),
         ({"generation": 7, "is_paused": True}, ["generation 7", "no round opens"], []),
-        ({"total_tokens": 9000}, ["tokens merged 0 of 9,000"], []),
+        ({"total_tokens": 9000}, ["tokens merged 0 of 9,000"], ["solo"]),
+        (
+            {
+                "total_tokens": 9000,
+                "fragments": [FragmentStatus(fragment_id=2, rounds=8, solo_rounds=2)],
+            },
+            ["(25% of rounds solo)"],
+            [],
+        ),
         ({"checkpoint_steps": [60, 120]}, ["checkpoints 60, 120"], []),
         ({"state": "failed", "message": "quorum lost"}, ["failed", "quorum lost"], []),
     ],
-    ids=["running", "no-syncer", "resumed", "paused", "tokens", "checkpoints", "failed"],
+    ids=["running", "no-syncer", "resumed", "paused", "tokens", "solo", "checkpoints", "failed"],
 )
 def test_first_line_says_what_state_the_run_is_in(
     changes: dict[str, object], words: list[str], absent: list[str]
@@ -224,6 +232,9 @@ def test_one_line_says_where_every_island_stands() -> None:
         "running: east training, step 120/325 loss 2.346 15,360 tokens/s; west waiting, 3 MiB up, "
         "5 KiB down; north not joined; versions 5, 0"
     )
+    reply.inner_steps, reply.total_tokens = 0, 9000  # a run that tokens end
+    assert "step 120 loss" in run_text(reply) and "merged 0 of 9,000" in run_text(reply)
+    assert rows(islands_table(reply))[0][4] == "120"
     assert island_text(REPLY.islands[0], 325) == "joined"
     assert island_text(IslandStatus(), 325) == "not joined"
 

@@ -231,3 +231,28 @@ def test_every_shipped_run_file_can_be_planned(shipped: Path) -> None:
 
     assert planned["fragments"]
     assert planned["parameters"] > 0
+
+
+def test_a_run_on_arrival_shows_tokens_for_a_schedule_and_where_its_grace_is_0(
+    run_file: Path,
+) -> None:
+    changes = ("--set", "outer.preset=decoupled")
+    text = plan(run_file, *changes)
+    planned = json.loads(plan(run_file, "--json", *changes))
+
+    assert "until 7,680 tokens are merged, then a flush" in text
+    assert "inner step" not in text.split("There is no schedule")[0].split("A round of")[0]
+    assert "merged after" not in text and planned["sends"] == []
+    arrival = planned["arrival"]
+    assert (arrival["total_tokens"], arrival["rounds"]) == (20 * (128 + 256), 5)
+    # The largest fragment up and down at 5 Mbit/s, and two round trips of 60 ms.
+    largest = max(f["bytes_up"] + f["bytes_down"] for f in planned["fragments"])
+    assert arrival["exchange_s"] == pytest.approx(8 * largest / 5e6 + 0.120)
+    assert arrival["least_step_s"] == pytest.approx(arrival["exchange_s"] / 2)
+    assert "Warning: outer.grace = auto is 0 where tau = 2 inner steps" in text
+    assert "Set outer.grace to a time" in text
+
+    fixed = plan(run_file, *changes, "--set", "outer.grace=1s")
+    assert "There is no schedule" in fixed and "Warning" not in fixed
+    unlinked = plan(run_file, *changes, "--set", "transport.link=")
+    assert "Warning: outer.grace = auto" in unlinked and "inner steps under" not in unlinked

@@ -50,7 +50,7 @@ def test_what_remains_damaged_is_said_with_what_to_do_and_the_exit_code(state: S
     state.incarnations.write_text("{")
     journal = Journal(state.journal)
     journal.open()
-    journal.index_round(0, 1, 2, json.dumps({"version": 2}))
+    journal.write((), [(0, 1, 2, json.dumps({"version": 2}))])
     journal.close()
 
     result = invoke(state.root, "--json")

@@ -98,6 +98,25 @@ def test_a_flipped_bit_is_named_with_what_to_do_and_the_exit_code(state: StateDi
     assert f"diloco repair {state.root}" in result.stderr
 
 
+def test_where_all_is_to_be_kept_what_is_missing_is_an_error(state: StateDir) -> None:
+    frames_in(state.store / "fragment-0000" / KEPT)[2].path.unlink()
+
+    retained = invoke(state.root)
+    state.resolved.write_text(
+        state.resolved.read_text().replace(
+            'keep_contributions = "retained"', 'keep_contributions = "all"'
+        )
+    )
+    kept = invoke(state.root)
+    later = invoke(state.root, "--from", "7")
+
+    assert retained.exit_code == 0 and "not recomputable" in retained.stdout
+    assert kept.exit_code == 1
+    assert 'cannot be made again, though outer.keep_contributions is "all"' in kept.stderr
+    assert f"diloco replay {state.root} --from V" in kept.stderr
+    assert later.exit_code == 0, later.output
+
+
 def test_what_cannot_be_replayed_is_refused_with_what_to_type(
     state: StateDir, tmp_path: Path
 ) -> None:

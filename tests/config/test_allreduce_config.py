@@ -34,6 +34,7 @@ def run_file(directory: Path, num_islands: int = 2) -> Path:
         ([ALLREDUCE, "coordinator.syncer_listen=127.0.0.1:7001"], "coordinator.syncer_listen"),
         ([ALLREDUCE, "coordinator.syncer_address=host:7001"], "coordinator.syncer_address"),
         ([ALLREDUCE, "coordinator.spool_memory=2GiB"], "coordinator.spool_memory"),
+        ([ALLREDUCE, "coordinator.num_syncers=2"], "coordinator.num_syncers"),
         ([ALLREDUCE, "telemetry.syncer_metrics=127.0.0.1:7001"], "telemetry.syncer_metrics"),
         (["islands.a.peer_address=host:7001"], "islands.a.peer_address"),
         ([ALLREDUCE, BEYOND], "islands.a.peer_listen"),

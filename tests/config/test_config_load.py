@@ -407,6 +407,8 @@ REFUSALS = [
     ("coordinator.listen=localhost:99999", ["must be HOST:PORT", "0 to 65535"]),
     ("coordinator.listen=0.0.0.0:7000", ["coordinator.listen:", "transport.insecure = true"]),
     ("coordinator.syncer_listen=far:1", ["coordinator.syncer_listen:", "insecure = true"]),
+    ("coordinator.num_syncers=0", ["coordinator.num_syncers: 0:"]),
+    ("coordinator.num_syncers=9", ["coordinator.num_syncers: 9: each serves whole fragments"]),
     ("coordinator.address=far", ['coordinator.address: "far": must be HOST:PORT']),
     ('coordinator.state_dir=""', ['coordinator.state_dir: "": must not be empty']),
     ("transport.kind=libp2p", ['transport.kind: "libp2p":', 'allowed: "grpc" or "hivemind"']),
@@ -542,6 +544,24 @@ def test_syncer_that_other_sites_cannot_reach_is_refused(tmp_path: Path) -> None
 
     with pytest.raises(ConfigError, match=r"syncer_listen.*only this machine reaches it"):
         load_config(write(tmp_path, MINIMAL), overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["transport.kind=hivemind"], 'comes later with transport.kind = "hivemind"'),
+        (["coordinator.syncer_listen=127.0.0.1:65535"], "the last of 2 syncers has port 65536"),
+        (["coordinator.syncer_address=host:65535"], "the last of 2 syncers has port 65536"),
+    ],
+)
+def test_several_syncers_that_cannot_be_are_refused(
+    tmp_path: Path, overrides: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config(
+            write(tmp_path, MINIMAL),
+            ["outer.num_fragments=4", "coordinator.num_syncers=2", *overrides],
+        )
 
 
 @pytest.mark.parametrize("address", ["[::1]:0", "localhost:0", "127.8.8.8:65535"])

@@ -125,6 +125,23 @@ def test_a_payload_can_be_refused_unread(kind: Kind) -> None:
     check(kind, {"refuse": refuse}, claim)
 
 
+@pytest.mark.parametrize("size", [0, 100, 3 << 20])
+def test_whoever_answers_hears_when_all_of_it_was_sent(kind: Kind, size: int) -> None:
+    async def run() -> None:
+        sent = asyncio.Event()
+
+        async def give(call: IncomingCall) -> Reply:
+            assert not sent.is_set()
+            return Reply(b"", bytes(size), sent.set)
+
+        async with pair(kind, {"give": give}) as (_, transport):
+            await transport.call("give", b"", deadline_s=DEADLINE_S, max_reply_bytes=size)
+            async with asyncio.timeout(DEADLINE_S):
+                await sent.wait()
+
+    kind.run(run())
+
+
 def test_no_answer_within_the_deadline_is_deadline_exceeded(kind: Kind) -> None:
     async def claim(transport: Transport) -> None:
         with pytest.raises(DeadlineExceeded, match="never") as caught:

@@ -36,6 +36,18 @@ def part_of(number: int, *versions: int, at: int = 7, **drawn: int) -> control.C
     )
 
 
+def told(**drawn: int) -> str:
+    slots = {
+        slot.removeprefix("slot"): {
+            "grant": 0,
+            "is_final": False,
+            "position": {"drawn": {"web": count}, "cursor": {}},
+        }
+        for slot, count in drawn.items()
+    }
+    return json.dumps({"revision": 0, "slots": slots})
+
+
 def merged(tokens: int) -> list[control.FragmentStatus]:
     return [
         control.FragmentStatus(fragment_id=p, version=4, merged_tokens=tokens + p) for p in (0, 1)
@@ -84,9 +96,10 @@ def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
 ) -> None:
     async def story(desk: Desk) -> None:
         east, west = [(await desk.join(name)).grant for name in NAMES]
-        await desk.report(west, inner_step=30)
+        await desk.report(west, inner_step=30, position_json=told(slot1=17))
         await stop(desk)
-        await desk.report(east, cut=part_of(1, 3, 5, slot0=40, slot1=20))
+        await desk.report(west, inner_step=30, position_json=told(slot1=60))
+        await desk.report(east, cut=part_of(1, 3, 5, slot0=40))
         await desk.leave(west, exit_code=40)  # it has died
         assert (await told_to_syncer(desk)).cut == 1
         await told_to_syncer(desk, pinned_cut=1)
@@ -100,11 +113,44 @@ def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
         assert (without.is_resumed, without.last_inner_step) == (False, 30)
         claims = [json.loads(reply.claims_json)["slots"] for reply in (with_part, without)]
         drawn = {slot: claim["position"]["drawn"] for of in claims for slot, claim in of.items()}
-        assert drawn == {"0": {"web": 40}, "1": {"web": 20}}
+        assert drawn == {"0": {"web": 40}, "1": {"web": 17}}, "as was known at the naming"
 
         assert (await desk.join("east", "b")).is_resumed, "the same start asks again"
         again = await desk.join("east", "c")
         assert not again.is_resumed, "what its first start has contributed counts"
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_a_part_that_holds_what_its_syncer_has_lost_does_not_count(
+    tmp_path: Path, elastic: Config
+) -> None:
+    """The syncer has version 4 of both fragments; nobody waits for what cannot be."""
+
+    async def story(desk: Desk) -> None:
+        grants = [(await desk.join(name)).grant for name in NAMES]
+
+        async def asked(tokens: int) -> int:
+            await desk.round_report(fragments=merged(tokens))
+            desk.coordinator._cut_when_due()
+            return (await desk.report(grants[0])).cut
+
+        assert await asked(500) == 1
+        await desk.report(grants[0], cut=part_of(1, 4, 4))
+        await desk.report(grants[1], cut=part_of(1, 4, 5))
+        assert list((await told_to_syncer(desk)).cut_versions) == [4, 5], "it may be on its way"
+        assert list((await told_to_syncer(desk)).cut_versions) == [4, 4]
+        assert list(desk.membership.cuts[1].parts) == ["east"]
+        await told_to_syncer(desk, pinned_cut=1)
+        assert desk.membership.checkpoints == (1,)
+
+        assert await asked(1000) == 2
+        for grant in grants:
+            await desk.report(grant, cut=part_of(2, 9, 4))
+        await told_to_syncer(desk)
+        await told_to_syncer(desk)
+        assert desk.membership.cuts[2].is_void
+        assert await asked(1500) == 3
 
     tell(tmp_path, story, config=elastic)
 
@@ -133,6 +179,110 @@ def test_a_cut_is_named_after_so_many_tokens_and_one_at_a_time(
         assert [await asked(1499), await asked(1500)] == [0, 3]
 
     tell(tmp_path, story, config=elastic)
+
+
+def test_whoever_joins_meanwhile_is_not_asked_and_takes_what_is_published_on_a_resume(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        east = (await desk.join("east")).grant
+        desk.coordinator._keep(desk.membership.cut(tokens=500))
+        west = (await desk.join("west")).grant
+        assert (await desk.report(west)).cut == 0
+        assert not (await desk.report(west, cut=part_of(1, 9, 9))).cut
+        await desk.report(east, cut=part_of(1, 3, 5))
+        assert [*desk.membership.cuts[1].parts] == ["east"]
+        await told_to_syncer(desk, pinned_cut=1)
+
+        await desk.restart(resume_step=1)
+        assert not (await desk.join("west", "b")).is_resumed
+        assert (await desk.join("east", "b")).is_resumed
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_a_taken_cut_is_asked_for_until_it_is_kept_whoever_starts_again(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        grant = (await desk.join("east")).grant
+        desk.coordinator._keep(desk.membership.cut(tokens=500))
+        await desk.report(grant, cut=part_of(1, 3, 5))
+        for _ in range(2):  # what a syncer that started again has kept, it does not say
+            asked = await told_to_syncer(desk)
+            assert (asked.cut, list(asked.cut_versions)) == (1, [3, 5])
+            await desk.restart()
+        assert not desk.membership.cuts[1].is_complete
+        await told_to_syncer(desk, pinned_cut=1)
+        await desk.restart()
+        assert desk.membership.checkpoints == (1,)
+        assert (await told_to_syncer(desk)).cut == 0
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_old_cuts_are_forgotten_but_for_those_that_a_run_can_go_back_to(
+    tmp_path: Path, elastic: Config
+) -> None:
+    def remembered(desk: Desk) -> list[int]:
+        keys = [key.partition("/") for key in desk.journal.entries()]
+        return sorted(int(number) for kind, _, number in keys if kind == "cut")
+
+    async def one(desk: Desk, grant: control.Grant, number: int, *, has_part: bool) -> None:
+        desk.coordinator._keep(desk.membership.cut(tokens=number))
+        part = part_of(number, 1, 1, slot0=number) if has_part else part_of(number)
+        await desk.report(grant, cut=part)
+        if has_part:
+            await told_to_syncer(desk, pinned_cut=number)
+
+    async def story(desk: Desk) -> None:
+        grant = (await desk.join("east")).grant
+        for number in range(1, 13):
+            await one(desk, grant, number, has_part=number in (3, 5))
+        assert desk.membership.checkpoints == (3, 5)
+        assert remembered(desk) == [3, 5, 9, 10, 11, 12]
+
+        await desk.restart(resume_step=3)
+        assert desk.membership.cuts[3].parts["east"].text["0"]["drawn"] == {"web": 3}
+        grant = (await desk.join("east", "b")).grant
+        for number in range(13, 30):
+            await one(desk, grant, number, has_part=True)
+        assert remembered(desk) == [3, 26, 27, 28, 29], "an island of this timeline may yet need 3"
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_a_cut_needs_the_word_of_the_syncers_of_all_fragments(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        grants = [(await desk.join(name)).grant for name in NAMES]
+
+        async def says(syncer_id: int, **fields: Any) -> None:
+            own = desk.membership.assignment.fragments[syncer_id]
+            fragments = [status for status in merged(600) if status.fragment_id in own]
+            await desk.round_report(syncer_id=syncer_id, fragments=fragments, **fields)
+            desk.coordinator._cut_when_due()
+
+        await says(1)
+        assert (await desk.report(grants[0])).cut == 0, "the other may have merged less"
+        await says(0)
+        for grant in grants:
+            assert (await desk.report(grant)).cut == 1
+            await desk.report(grant, cut=part_of(1, 3, 5))
+        assert list((await desk.told_to_syncer()).cut_versions) == [3, 5]
+        await says(0, pinned_cut=1)
+        await says(0, pinned_cut=1)
+        await says(1)
+        assert desk.membership.checkpoints == (), "one of two keeps its fragment"
+
+        await desk.restart()
+        await says(1, pinned_cut=1)
+        assert desk.membership.checkpoints == (), "what was said to another start is said again"
+        await says(0, pinned_cut=1)
+        assert desk.membership.checkpoints == (1,)
+
+    tell(tmp_path, story, config=elastic, num_syncers=2)
 
 
 def test_a_stop_of_which_nobody_has_a_part_is_taken_back(tmp_path: Path, elastic: Config) -> None:
@@ -201,15 +351,15 @@ def test_a_part_that_no_island_says_is_refused_and_counted(
 def test_what_is_not_asked_for_changes_nothing() -> None:
     cuts = Cuts()
     part = Part(1, (2, 3))
-    cuts.apply(cuts.named(["a", "b"], timeline=0, tokens=0, is_last=False))
+    cuts.apply(cuts.named(["a", "b"], timeline=0, tokens=0, told={}, is_last=False))
 
     assert cuts.taken(0, "a", 2, part) == cuts.taken(0, "c", 1, part) == ()
     assert cuts.taken(1, "a", 1, part) == (), "of another timeline"
     cuts.apply(cuts.taken(0, "a", 1, part))
     assert cuts.taken(0, "a", 1, Part(9, (9, 9))) == (), "it has said so"
-    cuts.apply(cuts.named(["a", "b"], timeline=0, tokens=0, is_last=True))
+    cuts.apply(cuts.named(["a", "b"], timeline=0, tokens=0, told={}, is_last=True))
     assert cuts[1].is_void, "a last one takes its place"
     assert cuts.asked_of(0, "a") == (2, True)
     assert cuts.asked_of(1, "a") == (0, False)
-    cuts.apply(cuts.named(["b"], timeline=1, tokens=0, is_last=False))
+    cuts.apply(cuts.named(["b"], timeline=1, tokens=0, told={}, is_last=False))
     assert cuts.asked_of(1, "b") == (3, False), "numbers are counted over all timelines"

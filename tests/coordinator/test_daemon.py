@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -424,6 +425,21 @@ def test_an_operators_terminal_is_shown_no_state_but_ours(state: str, play: Play
 
 def test_the_states_of_islands_are_those_that_a_coordinator_knows() -> None:
     assert {"", *IslandState} == ISLAND_STATES
+
+
+def test_a_version_that_is_reported_as_two_things_is_counted(play: Play) -> None:
+    async def story(desk: Desk) -> None:
+        grant = control.Grant(run="demo", roles=[control.ROLE_SYNCER])
+        for digest in ("one", "one", "other"):
+            header = {"timeline": 0, "fragment_id": 0, "version": 3, "digest": digest}
+            request = control.RoundReport(grant=sign(grant, SECRET), record_json=json.dumps(header))
+            await desk.call("round_report", request)
+
+        (counted,) = desk.coordinator.status().refusals
+        assert (counted.service, counted.cause, counted.count) == ("coordinator", "conflict", 1)
+        assert [json.loads(header)["digest"] for header in desk.journal.tape()] == ["one"]
+
+    play(story)
 
 
 @pytest.mark.parametrize(

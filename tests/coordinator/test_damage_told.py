@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
 from protos import control_pb2 as control
+from tests.coordinator.test_cuts import part_of
 from tests.coordinator_desk import SECRET, Desk, joined, tell
+from tests.run_files import write_run
 from transport.contracts import PROTOCOL_VERSION
 
 CONFIG = load_config(Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml")
@@ -109,3 +114,65 @@ def test_an_island_that_is_not_at_work_gives_nothing(tmp_path: Path) -> None:
         assert "east is not at work" in refused.message
 
     tell(tmp_path, story, config=CONFIG)
+
+
+def test_each_of_several_syncers_hears_of_its_own_fragments(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        await joined(desk)
+        owner = next(n for n, own in enumerate(desk.membership.assignment.fragments) if own == (1,))
+        header = {"timeline": 0, "fragment_id": 1, "version": 4}
+        await desk.round_report(syncer_id=owner, record=header)
+        damaged = control.FragmentStatus(fragment_id=1, damage="version 4 cannot be read")
+        await desk.round_report(syncer_id=owner, fragments=[damaged])
+        assert (await desk.operate("repair", fragment="1", island="west")).is_done
+
+        async def hears(syncer_id: int) -> tuple[list[int], list[int], list[int]]:
+            grant = sign(control.Grant(run="demo", roles=[control.ROLE_SYNCER]), SECRET)
+            hello = control.SyncerHelloRequest(grant=grant, syncer_id=syncer_id)
+            said = control.SyncerHelloReply.FromString(await desk.call("syncer_hello", hello))
+            report = control.RoundReport(grant=grant, syncer_id=syncer_id)
+            reply = control.RoundReportReply.FromString(await desk.call("round_report", report))
+            repairs = [repair.fragment_id for repair in reply.repairs]
+            return list(said.fragment_ids), list(said.num_indexed), repairs
+
+        assert await hears(owner) == ([1], [5], [1])
+        assert await hears(1 - owner) == ([0], [0], [])
+
+    tell(tmp_path, story, config=CONFIG, num_syncers=2)
+
+
+@pytest.mark.parametrize("is_stop", [False, True], ids=["of-a-run", "of-a-stop"])
+def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
+    tmp_path: Path, *, is_stop: bool
+) -> None:
+    path = write_run(tmp_path / "run", dict.fromkeys(("east", "west"), ""))
+    config = load_config(path, ["outer.preset=decoupled", "checkpoint.every_tokens=500"])
+
+    async def story(desk: Desk) -> None:
+        grants = await joined(desk)
+
+        async def stands(*versions: int, **fields: Any) -> None:
+            fragments = [
+                control.FragmentStatus(
+                    fragment_id=p, version=version, damage="" if version else "x"
+                )
+                for p, version in enumerate(versions)
+            ]
+            await desk.round_report(fragments=fragments, **fields)
+
+        await stands(4, 0)
+        refused = await desk.operate("stop", checkpoint="true")
+        assert not refused.is_done
+        assert "--fragment 1 --from-island NAME" in refused.message
+        await stands(4, 5)
+        desk.coordinator._keep(desk.membership.cut(tokens=500, is_last=is_stop))
+        for grant in grants:
+            await desk.report(grant, cut=part_of(1, 3, 5))
+        assert (await desk.told_to_syncer()).cut == 1
+        await stands(4, 0)
+        assert desk.membership.cuts[1].is_void is is_stop
+        if not is_stop:
+            await stands(4, 5, pinned_cut=1)
+            assert desk.membership.checkpoints == (1,)
+
+    tell(tmp_path, story, config=config)

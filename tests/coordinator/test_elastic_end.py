@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
+
+import pytest
 
 from diloco.config.load import load_config
 from diloco.coordinator.daemon import RETURN_S
+from diloco.durable import DiskFull
 from tests.coordinator_desk import Desk, tell
 from tests.run_files import write_run
 
@@ -52,6 +56,35 @@ def test_an_island_that_stays_away_does_not_keep_a_run_from_its_end(tmp_path: Pa
         await asyncio.sleep(RETURN_S)
 
         assert desk.coordinator.ended.is_set()
+        watching.cancel()
+
+    tell(tmp_path, story, config=config)
+
+
+def test_a_full_disk_does_not_end_the_watch_and_what_it_found_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(
+        write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
+    )
+
+    def full(*_: object, **__: object) -> None:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    async def story(desk: Desk) -> None:
+        east, _ = await desk.join("east"), await desk.join("west")
+        watching = asyncio.create_task(desk.coordinator.watch())
+        with monkeypatch.context() as patch:
+            patch.setattr(desk.journal, "write", full)
+            for _ in range(int(config.lease_s) + 5):  # west's lease ends
+                await asyncio.sleep(1.0)
+                await desk.report(east.grant)
+            assert not watching.done()
+            assert desk.membership.live == ("east", "west"), "it cannot be written down"
+
+        await asyncio.sleep(2.0)
+
+        assert desk.membership.live == ("east",)
         watching.cancel()
 
     tell(tmp_path, story, config=config)

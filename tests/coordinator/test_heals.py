@@ -134,6 +134,27 @@ def test_a_wish_that_was_heard_before_a_restart_is_heard_again(
     tell(tmp_path, story, config=elastic)
 
 
+def test_a_cut_is_not_forgotten_while_it_is_given_of(tmp_path: Path, elastic: Config) -> None:
+    async def story(desk: Desk) -> None:
+        east, guest = await work(desk, "east", "guest")
+        await desk.report(guest, heal=WISH)
+        for number in range(1, 19):
+            await desk.report(east, cut=part_of(number, 3, 3))
+            await desk.report(guest, cut=part_of(number), heal=WISH)
+            status = [control.FragmentStatus(fragment_id=p, version=3) for p in (0, 1)]
+            await desk.round_report(fragments=status, pinned_cut=number)
+            desk.coordinator._keep(desk.membership.cut(tokens=number))
+        assert 1 not in desk.membership.checkpoints
+
+        assert (await desk.report(guest, heal=WISH)).heal.donor == "east"
+        assert (await desk.report(east)).donate == 1
+        await desk.report(guest)
+        desk.coordinator._keep(desk.membership.cut(tokens=19))
+        assert "cut/1" not in desk.journal.entries(), "nobody wishes any more"
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_in_a_scheduled_run_it_is_of_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         east, west = await work(desk, *NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import sqlite3
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from diloco.coordinator.journal import Journal, repeated_when_full
+from diloco.coordinator.journal import Journal, RoundRow, repeated_when_full
 from diloco.durable import DiskFull
 from transport.contracts import IncomingCall, Reply
 from transport.errors import Overloaded
@@ -37,11 +38,13 @@ def test_entries_survive_and_later_values_replace_earlier_ones(
 ) -> None:
     journal.write([("plan", "p"), ("island/east", "1")])
     journal.write([("island/east", "2")])
+    journal.write([("cut/1", "{}"), ("cut/2", "{}")])
+    journal.write([("cut/1", "null")])
     journal.write([])
 
     other = reopened(tmp_path)
 
-    assert other.entries() == {"plan": "p", "island/east": "2"}
+    assert other.entries() == {"plan": "p", "island/east": "2", "cut/2": "{}"}
     other.close()
 
 
@@ -54,18 +57,47 @@ def test_failed_write_leaves_nothing_and_the_next_one_works(journal: Journal) ->
     assert journal.entries() == {"plan": "q"}
 
 
+def row(timeline: int, fragment_id: int, version: int, **changes: str) -> RoundRow:
+    header = {"digest": f"{timeline}/{fragment_id}/{version}"} | changes
+    return timeline, fragment_id, version, json.dumps(header)
+
+
+def test_a_version_that_is_indexed_as_something_else_is_told_aloud(
+    journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal.write((), [row(0, 1, 7)])
+    assert journal.write((), [row(0, 1, 7, attempt="said in other words")]) == 0
+    assert not caplog.records
+
+    for _ in range(2):
+        rows = [row(0, 1, 7, digest="another"), row(0, 1, 8)]
+        assert journal.write([("plan", "p")], rows) == 1
+
+    assert [json.loads(h)["digest"] for h in journal.tape()] == ["0/1/7", "0/1/8"]
+    (told,) = journal.happenings()
+    assert (told.kind, told.key) == ("conflict", "t0/f1/version 7: another")
+    assert told.content == {"indexed": "0/1/7", "reported": "another"}
+    assert [r.levelname for r in caplog.records] == ["ERROR"] * 2
+    assert "published as two things" in caplog.text
+
+
 def test_tape_holds_each_record_once_in_the_order_of_reports(
     journal: Journal, tmp_path: Path
 ) -> None:
     for timeline, fragment_id, version in [(0, 1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 1)]:
-        journal.index_round(timeline, fragment_id, version, f"{timeline}/{fragment_id}/{version}")
-    journal.index_round(0, 0, 0, "another word on the same record")
+        assert journal.write((), [row(timeline, fragment_id, version)]) == 0
 
-    journal.index_round(3, 0, 0, "3/0/0")
+    journal.write((), [row(3, 0, 0)])
 
     other = reopened(tmp_path)
 
-    assert other.tape() == ["0/1/0", "0/0/0", "0/1/1", "1/1/1", "3/0/0"]
+    assert [json.loads(header)["digest"] for header in other.tape()] == [
+        "0/1/0",
+        "0/0/0",
+        "0/1/1",
+        "1/1/1",
+        "3/0/0",
+    ]
     assert [other.has_rounds(timeline) for timeline in range(4)] == [True, True, False, False]
     other.close()
 
@@ -104,7 +136,7 @@ def test_a_full_disk_stores_nothing_and_the_same_is_stored_later(
             with pytest.raises(DiskFull, match=r"journal\.sqlite: database or disk is full"):
                 journal.write(large)
         with pytest.raises(DiskFull):
-            journal.index_round(0, 0, 0, "x" * 50_000)
+            journal.write((), [row(0, 0, 0, digest="x" * 50_000)])
         assert journal.entries() == {"plan": "p"}
         journal._require().execute("PRAGMA max_page_count = 1000000")
         journal.write(large)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.coordinator.leases import STALL_S, TRANSITIONS, Lease, LeaseEvent, Leases
+from diloco.coordinator.leases import TRANSITIONS, Lease, LeaseEvent, Leases
 from diloco.coordinator.members import Member
 
 ACTIVE, LAPSED, DRAINING, LEFT = Lease.ACTIVE, Lease.LAPSED, Lease.DRAINING, Lease.LEFT
@@ -72,8 +72,30 @@ def test_what_the_observer_slept_through_is_nobodys_silence() -> None:
     assert leases.expired(["a", "b"], 60.0) == ()
     leases.renewed("a", 60.1)
     assert leases.expired(["a", "b"], 70.0) == ("b",), "which has said nothing since"
-    leases.looked(60.0 + STALL_S)  # a loaded machine is no absence
-    assert leases.expired(["a", "b"], 70.0) == ("b",)
+
+
+@pytest.mark.parametrize(("term_s", "stall_s"), [(3.0, 4.4), (3.0, 60.0), (10.0, 9.0), (2.0, 1.9)])
+def test_a_stall_of_the_observer_ends_no_lease_whatever_the_term(
+    term_s: float, stall_s: float
+) -> None:
+    leases = Leases(term_s)
+    leases.looked(100.0)
+    leases.renewed("a", 99.0)  # it reports once a second: its next word waits in the socket
+
+    leases.looked(100.0 + stall_s)
+
+    assert leases.expired(["a"], 100.0 + stall_s) == ()
+
+
+def test_who_is_gone_loses_its_lease_though_every_look_is_late() -> None:
+    leases, now = Leases(3.0), 0.0
+    leases.looked(now)
+    leases.renewed("a", now)
+
+    for expected in ((), (), (), ("a",)):
+        now += 60.0
+        leases.looked(now)
+        assert leases.expired(["a"], now) == expected
 
 
 def test_whoever_comes_first_where_nobody_was_does_not_find_the_others_lost() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from diloco.config.classes import policy_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.operations import LIVE_KEYS
+from diloco.errors import ConfigError
 from protos import control_pb2 as control
 from tests.coordinator_desk import TERMS, Desk, joined, tell
 from tests.run_files import write_run
@@ -231,6 +232,37 @@ def test_pause_and_unpause_reach_the_syncer_and_are_written_down(tmp_path: Path,
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
+@pytest.mark.parametrize("with_secret", ["", "true"])
+def test_a_backup_is_written_down_before_and_after(
+    with_secret: str, tmp_path: Path, config_of
+) -> None:
+    async def story(desk: Desk) -> None:
+        before = []
+
+        async def back_up(arguments: Mapping[str, str]) -> str:
+            before.extend(entry.content for entry in desk.journal.happenings())
+            if arguments["directory"] == "/full":
+                raise ConfigError("no room")
+            return "copied"
+
+        assert desk.coordinator._operations is not None
+        desk.coordinator._operations.backup = back_up
+        extra = {"with_secret": with_secret} if with_secret else {}
+        assert (await desk.operate("backup", directory="/there", **extra)).is_done
+        assert not (await desk.operate("backup", directory="/full")).is_done
+
+        word = "with" if with_secret else "without"
+        (begun,) = [each for each in before if each["arguments"]["directory"] == "/there"][:1]
+        assert begun["message"] == f"copying to '/there', {word} the run secret"
+        told = [e.content for e in desk.journal.happenings() if e.kind == "operation"]
+        assert [each["message"] for each in told if "copying" not in each["message"]] == [
+            "copied", "no room",
+        ]  # fmt: skip
+        assert len(told) == 4 and all(each["by"] for each in told)
+
+    tell(tmp_path, story, config=config_of(*ELASTIC))
+
+
 def test_a_drained_island_is_told_and_leaves_for_good(tmp_path: Path, config_of) -> None:
     async def story(desk: Desk) -> None:
         east, west = await joined(desk)
@@ -317,6 +349,12 @@ def test_what_the_coordinator_obeys_itself_counts_at_once(tmp_path: Path, config
         ("set", {"key": "outer.optimizer.lr", "value": "-1"}, ["-1", ">"]),
         ("set", {"key": "outer.grace", "value": "soon"}, ["outer.grace", '"auto" or 0s to 1h']),
         ("set", {"key": "run.seed", "value": "8"}, ["the same for the whole run", "outer.late"]),
+        (
+            "set",
+            {"key": "model.preset", "value": "tiny"},
+            ["cannot be set", "coordinator.state_dir", "diloco coordinator RUN.toml"],
+        ),
+        ("set", {"key": "model.dim", "value": "no number"}, ["cannot be set"]),
         ("set", {"key": "outer.uplink_codec", "value": "float32"}, ["--resume"]),
         ("set", {"key": "run.max_islands", "value": "9"}, ["--resume"]),
         ("set", {"key": "inner.threads", "value": "2"}, ["unknown key"]),

@@ -20,8 +20,8 @@ SPANS = st.lists(
 )
 
 
-def holding(slot, begun, number, source="a"):
-    return Holding(slot, {source: begun}, {source: begun + number})
+def holding(slot, begun, number, source="a", timeline=0):
+    return Holding(timeline, slot, {source: begun}, {source: begun + number})
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,25 @@ def holding(slot, begun, number, source="a"):
             [holding(0, 0, 9), holding(0, 2, 4), holding(0, 3, 3)], Account(16, 7, 0), id="thrice"
         ),
         pytest.param([holding(0, 5, 0), holding(0, 0, 2)], Account(2, 0, 3), id="took-and-died"),
+        pytest.param(
+            [holding(0, 0, 9), holding(0, 6, 4, timeline=1)], Account(10, 0, 0, 3), id="resumed"
+        ),
+        pytest.param(
+            [holding(0, 0, 9), holding(0, 9, 3), holding(0, 4, 2, timeline=1)],
+            Account(6, 0, 0, 8),
+            id="resumed-before-another-took-it",
+        ),
+        pytest.param(
+            [holding(0, 0, 9), holding(0, 7, 5, timeline=1), holding(0, 3, 1, timeline=2)],
+            Account(4, 0, 0, 11),
+            id="resumed-twice-further-back",
+        ),
+        pytest.param(
+            [holding(0, 0, 9), holding(0, 12, 5, timeline=1)], Account(14, 0, 3), id="resumed-ahead"
+        ),
+        pytest.param(
+            [holding(0, 0, 9), holding(1, 2, 5, timeline=1)], Account(14, 0, 0), id="not-taken-up"
+        ),
     ],
 )
 def test_draws_add_up(holdings, expected):

@@ -9,7 +9,13 @@ import pytest
 
 from diloco.config.network import CoordinatorConfig
 from diloco.errors import ConfigError
-from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
+from diloco.launch.address import (
+    coordinator_address,
+    listen,
+    local_address,
+    of_syncer,
+    syncer_address,
+)
 from diloco.launch.security import Security
 
 
@@ -117,3 +123,13 @@ def test_processes_beside_it_need_no_way_through_the_outside(bound: str, expecte
 def test_address_that_is_no_address_is_refused() -> None:
     with pytest.raises(ValueError, match="must be HOST:PORT"):
         config(syncer_address="eu.example.org")
+
+
+def test_each_of_several_syncers_has_the_port_behind_the_one_before_it() -> None:
+    config = CoordinatorConfig(state_dir="runs", syncer_address="eu:4712, us:0", num_syncers=3)
+
+    assert of_syncer("0.0.0.0:4712", 2) == "0.0.0.0:4714"
+    assert of_syncer("127.0.0.1:0", 2) == "127.0.0.1:0", "each draws its own"
+    assert of_syncer("", 2) == ""
+    assert syncer_address("0.0.0.0:9000", config, 0) == "eu:4712,us:9000"
+    assert syncer_address("0.0.0.0:9002", config, 2) == "eu:4714,us:9002"

@@ -102,7 +102,7 @@ def test_a_loop_of_ones_own_is_warned_of_a_slow_tcp_once_by_its_leader(
             wires = connection._wires
             for _ in range(2 if is_leader else 0):  # as an all-reduce island does
                 wires.coordinator()
-            wires.syncer("192.0.2.7:4712", island_rank=0, carriers=[0])
+            wires.syncers(["192.0.2.7:4712"], island_rank=0, carriers=[0])
 
     told = [r for r in caplog.records if "tcp_congestion_control=bbr" in r.getMessage()]
     assert [r.levelname for r in told] == ["WARNING"] * times
@@ -128,7 +128,7 @@ def test_rates_and_connections_of_the_run_file_reach_the_ways_of_a_carrier(tmp_p
     rates = ("transport.rate=100Mbit/s", "transport.snapshot_rate=20Mbit/s")
     site = wires(tmp_path, *rates, "transport.channels=4")
 
-    control, data = site.syncer("127.0.0.1:1", island_rank=1, carriers=[0, 1, 1, 3])
+    ((control, data),) = site.syncers(["127.0.0.1:1"], island_rank=1, carriers=[0, 1, 1, 3])
     assert isinstance(control, GrpcTransport) and isinstance(data, GrpcTransport)
     assert data._pacer is control._pacer, "one for all that a process sends"
     assert data._pacer.rate_bps == pytest.approx(100e6 / 3)
@@ -140,7 +140,7 @@ def test_rates_and_connections_of_the_run_file_reach_the_ways_of_a_carrier(tmp_p
     assert isinstance(server, GrpcServer) and server._pacer.rate_bps == 100e6
     within = site.own_peer("127.0.0.1:1")
     assert [way._pacer.rate_bps for way in within if isinstance(way, GrpcTransport)] == [0.0, 0.0]
-    _, chosen = wires(tmp_path).syncer("127.0.0.1:1", island_rank=0, carriers=[0])
+    ((_, chosen),) = wires(tmp_path).syncers(["127.0.0.1:1"], island_rank=0, carriers=[0])
     assert isinstance(chosen, GrpcTransport) and chosen._meter is not None, "auto: by the loss"
 
 
@@ -157,8 +157,8 @@ def test_the_environments_proxy_is_asked_for_a_syncer_beyond_this_machine(
         proxy = await asyncio.start_server(refuse, "127.0.0.1", 0)
         port = proxy.sockets[0].getsockname()[1]
         monkeypatch.setenv("grpc_proxy", f"http://127.0.0.1:{port}")
-        ways = wires(tmp_path, "transport.insecure=true").syncer(
-            "10.255.255.1:4711", island_rank=0, carriers=[0]
+        (ways,) = wires(tmp_path, "transport.insecure=true").syncers(
+            ["10.255.255.1:4711"], island_rank=0, carriers=[0]
         )
         for way in ways:
             with pytest.raises(ConnectError):

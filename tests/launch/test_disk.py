@@ -142,13 +142,16 @@ def test_a_run_that_fits_to_the_byte_begins(
     insist_on_room(config, MILLION, islands=(), is_new=True)
 
 
+@pytest.mark.parametrize("num_syncers", [1, 2])
 def test_what_a_resumed_run_has_written_needs_no_more_room(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    config: Config, monkeypatch: pytest.MonkeyPatch, num_syncers: int
 ) -> None:
-    store = StateDir(Path(config.coordinator.state_dir)).store
-    store.mkdir(parents=True)
-    (store / "record").write_bytes(bytes(1000))
-    (store / "pinned").hardlink_to(store / "record")
+    coordinator = config.coordinator.model_copy(update={"num_syncers": num_syncers})
+    config = config.model_copy(update={"coordinator": coordinator})
+    for state in StateDir(Path(coordinator.state_dir)).of_syncers(num_syncers):
+        state.store.mkdir(parents=True)
+        (state.store / "record").write_bytes(bytes(1000 // num_syncers))
+        (state.store / "pinned").hardlink_to(state.store / "record")
     leave_free(monkeypatch, forecast_disk(config, MILLION).store_bytes - 1000)
 
     insist_on_room(config, MILLION, islands=(), is_new=False)

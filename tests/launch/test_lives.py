@@ -156,3 +156,15 @@ def test_two_runs_in_one_directory_are_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"events of island east .* 4 times of which 2 differ"):
         IslandLife.of("east", 1, effective(other))
+
+
+def test_a_start_after_the_end_made_no_step_and_has_no_step_time_of_its_own() -> None:
+    events = [
+        *start(1, steps(1, 2, 3)),
+        *start(2, [IslandRejoined(3, 0), ended(3, undisturbed_step_s=0.0)]),
+    ]
+
+    life = IslandLife.of("east", 1, effective(events))
+
+    assert (life.num_starts, life.num_steps, life.inner_steps) == (2, 3, 3)
+    assert life.undisturbed_step_s == STEP_S

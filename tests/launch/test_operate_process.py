@@ -16,6 +16,7 @@ from diloco.cli.main import app
 from diloco.config.load import load_config
 from protos import control_pb2 as control
 from tests.coordinator_site import Site, call, eventually, status
+from transport.contracts import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -135,3 +136,31 @@ def test_an_operator_pauses_sets_kicks_copies_and_stops_a_run(
     assert coordinator.wait(30) == 0
     assert coordinator.stdout is not None
     assert "nothing is lost: start it again with the same command" in coordinator.stdout.read()
+
+
+def test_a_coordinator_killed_at_the_end_waits_again_for_who_has_not_fetched_it(
+    site: Site,
+) -> None:
+    def leave(island: str, start_id: str, exit_code: int) -> None:
+        grant = site.join(address, island, start_id, overrides=ELASTIC).grant
+        request = control.LeaveRequest(
+            protocol_version=PROTOCOL_VERSION, grant=grant, exit_code=exit_code
+        )
+        call(address, "control.leave", request)
+
+    coordinator, address = site.coordinate_until_up(*ELASTIC)
+    site.join(address, "east", "a", overrides=ELASTIC)
+    leave("west", "b", 1)  # its supervisor starts it again
+    leave("east", "a", 0)
+    assert coordinator.poll() is None, "it waits for west"
+    coordinator.kill()
+    coordinator.wait()
+
+    coordinator, again = site.coordinate_until_up(*ELASTIC)
+
+    assert again == address
+    leave("west", "c", 0)
+    assert coordinator.wait(30) == 0
+    assert coordinator.stdout is not None
+    assert "the run has finished, but for west" in coordinator.stdout.read()
+    assert site.coordinate(*ELASTIC).wait(30) == 0, "now it is over"

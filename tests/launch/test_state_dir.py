@@ -125,3 +125,19 @@ def test_directory_is_its_owners_alone_and_may_be_there_already(tmp_path: Path) 
 
     assert state.root.stat().st_mode & 0o777 == 0o700
     assert state.store.is_dir()
+
+
+def test_one_syncer_has_the_plain_names_and_several_have_numbers(tmp_path: Path) -> None:
+    one, two = StateDir(tmp_path / "one"), StateDir(tmp_path / "two")
+    one.create()
+    two.create(num_syncers=2)
+
+    assert [each.store.name for each in one.syncers] == ["syncer"]
+    assert one.syncers == one.of_syncers(1) == (one,)
+    assert [(each.store.name, each.syncer_id) for each in two.syncers] == [
+        ("syncer-0", 0),
+        ("syncer-1", 1),
+    ]
+    names = [(each.syncer.name, each.syncer_log.name) for each in two.syncers]
+    assert names == [("syncer-0.json", "syncer-0.log"), ("syncer-1.json", "syncer-1.log")]
+    assert not two.store.exists()

@@ -26,6 +26,7 @@ from diloco.telemetry.events import (
     IslandRejoined,
     IslandResumed,
     SlotDrawn,
+    TextUntold,
 )
 from tests.run_files import write_run
 from tests.virtual_run import Setting, VirtualRun
@@ -59,7 +60,9 @@ def island_events(
     island: str, island_rank: int, events: Sequence[Event], incarnation: int = 1
 ) -> list[dict[str, Any]]:
     """Give events as a sink writes them, one a second."""
-    context = {"island": island, "island_rank": island_rank, "incarnation": incarnation}
+    context = {
+        "island": island, "island_rank": island_rank, "timeline": 0, "incarnation": incarnation
+    }  # fmt: skip
     return [{"unix_s": float(n), **context, **e.as_dict()} for n, e in enumerate(events)]
 
 
@@ -198,6 +201,9 @@ def test_an_island_that_was_away_when_a_run_ended_that_waited_for_nobody_is_name
     assert [island.island for island in summary.islands] == ["east"]
     assert summary.problems == ()
     assert "Away when the run ended, and not counted: west." in summary.as_text()
+    planned, trained = run.config.total_tokens, sum(i.tokens for i in summary.islands)
+    of_plan = f"{trained:,} were trained ({trained / planned - 1:+.1%} of the plan)"
+    assert f"{planned:,} merged tokens end the run; {of_plan}" in summary.as_text()
 
 
 def test_an_island_with_other_bytes_is_told(run: Run) -> None:
@@ -384,6 +390,7 @@ def test_text_that_changed_hands_is_added_up_over_starts_and_islands(run: Run) -
 
     run.events["east"] += island_events("east", 0, [drawn(0, 0, 0, 7, 3), drawn(0, 0, 0, 12)])
     run.events["west"] += island_events("west", 0, [drawn(1, 0, 0, 5), drawn(0, 4, 10, 20)])
+    run.events["west"] += island_events("west", 0, [TextUntold(8, 4, 4)])
 
     summary = run.summary()
 
@@ -391,7 +398,8 @@ def test_text_that_changed_hands_is_added_up_over_starts_and_islands(run: Run) -
     assert summary.text.accounts == {"web": Account(trained=27, repeated=2, skipped=0)}
     text = summary.as_text()
     assert "Text in batches: web: 27 trained, 2 of them again, 0 skipped. Slots were taken" in text
-    assert "taken up 3 times; an island was at most 3 ahead of what it had told" in text
+    assert "taken up 3 times; an island was at most 4 ahead of what it had told" in text
+    assert "(data.handover_samples = 8,192, passed once as the coordinator did not answer)" in text
     assert summary.as_dict()["text"]["accounts"]["web"]["repeated"] == 2
 
 

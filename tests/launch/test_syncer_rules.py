@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -13,9 +15,11 @@ from diloco.config.load import load_config, with_settings
 from diloco.errors import ConfigError
 from diloco.launch.build import build_syncer_rules
 from diloco.launch.state_dir import StateDir
-from diloco.launch.syncer import _Orders
+from diloco.launch.syncer import _keep_plan, _Orders
 from diloco.rounds.orders import Orders
+from diloco.rounds.reporter import Reporter
 from diloco.rounds.terms import Roster
+from protos.control_pb2 import SyncerHelloReply
 from tests.run_files import write_run
 
 ISLANDS = {"east": "", "west": ""}
@@ -80,3 +84,20 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         with_settings(config, '{"outer.seed": 1}')
     with pytest.raises(ConfigError, match="min_contributions = 3"):
         with_settings(config, '{"outer.min_contributions": 3}')
+
+
+def test_one_of_several_syncers_learns_its_fragments_with_the_plan_and_again_without_them(
+    tmp_path: Path,
+) -> None:
+    class Told:
+        async def learn_plan(self) -> SyncerHelloReply:
+            return SyncerHelloReply(plan_json="the plan", fragment_ids=[1, 3])
+
+    state = StateDir(tmp_path, "syncer-1")
+    state.create(num_syncers=2)
+    for _ in range(2):
+        asyncio.run(_keep_plan(state, cast(Reporter, Told()), asyncio.Event()))
+
+        assert state.plan.read_text() == "the plan"
+        assert json.loads(state.fragments.read_text()) == [1, 3]
+        state.fragments.unlink()

@@ -24,6 +24,7 @@ from diloco.outer.combination import (
     mean_of,
 )
 from diloco.outer.units import Unit
+from diloco.rounds.replay import COEFFICIENT_TOLERANCE
 
 RADIAL = MergeRule("radial_directional")
 # Coefficients are float64 rounded to float32, and M products and sums in float32 follow.
@@ -175,6 +176,22 @@ def test_directions_that_cancel_give_nothing() -> None:
     delta = drawn(8, 1)[0]
 
     assert not merged([delta, -delta], [1.0, 1.0]).any()
+
+
+@pytest.mark.parametrize("angle", [1.0, 1e-2, 2e-3, 1.9e-3, 1e-4, 1e-7, 0.0])
+def test_directions_that_nearly_cancel_are_not_made_long_out_of_rounding(angle: float) -> None:
+    """v and one at `angle` from -v: half of it is |u|, about."""
+    gram = [[1.0, -math.cos(angle)], [-math.cos(angle), 1.0]]
+    other = [[1.0, -math.cos(angle) + 1e-13], [-math.cos(angle) + 1e-13, 1.0]]  # other hardware
+
+    ours, theirs = (
+        judge([g], units(8), [1.0, 1.0], RADIAL, is_flush=False).combination for g in (gram, other)
+    )
+
+    assert ours.distance(theirs) < COEFFICIENT_TOLERANCE
+    ((one, two),) = ours.coefficients
+    length = math.sqrt(max(0.0, one * one + two * two + 2 * one * two * gram[0][1]))
+    assert length == pytest.approx(min(1.0, math.sin(angle / 2) * 2**10), rel=1e-6, abs=1e-4)
 
 
 def test_a_vanishing_contribution_does_not_break_float32() -> None:

@@ -134,9 +134,9 @@ def test_a_version_that_only_the_coordinator_knows_of_is_lost_too(setting: Setti
             islands[0].lanes = fragment.lanes
             await islands[0].upload(fragment_id=fragment.fragment_id)
 
-        run.syncer.indexed([1, 1])
+        run.syncer.indexed({0: 1, 1: 1})
         assert not any(run.syncer.damage(p) for p in (0, 1))
-        run.syncer.indexed([1, 2])
+        run.syncer.indexed({0: 1, 1: 2})
         assert [bool(run.syncer.damage(p)) for p in (0, 1)] == [False, True]
         assert "version 1 was published" in run.syncer.damage(1)
         (state, damaged) = (await islands[0].poll(step_s=1.0)).fragments
@@ -174,7 +174,7 @@ def test_an_island_that_holds_the_lost_version_gives_it_back(
         for path in [*directory.glob("*.record"), *directory.glob("*.log")]:
             path.write_bytes(path.read_bytes()[:-3] + b"rot")
         await run.start_syncer()
-        run.syncer.indexed([lost + 1, 0])
+        run.syncer.indexed({0: lost + 1, 1: 0})
         await asyncio.sleep(5.0)
         assert run.syncer.phase(0) == "damaged"
 

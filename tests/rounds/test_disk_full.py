@@ -234,6 +234,39 @@ def test_a_lane_that_the_spool_has_no_room_for_is_sent_again(
     run_virtual(scenario())
 
 
+def test_no_deadline_passes_on_an_island_that_the_syncer_has_no_room_for(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It passes on one that was refused room and then says nothing more."""
+
+    def full(*_: object) -> None:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    async def scenario() -> None:
+        deadline_s = setting.round_deadline_s
+        run, (a, b) = await founded(setting)
+        await a.contribute(value=2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Spool, "put", full)
+            for _ in range(5):
+                await asyncio.sleep(0.9 * deadline_s)
+                assert (await b.submit()).status == wire.SUBMIT_STATUS_NOT_OPEN
+        assert (run.syncer.states[0].version, run.syncer.states[0].attempt) == (0, 0)
+        await asyncio.sleep(0.9 * deadline_s)
+        await b.contribute(value=4.0)
+        assert run.syncer.states[0].version == 1
+
+        key = replace(KEY, version=1)
+        await a.contribute(key)
+        with monkeypatch.context() as patch:
+            patch.setattr(Spool, "put", full)
+            assert (await b.submit(key)).status == wire.SUBMIT_STATUS_NOT_OPEN
+        await asyncio.sleep(1.1 * deadline_s)
+        assert (run.syncer.states[0].version, run.syncer.states[0].attempt) == (1, 1)
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("what", ["grant", "founding", "pin"])
 def test_calls_that_need_room_are_to_be_repeated(
     setting: Setting, disk: FullDisk, what: str

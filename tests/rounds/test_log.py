@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from diloco.outer.optimizer import OuterOptimizer
-from diloco.rounds.log import KEPT, frames_in, frames_of, headers_in, segment_path, segments_in
+from diloco.rounds.log import (
+    KEPT,
+    damaged_path,
+    frames_in,
+    frames_of,
+    headers_in,
+    keep_segment,
+    keep_without_state,
+    segment_path,
+    segments_in,
+)
 from diloco.rounds.pins import restore, valid_pins
-from diloco.rounds.record import RecordInvalid, record_path, versions_in
+from diloco.rounds.record import RecordInvalid, locate, record_path, versions_in
 from diloco.rounds.store import FragmentStore, PinRefused
 from tests.rounds.test_store import (
     FRAGMENT,
@@ -46,6 +57,13 @@ def directory_of(store: FragmentStore) -> Path:
 
 def segment(store: FragmentStore, start: int = 0) -> Path:
     return segment_path(directory_of(store), start)
+
+
+def damage(store: FragmentStore, version: int, section: str) -> None:
+    frame = frames_in(directory_of(store))[version]
+    data = bytearray(frame.path.read_bytes())
+    data[frame.sections[section].start] ^= 1
+    frame.path.write_bytes(data)
 
 
 def assert_newest(store: FragmentStore, version: int) -> None:
@@ -96,7 +114,7 @@ def test_a_policy_may_change_with_any_start(tmp_path: Path) -> None:
         assert_same(opened(tmp_path).recover().record, record)
         record = following(record)
 
-    # 8 is four after the snapshot at 5; until then frames 6 and 7 follow that.
+    # 9 is four after the snapshot at 5; until then frames 6, 7 and 8 follow that.
     assert versions_in(tmp_path / "fragment-0000") == [5, 9]
     for record in records[5:]:
         assert_same(opened(tmp_path).load(record.version), record)
@@ -179,12 +197,72 @@ def test_any_bit_flipped_in_a_frame_is_seen(store: FragmentStore) -> None:
 
                 recovered = store.recover()
 
-                # Without its payload a version cannot be sent, but those after it be computed.
-                leads_on = name.startswith("payload/") and number < 2
+                # Without its payload a version cannot be sent, but be made again if it is the
+                # newest, and those after it be computed.
+                leads_on = name.startswith("payload/")
                 assert recovered is not None
                 assert_same(recovered.record, records[3 if leads_on else number])
+                if leads_on and number == 2:
+                    record_path(directory_of(store), 3).unlink()
                 with pytest.raises(RecordInvalid):
                     store.load(number + 1)
+
+
+def test_the_newest_frame_is_made_again_where_its_contributions_are_whole(
+    store: FragmentStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = commit(store, 3)
+    damage(store, 3, "payload/1")
+
+    recovered = FragmentStore(store.store_dir, FRAGMENT, RETAINED).recover()
+
+    assert recovered is not None
+    assert_same(recovered.record, records[3])
+    assert_same(store.load(3), records[3])
+    assert "version 3 made again" in caplog.text
+    put(store, following(records[3]))
+    assert_newest(store, 4)
+
+
+def test_a_newest_frame_that_cannot_be_made_again_is_set_aside(
+    store: FragmentStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = commit(store, 3)
+    third = frames_in(directory_of(store))[3]
+    damage(store, 3, "contribution/b/0")
+    data = segment(store).read_bytes()
+    segment(store).write_bytes(data + b"torn")
+
+    assert_newest(store, 2)
+
+    aside = damaged_path(directory_of(store), 3)
+    assert aside.read_bytes() == data[third.start :]
+    assert segment(store).read_bytes() == data[: third.start]
+    assert "version 3 is damaged and set aside" in caplog.text
+    put(store, following(records[2]))
+    damage(store, 3, "contribution/a/0")
+    put(store, following(store.load(2)))
+    assert_newest(store, 3)
+    assert aside.exists(), "until there is another"
+
+
+def test_nothing_is_lost_after_a_resume(store: FragmentStore) -> None:
+    """A damaged frame in the middle hides one, until the segment ends before both."""
+    records = commit(store, 3)
+    store.pin(8, 1)
+    data = bytearray(segment(store).read_bytes())
+    data[frames_in(directory_of(store))[2].start] ^= 1
+    segment(store).write_bytes(data)
+    store.recover()
+    assert store.lost == 2
+
+    restore(store.store_dir, SimpleNamespace(fragments=(FRAGMENT,)), step=8, abandoned_timeline=0)
+
+    assert_newest(store, 1)
+    store.recover()
+    assert store.lost == -1
+    put(store, following(records[1]))
+    assert_newest(store, 2)
 
 
 def test_damage_in_the_middle_is_left_alone_and_the_log_goes_on_from_a_snapshot(
@@ -317,3 +395,47 @@ def test_everything_that_a_run_was_made_of_is_kept(tmp_path: Path, snapshot_roun
         assert bytes(frame.read("payload/1")) == bytes(record.payloads[1])
     assert_same(store.load(0), records[0])
     assert_newest(store, 9)
+
+
+@pytest.mark.parametrize(("every", "lag"), [(3, 0), (2, 1)])
+def test_pins_put_off_no_snapshot_and_all_is_kept(tmp_path: Path, every: int, lag: int) -> None:
+    """A pin makes a record of a frame, of the newest version or of one before it."""
+    store = opened(tmp_path, keeps_all=True)
+    directory = directory_of(store)
+    records = commit(store, 0)
+
+    for version in range(1, 15):
+        records.append(following(records[-1]))
+        put(store, records[-1])
+        if version % every == lag and version > lag:
+            store.pin(version, version - lag)
+        assert all(len(list(frames_of(segment(store, s)))) < 4 for s in segments_in(directory))
+        assert len(frames_in(directory)) < RETAINED + 2 * 4
+
+    assert_same(opened(tmp_path).recover().record, records[-1])
+    kept = {**frames_in(directory / KEPT), **frames_in(directory)}
+    assert {*kept, *versions_in(directory)} == set(range(15))
+    for version, frame in kept.items():
+        frame.verify()
+        assert frame.header["lane_digests"] == records[version].header()["lane_digests"]
+
+
+def test_a_version_that_is_kept_twice_does_not_hide_what_is_kept_after_it(tmp_path: Path) -> None:
+    store = opened(tmp_path, snapshot_rounds=8)
+    commit(store, 5)
+    directory = directory_of(store)
+    store.pin(8, 2)
+    second = locate(record_path(directory, 2))
+    (directory / KEPT).mkdir()
+    keep_without_state(directory, second)
+    assert not segments_in(directory / KEPT), "its frame will be kept with those after it"
+    damaged = bytearray(segment(store).read_bytes())
+    damaged[frames_in(directory)[2].sections["payload/0"].start] ^= 1
+    segment(store).write_bytes(damaged)
+
+    keep_without_state(directory, second)
+    keep_segment(directory, segment(store))
+
+    kept = frames_in(directory / KEPT)
+    assert sorted(kept) == [1, 2, 3, 4, 5]
+    kept[2].verify()

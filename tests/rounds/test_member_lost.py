@@ -30,8 +30,9 @@ def version_of(run: VirtualRun) -> tuple[int, int, bool]:
     return state.version, state.attempt, state.is_open
 
 
-async def order(run: VirtualRun, *live: str) -> None:
-    run.syncer.heard_of(Orders(Roster(live)))
+async def order(run: VirtualRun, *live: str, is_paused: bool = False, **fenced: int) -> None:
+    """Give a roster as the coordinator does: who was taken out is fenced from then on."""
+    run.syncer.heard_of(Orders(Roster(live, fenced, is_paused)))
     await asyncio.sleep(0.01)
 
 
@@ -81,21 +82,43 @@ def test_a_run_that_shrinks_goes_on_without_the_member_from_the_open_attempt_on(
             await island.contribute(key)
         assert version_of(run) == (0, 4, True)
 
-        await order(run, "a", "b")
+        await order(run, "a", "b", c=2)
 
         assert version_of(run) == (1, 0, True)
         assert [await island.end(key) for island in (a, b)] == 2 * [OutcomeKind.INCLUDED]
-        assert await c.end(key) is OutcomeKind.REFUSED
+        assert (await c.poll(key)).is_fenced
         (state,) = run.syncer.states
         assert list(state.members) == ["a", "b"]
         await restart(run)  # and the coordinator is away
         (state,) = run.syncer.states
         assert list(state.members) == ["a", "b"]
-        await order(run, "a", "b", "c")  # it is back
+        await order(run, "a", "b", "c", c=2)  # it may come back
+        assert version_of(run) == (1, 0, True)
+        await RawIsland(run, "c", 2).poll()
         for island in (a, b):
             await island.contribute(replace(KEY, version=1))
         (state,) = run.syncer.states
         assert (state.version, list(state.members)) == (2, ["a", "b", "c"])
+
+    run_virtual(scenario())
+
+
+def test_orders_that_follow_one_another_in_an_attempt_take_each_member_out_once(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, (a, b, _) = await founded(replace(setting, on_member_lost="shrink"), "abc")
+
+        await order(run, "a", "b", c=2)
+        await order(run, "a", "b", is_paused=True, c=2)
+        await order(run, "a", b=2, c=2)
+
+        assert run.syncer.failure is None and version_of(run) == (0, 0, True)
+        assert (await b.poll()).is_fenced
+        await a.contribute()
+        assert version_of(run) == (1, 0, True)
+        (state,) = run.syncer.states
+        assert list(state.members) == ["a"]
 
     run_virtual(scenario())
 
@@ -109,7 +132,7 @@ def test_who_is_on_the_roster_is_waited_for_though_it_was_never_here(setting: Se
         await order(run, "a", "b", "c")
         assert not (await a.poll()).fragments[0].wants_initial
 
-        await order(run, "a", "b")  # an operator has taken it out
+        await order(run, "a", "b", c=1)  # an operator has taken it out
 
         assert (await a.poll()).fragments[0].wants_initial
         await a.upload()

@@ -91,6 +91,20 @@ def test_a_contribution_is_nowhere_else(store: FragmentStore, records: list[Vers
     assert_same(recovered.record, records[3])
 
 
+def test_a_newest_frame_without_its_contributions_is_told_as_damaged(tmp_path: Path) -> None:
+    store = FragmentStore(tmp_path, FRAGMENT, 4, snapshot_rounds=4)
+    store.recover()
+    records = commit(store, 3)
+    damage(store, 3, "contribution/a/0")
+
+    found = notable(store)
+
+    assert [f.condition for f in found] == [Condition.DAMAGED] * 2
+    assert found[0].what == "version 3" and "contribution/a/0" in found[0].detail
+    assert found[1].what == "v000000000003.damaged"
+    assert_same(store.load(2), records[2])
+
+
 def test_version_0_is_made_of_nothing_here(
     store: FragmentStore, records: list[VersionRecord]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -60,7 +60,7 @@ class FakeRounds:
     def heard_of(self, orders: Orders) -> None:
         self.orders.append(orders)
 
-    def indexed(self, num_versions: Sequence[int]) -> None:
+    def indexed(self, num_versions: Mapping[int, int]) -> None:
         pass
 
     def repair(self, fragment_id: int, island: str, record_json: str) -> None:
@@ -71,6 +71,9 @@ class FakeRounds:
 
     def phase(self, fragment_id: int) -> str:
         return ("open", "closing")[fragment_id]
+
+    def rounds_of(self, fragment_id: int) -> tuple[int, int]:
+        return 7, fragment_id
 
 
 class FakeCoordinator:
@@ -150,7 +153,7 @@ def test_plan_is_asked_for_until_an_island_has_joined_and_while_nobody_answers()
         await asyncio.sleep(10)
         assert not learning.done()
         await scene.coordinator.up()
-        assert await learning == "the plan"
+        assert (await learning).plan_json == "the plan"
 
     scene = play(story, plan_after_s=12.0)
 
@@ -176,6 +179,7 @@ def test_idle_syncer_repeats_its_address_and_all_states_every_two_seconds() -> N
     _, report = coordinator.reports[-1]
     assert (report.syncer_epoch, report.record_json, report.fatal_reason) == (3, "", "")
     assert [(f.fragment_id, f.phase) for f in report.fragments] == [(0, "open"), (1, "closing")]
+    assert [(f.rounds, f.solo_rounds) for f in report.fragments] == [(7, 0), (7, 1)]
     first = report.fragments[0]
     assert (first.attempt, first.digest, list(first.contributors)) == (1, "00", ["east"])
 

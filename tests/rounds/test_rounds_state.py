@@ -392,7 +392,7 @@ def test_outcomes_survive_a_restart() -> None:
         assert again.outcome(key, island, 1) == rounds.outcome(key, island, 1)
 
 
-def test_who_the_merge_left_out_is_not_included_and_told_why() -> None:
+def test_who_the_merge_left_out_is_refused_and_told_why() -> None:
     rounds = machine(members=("a", "b", "c"), granted="abc")
     key = rounds.key
     for island in "abc":
@@ -400,7 +400,7 @@ def test_who_the_merge_left_out_is_not_included_and_told_why() -> None:
 
     rounds.committed(key, 2.0, {"b": "norm 9"})
 
-    assert rounds.outcome(key, "b", 1) == Outcome(key, OutcomeKind.NOT_INCLUDED, "norm 9")
+    assert rounds.outcome(key, "b", 1) == Outcome(key, OutcomeKind.REFUSED, "norm 9")
     assert [kind_of(rounds, key, island) for island in "ac"] == [OutcomeKind.INCLUDED] * 2
 
 
@@ -785,6 +785,24 @@ def test_a_kicked_start_counts_nothing_and_its_next_one_does(is_known: bool) -> 
     rounds.committed(rounds.key, 5.0)
 
     assert rounds.members == ("a", "b")
+
+
+def test_a_member_may_be_taken_out_while_an_attempt_closes() -> None:
+    """Twice, and its payload may turn out to be malformed, too."""
+    rounds = machine(members=("a", "b", "c"), granted="abc")
+    for island in "abc":
+        contribute(rounds, island, 1.0)
+    assert rounds.phase is Phase.CLOSING
+    for is_paused in (False, True):
+        assert rounds.heard_of(Roster(("a", "b"), {"c": 2}, is_paused), 2.0) == []
+    assert rounds.heard_of(Roster(("a", "b"), {"c": 2}), 2.0) == []
+
+    drop, close = rounds.malformed(rounds.key, "c", "torn", 3.0)
+
+    assert drop == DropLanes(rounds.key, "c", 1)
+    assert isinstance(close, Close) and [c.island for c in close.contributors] == ["a", "b"]
+    _, opened = rounds.committed(rounds.key, 4.0)
+    assert isinstance(opened, Opened) and opened.members == ("a", "b")
 
 
 def test_flush_attempts_take_flushes_only_and_close_with_those_that_came() -> None:

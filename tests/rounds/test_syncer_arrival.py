@@ -16,10 +16,11 @@ from torch import Tensor
 from diloco.rounds.orders import Orders
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.terms import OutcomeKind, Roster, RoundKey
+from diloco.rounds.timing import MeasuredTiming
 from protos import fragment_pb2 as wire
 from tests.raw_island import NUMEL, RawIsland, SlowWorker, restart
 from tests.virtual_run import Setting, VirtualRun
-from transport.loopback import run_virtual
+from transport.loopback import LoopbackNetwork, run_virtual
 
 #: Of an inner step, and H: nothing opens earlier than a round after the close before it.
 STEP_S, ROUND_S = 1.0, 4.0
@@ -53,10 +54,11 @@ def version_of(run: VirtualRun) -> tuple[int, int, bool]:
 
 
 async def begun(
-    setting: Setting, names: Sequence[str] = "abc"
+    setting: Setting, names: Sequence[str] = "abc", reply_bps: float = math.inf
 ) -> tuple[VirtualRun, list[RawIsland]]:
     """A run whose first round is open to all of `names`."""
     run = VirtualRun(setting)
+    run.network = LoopbackNetwork(reply_bps)
     await run.start_syncer()
     islands = [RawIsland(run, name) for name in names]
     for island in islands:
@@ -294,16 +296,20 @@ def test_a_kicked_start_is_fenced_and_stays_so_over_a_restart(setting: Setting) 
     run_virtual(scenario())
 
 
-def test_orders_count_once_they_are_durable(setting: Setting) -> None:
+def test_orders_count_once_they_are_durable(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
     def full_disk() -> None:
         raise OSError(28, "No space left on device")
 
     async def scenario() -> None:
         run, (_, b, _) = await begun(setting)
         run.orders.before_store = full_disk
-        await order(run, "a", "c", fenced={"b": 2})
+        for _ in range(3):  # with every report
+            await order(run, "a", "c", fenced={"b": 2})
         assert not (await b.poll()).is_fenced
         assert run.syncer.failure is None
+        assert sum("orders cannot be kept" in r.message for r in caplog.records) == 1
 
         run.orders.before_store = lambda: None
         await order(run, "a", "c", fenced={"b": 2})
@@ -332,6 +338,39 @@ def test_a_silent_member_is_not_opened_for_though_nobody_says_so(setting: Settin
 
         await a.contribute(replace(key, version=2))
         assert list((await next_opening(run, a, b, c)).members) == ["a", "b", "c"], "it thawed"
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("is_heard_first", [False, True])
+def test_what_the_syncer_slept_through_is_nobodys_silence(
+    setting: Setting, is_heard_first: bool
+) -> None:
+    """Whether its own alarm is first to run again, or a call that waited in its sockets."""
+
+    async def scenario() -> None:
+        run, (a, b, c) = await begun(replace(setting, quorum=None))
+        await heartbeat(a, b, c)
+        await asyncio.sleep(STEP_S)
+        await a.contribute(KEY)
+        waiting = asyncio.create_task(heartbeat(b))
+        await asyncio.sleep(0.0)
+
+        loop = asyncio.get_running_loop()
+        loop._jumping.now += setting.lease_s + 2.0  # type: ignore[attr-defined]
+        if is_heard_first:
+            await waiting
+        await asyncio.sleep(STEP_S)
+
+        (state,) = run.syncer.states
+        assert (state.version, state.attempt, state.is_open) == (0, 0, True)
+        for island in (b, c):
+            await island.contribute(KEY)
+        assert version_of(run)[0] == 1
+        for _ in range(int(setting.lease_s) + 1):  # now c is really silent
+            await asyncio.sleep(STEP_S)
+            await heartbeat(a, b)
+        assert list(run.syncer._attendance.roster.live) == ["a", "b"]
 
     run_virtual(scenario())
 
@@ -391,6 +430,107 @@ def test_version_0_is_founded_by_who_is_there(setting: Setting) -> None:
         assert (await a.poll()).fragments[0].wants_initial
         assert all(ack.is_accepted for ack in await a.upload(3.0))
         assert (await c.poll()).fragments[0].is_founded
+
+    run_virtual(scenario())
+
+
+def test_a_grace_of_auto_that_comes_to_nothing_is_said_once_with_the_key_to_set(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        run, islands = await begun(replace(setting, total_tokens=1000))
+        for version in range(4):
+            await asyncio.sleep(3 * STEP_S)  # until the quorum: more than tau steps
+            await islands[0].contribute(replace(KEY, version=version))
+            await fetch(islands[0], version + 1)
+            await next_opening(run, *islands)
+
+    run_virtual(scenario())
+
+    (said,) = (r.getMessage() for r in caplog.records if "outer.grace = auto" in r.message)
+    assert "tau inner steps of the slowest island take 2 s" in said
+    assert "diloco set HOST:PORT outer.grace=" in said
+
+
+# -- restarts --------------------------------------------------------------------------------------
+
+
+def test_a_syncer_that_is_killed_more_often_than_rounds_open_still_opens_them(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, islands = await begun(replace(setting, total_tokens=100))
+        await islands[0].contribute(KEY)
+        closed = asyncio.get_running_loop().time()
+        for _ in range(2):
+            await asyncio.sleep(ROUND_S / 2 - 0.5)
+            await restart(run)
+            await heartbeat(*islands)
+            assert not run.syncer.states[0].is_open
+        reply = await islands[0].poll(step_s=STEP_S)
+
+        await islands[0].poll(
+            wait_s=60.0, known_epoch=run.epoch, known=reply.fragments, step_s=STEP_S
+        )
+
+        assert run.syncer.states[0].is_open
+        assert asyncio.get_running_loop().time() == pytest.approx(closed + ROUND_S)
+        for version in (1, 2, 3):
+            await asyncio.sleep(2 * ROUND_S)  # away for longer than a floor
+            await restart(run)
+            await heartbeat(*islands)
+            assert version_of(run) == (version, 0, True), "overdue: at once"
+            await islands[0].contribute(replace(KEY, version=version))
+
+    run_virtual(scenario())
+
+
+def test_an_expiry_counts_its_wait_over_restarts(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, islands = await begun(replace(setting, quorum=2))
+        for _ in range(3):
+            for island in islands:
+                await island.decline(replace(KEY, attempt=version_of(run)[1]))
+            while not version_of(run)[2]:
+                await asyncio.sleep(0.4 * STEP_S)  # of waits of 1, 2 and 4 steps
+                await restart(run)
+                await heartbeat(*islands)
+                assert asyncio.get_running_loop().time() < 6 * ROUND_S
+        assert version_of(run) == (0, 3, True)
+
+    run_virtual(scenario())
+
+
+def test_after_a_restart_a_round_waits_for_those_that_are_only_reconnecting(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, (a, b, c) = await begun(setting)
+        await restart(run)
+        await asyncio.sleep(2 * ROUND_S)
+        await heartbeat(a)
+        await heartbeat(b)
+        assert version_of(run) == (0, 0, False)
+
+        await heartbeat(c)
+
+        (state,) = run.syncer.states
+        assert state.is_open and list(state.members) == ["a", "b", "c"]
+
+    run_virtual(scenario())
+
+
+def test_after_a_restart_nobody_waits_for_longer_than_a_lease(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, b, _) = await begun(setting)
+        await restart(run)  # and c died meanwhile
+        began = asyncio.get_running_loop().time()
+        while not version_of(run)[2]:
+            await asyncio.sleep(STEP_S / 2)
+            await heartbeat(a, b)
+
+        assert list(run.syncer.states[0].members) == ["a", "b"]
+        assert asyncio.get_running_loop().time() - began == pytest.approx(10.0, abs=STEP_S)
 
     run_virtual(scenario())
 
@@ -574,16 +714,22 @@ def test_the_floor_counts_from_the_close_not_from_the_publication(setting: Setti
     run_virtual(scenario())
 
 
-def test_the_grace_is_measured_from_steps_quorums_and_fetches(setting: Setting) -> None:
+@pytest.mark.parametrize("is_link_slow", [False, True])
+def test_the_grace_is_measured_from_steps_quorums_and_fetches(
+    setting: Setting, is_link_slow: bool
+) -> None:
+    """Whether it is the island that asks late, or the version that is long on its way."""
+    reply_bps = 8 * 4 * NUMEL / 0.2 if is_link_slow else math.inf
+
     async def scenario() -> None:
-        run, (a, b, c) = await begun(replace(setting, total_tokens=100))
+        run, (a, b, c) = await begun(replace(setting, total_tokens=100), reply_bps=reply_bps)
         for version in (0, 1):
             key = replace(KEY, version=version)
             await asyncio.sleep(0.4)  # until the quorum
             await a.contribute(key, weight_tokens=1)
             if version == 0:
                 assert version_of(run)[0] == 1, "nothing is known yet: no grace"
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.0 if is_link_slow else 0.2)
                 await fetch(a, 1)
                 await asyncio.sleep(ROUND_S - 0.2)
                 await heartbeat(a, b, c)
@@ -594,5 +740,36 @@ def test_the_grace_is_measured_from_steps_quorums_and_fetches(setting: Setting) 
         await asyncio.sleep(0.2)
         assert version_of(run)[0] == 2
         assert run.events[-1].as_dict()["grace_s"] == pytest.approx(0.7, abs=0.05)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("end", ["dies", "leaves", "starts anew", "is slow"])
+def test_a_contributor_that_is_gone_measures_no_fetch(setting: Setting, end: str) -> None:
+    """As long as it takes to be noticed: the grace would be 0 for rounds."""
+
+    async def scenario() -> None:
+        run, (a, b, c) = await begun(replace(setting, quorum=2, total_tokens=100))
+        await a.contribute(KEY, weight_tokens=1)
+        await b.contribute(KEY, weight_tokens=1)
+        assert version_of(run)[0] == 1
+        await asyncio.sleep(0.2)
+        await fetch(a, 1)
+        await asyncio.sleep(1.0)
+        match end:
+            case "leaves":
+                await order(run, "a", "c")
+            case "starts anew":
+                await RawIsland(run, "b", 2).poll()
+            case "is slow":
+                await fetch(b, 1)
+        await asyncio.sleep(ROUND_S - 1.2)
+        await heartbeat(a, c)
+        assert version_of(run) == (1, 0, True)
+
+        timing = run.syncer._services[0].rounds._timing
+        assert isinstance(timing, MeasuredTiming)
+        measured = {"dies": None, "is slow": pytest.approx(1.2)}
+        assert timing._until_fetched.value == measured.get(end, pytest.approx(0.2, abs=0.05))
 
     run_virtual(scenario())

@@ -45,6 +45,25 @@ async def publish(islands: list[RawIsland], version: int, value: float, timeline
     assert await islands[0].end(key) is OutcomeKind.INCLUDED
 
 
+def test_a_cut_that_is_ahead_of_the_store_is_not_kept_but_with_less_it_is(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        run, islands = await founded(setting)
+        await publish(islands, 0, 1.0)
+
+        run.syncer.keep_cut(3, [2])
+        await asyncio.sleep(0.1)
+        assert run.syncer.pinned_cut == 0
+        assert "cut 3 not kept, versions lost of fragments [0]" in caplog.text
+
+        run.syncer.keep_cut(3, [1])  # without the part that was ahead
+        await asyncio.sleep(0.1)
+        assert run.syncer.pinned_cut == 3
+
+    run_virtual(scenario())
+
+
 # -- pins over the wire ----------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.rounds.timing import FixedTiming, MeasuredTiming, StepTimes, TimingRules
+from diloco.rounds.timing import Downtime, FixedTiming, MeasuredTiming, StepTimes, TimingRules
 
 RULES = TimingRules(
     inner_steps_per_round=30,
@@ -108,9 +108,49 @@ def test_a_close_that_came_to_nothing_is_not_what_is_fetched() -> None:
 
 def test_a_restart_goes_on_waiting_ever_longer() -> None:
     timing = measured()
-    timing.resumed(3, 200.0)
+    timing.resumed(0, None, 3, 200.0)
 
     assert timing.opens_at(BOTH) == 204.0
+
+
+def restarted(ended_at: float, *closed_at: float) -> list[float]:
+    """When fragments open after a restart that closed at these times."""
+    downtime = Downtime(ended_at)
+    timings = []
+    for p, at in enumerate(closed_at):
+        rules = replace(RULES, phase=(p + 1) / len(closed_at))
+        timing = MeasuredTiming(rules, step_times(), ended_at, downtime)
+        timing.resumed(7, at, 0, ended_at)
+        timings.append(timing)
+    return [timing.opens_at(BOTH) for timing in timings]
+
+
+def test_the_floor_counts_from_the_close_before_a_restart() -> None:
+    assert restarted(125.0, 100.0, 110.0, 120.0) == [130.0, 140.0, 150.0]
+
+
+def test_what_is_overdue_after_a_restart_opens_in_turn_the_oldest_at_once() -> None:
+    assert restarted(1000.0, 110.0, 120.0, 100.0) == [1010.0, 1020.0, 1000.0]
+
+
+def test_a_fragment_that_is_long_overdue_delays_no_other() -> None:
+    assert restarted(1000.0, 100.0, 990.0, 995.0) == [1000.0, 1020.0, 1025.0]
+
+
+def test_a_round_after_the_restart_is_shifted_no_more() -> None:
+    downtime = Downtime(1000.0)
+    timing = MeasuredTiming(RULES, step_times(), 1000.0, downtime)
+    timing.resumed(7, 100.0, 0, 1000.0)
+    timing.closed(1001.0)
+
+    assert timing.opens_at(BOTH) == 1031.0
+
+
+def test_version_0_keeps_its_first_interval_over_a_restart() -> None:
+    timing = MeasuredTiming(replace(RULES, phase=1 / 3), step_times(), 104.0, Downtime(104.0))
+    timing.resumed(0, 100.0, 0, 104.0)
+
+    assert timing.opens_at(BOTH) == 110.0
 
 
 def test_where_fetching_takes_longer_than_the_overlap_there_is_no_grace() -> None:
@@ -119,6 +159,21 @@ def test_where_fetching_takes_longer_than_the_overlap_there_is_no_grace() -> Non
     timing.fetched(140.0)
 
     assert timing.grace_s(BOTH) == 0.0
+
+
+def test_a_grace_that_comes_to_nothing_says_what_of() -> None:
+    timing = measured()
+    assert timing.lacks_grace(BOTH) is None, "not known yet"
+    one_round(timing, 130.0, slow_after=0.0)
+    assert timing.lacks_grace(BOTH) is None
+    timing.fetched(140.0)
+
+    assert timing.lacks_grace(BOTH) == pytest.approx((4.0, 1.0 + (0.5 + 9.0) / 2))
+
+    fixed = MeasuredTiming(replace(RULES, grace_s=0.0), step_times(), begins_at=100.0)
+    one_round(fixed, 130.0, slow_after=0.0)
+    fixed.fetched(140.0)
+    assert fixed.lacks_grace(BOTH) is None, "it is what was asked for"
 
 
 def test_the_deadline_follows_how_late_members_come() -> None:

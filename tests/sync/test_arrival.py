@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
@@ -100,6 +101,31 @@ def test_a_run_ends_by_tokens_with_equal_digests_and_every_token_accounted(
         assert included(run, p).total() >= setting.total_tokens
     if late == "carry":
         assert not any(island.session.dropped_tokens for island in islands.values())
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["at once", "heard of too late"])
+def test_an_island_that_starts_after_the_end_ends_with_what_was_published(
+    setting: Setting, steps: int
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        islands = await run.run()
+        await run.start_syncer()
+        late = run.island("d", incarnation=2)
+        await late.start(last_inner_step=islands["d"].session.inner_step)
+        assert late.session.is_over
+        for _ in range(steps):
+            with torch.no_grad():
+                descend("d", 0, late.parameters)  # type: ignore[arg-type]
+            await late.runner.drive(late.session.stepping(1))
+
+        await late.go_on()
+
+        assert late.session.digests == islands["a"].session.digests
+        assert late.session.inner_step == islands["d"].session.inner_step + steps
+        assert not late.kinds("fragment_sent")
+
+    run_virtual(scenario())
 
 
 def test_no_step_takes_longer_because_another_island_is_gone(setting: Setting) -> None:

@@ -13,7 +13,7 @@ import grpc.aio
 from diloco.errors import CoordinatorUnavailable
 from diloco.rounds.spool import Spool
 from diloco.sync.calls import SyncerCalls
-from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.ledger import Outstanding
 from protos import fragment_pb2 as wire
 from protos.fragment_pb2 import Ack
@@ -70,8 +70,7 @@ def test_waits_between_calls_are_those_of_the_rules(tmp_path: Path) -> None:
         exchange = Exchange(
             setting.plan(),
             {0: (0,)},
-            control=silent,
-            data=Silent(),
+            ways=[SyncerWay([0], silent, Silent())],
             grant=grant("a"),
             rules=rules,
             rng=Longest(0),

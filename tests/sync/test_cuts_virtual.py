@@ -15,7 +15,8 @@ from torch import Tensor
 
 from diloco.rounds.pins import pinned_version
 from diloco.sync.agreement import Cut
-from tests.virtual_run import Checkpoint, Setting, VirtualIsland, VirtualRun
+from tests.several_syncers import Several
+from tests.virtual_run import Checkpoint, Setting, VirtualIsland
 from transport.loopback import run_virtual
 
 DESCENT = {"a": 1.0, "b": 3.0, "c": 2.0, "d": 1.5}
@@ -78,10 +79,17 @@ class Start:
 class Story:
     """A run that is cut after `cut_s` seconds, goes on for `beyond_s`, and is taken back."""
 
-    def __init__(self, setting: Setting, seed: int, *, beyond_s: float, missing: str = "") -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        seed: int,
+        *,
+        beyond_s: float,
+        missing: str = "",
+        num_syncers: int = 1,
+    ) -> None:
         self.rng = random.Random(seed)
-        self.run = VirtualRun(setting)
-        self.run.retained_versions = 4
+        self.run = Several(setting, num_syncers)
         self.beyond_s = beyond_s
         self.missing = missing
         self.kept: dict[str, Checkpoint] = {}
@@ -114,7 +122,7 @@ class Story:
                 start.end()
 
     async def first_half(self, cut_s: float) -> None:
-        await self.run.start_syncer()
+        await self.run.start()
         lives = {name: asyncio.create_task(self._live(name, cut_s)) for name in NAMES}
         if self.missing:
             await asyncio.sleep(cut_s * self.rng.uniform(0.3, 0.9))
@@ -124,11 +132,12 @@ class Story:
         while self.kept.keys() != set(members):
             await asyncio.sleep(0.25)
         least = [max(v[p] for v in self.versions.values()) for p in range(NUM_FRAGMENTS)]
-        self.run.syncer.keep_cut(CUT, least)
-        while self.run.syncer.pinned_cut != CUT:
-            await asyncio.sleep(0.25)
+        for part in self.run.parts:
+            part.syncer.keep_cut(CUT, least)
+            while part.syncer.pinned_cut != CUT:
+                await asyncio.sleep(0.25)
         for p in range(NUM_FRAGMENTS):
-            pinned = pinned_version(self.run.setting.directory, CUT, p)
+            pinned = pinned_version(self.run.of(p).setting.directory, CUT, p)
             assert pinned is not None and pinned >= least[p]
             self.pinned.append(pinned)
         await asyncio.sleep(self.beyond_s)
@@ -164,7 +173,7 @@ class Story:
         islands = await asyncio.gather(*map(live, NAMES))
         for island in islands:
             await island.exchange.stop()
-        await self.run.kill_syncer()
+        await self.run.kill()
         return list(islands)
 
     async def tell(self, cut_s: float) -> list[VirtualIsland]:
@@ -229,14 +238,19 @@ SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3,
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("is_stop", [True, False], ids=["stopped", "taken-back"])
+@pytest.mark.parametrize(
+    ("is_stop", "num_syncers"),
+    [(True, 1), (False, 1), (False, 2)],
+    ids=["stopped", "taken-back", "of-two-syncers"],
+)
 def test_a_run_is_cut_at_random_and_goes_on_with_every_token_accounted(
-    setting: Setting, seed: int, is_stop: bool
+    setting: Setting, seed: int, is_stop: bool, num_syncers: int
 ) -> None:
     rng = random.Random(100 + seed)
     late: Literal["drop", "carry"] = rng.choice(["drop", "carry"])
     changed = replace(setting, late=late, local_mix=rng.choice([0.0, 0.5]))
-    story = Story(changed, seed, beyond_s=0.0 if is_stop else rng.uniform(3.0, 10.0))
+    beyond_s = 0.0 if is_stop else rng.uniform(3.0, 10.0)
+    story = Story(changed, seed, beyond_s=beyond_s, num_syncers=num_syncers)
 
     islands = run_virtual(story.tell(rng.uniform(4.0, 14.0)))
 

@@ -29,7 +29,7 @@ from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
 from diloco.rounds.terms import RoundKey
 from diloco.sync.captured import CapturedFragment, CapturedLanes
-from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
 from diloco.sync.staging import grouped
 from protos import fragment_pb2 as wire
@@ -146,8 +146,7 @@ def make_exchange(
     return Exchange(
         setting.plan(),
         lanes,
-        control=control,
-        data=data or control,
+        ways=[SyncerWay(range(setting.num_fragments), control, data or control)],
         grant=grant(name),
         rules=ExchangeRules(**(values | rules)),
         rng=random.Random(0),

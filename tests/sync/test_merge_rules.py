@@ -124,14 +124,17 @@ def test_an_island_that_sends_a_hundredfold_is_left_out_and_told(
     assert {island for record in rejected for island in record["merge"]["rejected"]} == {"c"}
     assert all([c["island"] for c in record["contributors"]] == ["a", "b"] for record in rejected)
     assert len(rejected) >= 4
-    left_out = [step for step, outcome in outcomes(islands["c"]) if outcome == "not_included"]
+    left_out = [step for step, outcome in outcomes(islands["c"]) if outcome == "refused"]
     assert len(left_out) == len(rejected)
     assert {outcome for _, outcome in outcomes(islands["a"])} == {"included"}
     assert sum(run.syncer.meter.counts.rejected.values()) == len(rejected)
+    (counted,) = run.syncer.refusals
+    assert (counted.island, counted.cause, counted.count) == ("c", "outlier", len(rejected))
     told = [r.getMessage() for r in caplog.records if r.name == "diloco.sync.contributions"]
-    assert sum("not included" in line and "reject_norm_ratio = 10" in line for line in told) == len(
-        rejected
-    )
+    assert sum(
+        "contribution refused" in line and "the median" in line and "reject_norm_ratio = 10" in line
+        for line in told
+    ) == len(rejected)
     assert distance(islands["a"]) < 0.1, "what is published never saw it"
 
 

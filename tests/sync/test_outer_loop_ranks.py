@@ -36,7 +36,7 @@ from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
 from diloco.rounds.timing import TimingRules
 from diloco.sync.agreement import Agreement
-from diloco.sync.exchange import Exchange, ExchangeRules
+from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.io_thread import IoThread
 from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards, canonical_parameters, tensor_specs
@@ -259,8 +259,7 @@ def island(
         exchange = Exchange(
             plan,
             {0: shards.lanes_of(0)},
-            control=GrpcTransport(address),
-            data=data,
+            ways=[SyncerWay([0], GrpcTransport(address), data)],
             grant=grant("island", 1 + timeline, timeline),
             rules=ExchangeRules(
                 "int4",

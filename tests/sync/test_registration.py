@@ -153,7 +153,8 @@ def test_refusal_is_an_error_with_the_coordinators_words(
 
 
 @pytest.mark.parametrize(
-    ("up", "words"), [(False, "gave no answer to control.join"), (True, "no syncer registered")]
+    ("up", "words"),
+    [(False, "gave no answer to control.join"), (True, "syncers did not all register")],
 )
 def test_join_ends_when_nobody_came_in_time(up: bool, words: str) -> None:
     async def story(registration: Registration) -> None:
@@ -229,6 +230,23 @@ def test_reports_survive_a_coordinator_that_is_away() -> None:
 
     run(coordinator, story, up=True)
     assert stops == []
+
+
+def test_what_is_due_is_reported_at_once_and_not_in_a_stream() -> None:
+    coordinator = FakeCoordinator()
+    counts = []
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        registration.start_reporting(Progress, lambda error: None, stop_line())
+        for wait_s in (0.5, 0.2, 0.9):
+            await asyncio.sleep(wait_s)
+            counts.append(len(coordinator.of(control.ReportRequest)))
+            for _ in range(100 if len(counts) == 1 else 0):
+                registration.report_soon()
+
+    run(coordinator, story, up=True)
+    assert counts == [1, 2, 3]
 
 
 def test_leave_stops_reports_and_says_the_last_word() -> None:

@@ -238,13 +238,13 @@ def test_only_lanes_that_differ_are_fetched(setting: Setting) -> None:
         await asyncio.sleep(3.9)  # version 1 of the first fragment, version 0 of the second
         await starts.kill("a")
         island = starts.run.island("a", 2)
-        real = island.exchange._calls.fetch
+        real = island.exchange._links[0].calls.fetch
 
         async def fetch(fragment_id: int, version: int, *rest: Any, **named: Any) -> Any:
             fetched.append((fragment_id, version))
             return await real(fragment_id, version, *rest, **named)
 
-        island.exchange._calls.fetch = fetch  # type: ignore[method-assign]
+        island.exchange._links[0].calls.fetch = fetch  # type: ignore[method-assign]
         await island.start()
 
     run_virtual(scenario())
@@ -350,14 +350,14 @@ def test_a_flush_of_one_fragment_only_is_kept_while_the_other_is_made_up(setting
         starts = Starts(run)
         starts.begin("a", "b")
         a = starts.islands["a"]
-        real = a.exchange._calls.submit
+        real = a.exchange._links[0].calls.submit
 
         async def submit(sent: Any, *rest: Any, **named: Any) -> Any:
             if sent.is_flush and sent.key.fragment_id == 1:
                 await asyncio.Event().wait()
             return await real(sent, *rest, **named)
 
-        a.exchange._calls.submit = submit  # type: ignore[method-assign]
+        a.exchange._links[0].calls.submit = submit  # type: ignore[method-assign]
         await asyncio.sleep(14.0)
         assert [record.is_flush for record in records(run)] == [True, False]
         await starts.kill("a")

@@ -25,6 +25,7 @@ from protos.control_pb2 import (
     RefusalCount,
     ReportRequest,
     StatusReply,
+    SyncerStatus,
 )
 from protos.fragment_pb2 import FragmentState
 
@@ -68,7 +69,7 @@ def status() -> StatusReply:
                 phase="open",
             )
         ],
-        syncer_epoch=2,
+        syncers=[SyncerStatus(syncer_id=n, syncer_epoch=2 + n, age_s=0.25) for n in (0, 1)],
         state="running",
         inner_steps=325,
         checkpoint_steps=[100, 200],
@@ -86,7 +87,10 @@ def test_coordinator_tells_of_run_islands_and_fragments() -> None:
         "diloco_run_timeline": 1,
         "diloco_run_inner_steps": 325,
         "diloco_run_checkpoint_inner_step": 200,
-        "diloco_run_syncer_epoch": 2,
+        "diloco_run_syncer_epoch{syncer=0}": 2,
+        "diloco_run_syncer_epoch{syncer=1}": 3,
+        "diloco_run_syncer_age_seconds{syncer=0}": 0.25,
+        "diloco_run_syncer_age_seconds{syncer=1}": 0.25,
         "diloco_coordinator_refusals_total{cause=plan,island=east}": 3,
         "diloco_island_incarnation{island=east}": 2,
         "diloco_island_incarnation{island=west}": 0,

@@ -1,0 +1,101 @@
+"""Which syncer has which fragments: journalled once, told to syncers and islands."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from diloco.coordinator import assignment
+from diloco.coordinator.grants import sign
+from diloco.outer.fragments import Plan
+from protos import control_pb2 as control
+from tests.coordinator_desk import SECRET, Desk
+from transport.errors import FrameError
+
+
+async def hello(desk: Desk, syncer_id: int, address: str = "") -> control.SyncerHelloReply:
+    grant = sign(control.Grant(run="demo", roles=[control.ROLE_SYNCER]), SECRET)
+    request = control.SyncerHelloRequest(
+        grant=grant, syncer_id=syncer_id, address=address, syncer_epoch=1 + syncer_id
+    )
+    return control.SyncerHelloReply.FromString(await desk.call("syncer_hello", request))
+
+
+def test_fragments_stay_where_they_were_first_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        desk = Desk(tmp_path, num_syncers=2)
+        await desk.start()
+        assert not (await hello(desk, 0)).fragment_ids, "nothing before the first join"
+        await desk.join("east")
+        first = [list((await hello(desk, n)).fragment_ids) for n in (0, 1)]
+        assert sorted(first) == [[0], [1]]
+
+        def otherwise(plan: Plan, num_syncers: int) -> tuple[tuple[int, ...], ...]:
+            return tuple(tuple(own) for own in reversed(first))
+
+        monkeypatch.setattr(assignment, "assign_fragments", otherwise)  # of a newer program
+        await desk.restart()
+        await desk.join("west")
+        await desk.restart(resume_step=0)
+        assert desk.membership.timeline == 1
+        desk.membership.timeline = 0  # whose grants `hello` shows
+        again = [list((await hello(desk, n)).fragment_ids) for n in (0, 1)]
+        assert again == first
+        await desk.close()
+
+    asyncio.run(story())
+
+
+def test_an_island_is_sent_to_all_syncers_or_to_none(tmp_path: Path) -> None:
+    async def story() -> None:
+        desk = Desk(tmp_path, num_syncers=2)
+        await desk.start()
+        await desk.join("east")
+        await hello(desk, 1, "127.0.0.1:4713")
+        assert not (await desk.join("east")).syncers, "one has not said yet where it is"
+        await hello(desk, 0, "127.0.0.1:4712")
+
+        told = (await desk.join("east")).syncers
+        assert [each.address for each in told] == ["127.0.0.1:4712", "127.0.0.1:4713"]
+        assert sorted(p for each in told for p in each.fragment_ids) == [0, 1]
+        status = desk.coordinator.status()
+        assert [each.syncer_epoch for each in status.syncers] == [1, 2]
+        assert [list(each.fragment_ids) for each in status.syncers] == [
+            list(each.fragment_ids) for each in told
+        ]
+        assert status.syncer_address == "127.0.0.1:4712, 127.0.0.1:4713"
+        await desk.close()
+
+    asyncio.run(story())
+
+
+def test_a_syncer_speaks_of_its_own_fragments_alone(tmp_path: Path) -> None:
+    async def story() -> None:
+        desk = Desk(tmp_path, num_syncers=2)
+        await desk.start()
+        await desk.join("east")
+        own = list((await hello(desk, 1, "127.0.0.1:4713")).fragment_ids)
+        other = list((await hello(desk, 0)).fragment_ids)
+        refusal = [control.RefusalCount(island="east", cause="size", count=2)]
+        for number, fragment_ids in enumerate((other, own)):
+            mine = [control.FragmentStatus(fragment_id=p, version=4) for p in fragment_ids]
+            await desk.round_report(syncer_id=number, fragments=mine, refusals=refusal)
+        status = desk.coordinator.status()
+        assert [fragment.version for fragment in status.fragments] == [4, 4]
+        assert [(r.service, r.island, r.cause, r.count) for r in status.refusals] == [
+            ("syncer", "east", "size", 4)
+        ]
+
+        with pytest.raises(FrameError, match=f"a report of fragment {other[0]}; syncer 1 has"):
+            await desk.round_report(
+                syncer_id=1, fragments=[control.FragmentStatus(fragment_id=other[0])]
+            )
+        with pytest.raises(FrameError, match="a word of syncer 2; the run has 2"):
+            await hello(desk, 2)
+        await desk.close()
+
+    asyncio.run(story())

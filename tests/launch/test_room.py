@@ -1,0 +1,46 @@
+"""What a process writes at its start waits for room on the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+
+import pytest
+
+from diloco.durable import DiskFull
+from diloco.launch.room import having_room
+from transport.loopback import run_virtual
+
+
+def test_it_is_written_once_there_is_room_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tries: list[float] = []
+
+    def work() -> int:
+        tries.append(asyncio.get_running_loop().time())
+        if len(tries) < 4:
+            raise DiskFull(errno.ENOSPC, "No space left on device")
+        return len(tries)
+
+    with caplog.at_level(logging.INFO):
+        assert run_virtual(having_room("the epoch", work)) == 4
+
+    assert tries == [0.0, 1.0, 2.0, 3.0]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "the disk is full, the epoch waits for room: make some" in said[0]
+    assert "there is room on the disk again for the epoch" in said[1]
+
+
+def test_who_is_asked_to_end_waits_no_longer() -> None:
+    def full() -> None:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    async def scenario() -> None:
+        stopping = asyncio.Event()
+        asyncio.get_running_loop().call_later(2.5, stopping.set)
+        with pytest.raises(DiskFull):
+            await having_room("the epoch", full, given_up=stopping)
+        assert asyncio.get_running_loop().time() == 3.0
+
+    run_virtual(scenario())

@@ -1,0 +1,49 @@
+"""Which syncer gets which fragments of a plan."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.errors import ConfigError
+from diloco.outer.assignment import assign_fragments
+from diloco.outer.fragments import Plan, TensorSpec, make_plan
+
+
+def plan_of(numels: list[int]) -> Plan:
+    specs = [TensorSpec(f"t{i}", (numel,)) for i, numel in enumerate(numels)]
+    groups = [[spec.name] for spec in specs]
+    return make_plan(specs, num_fragments=len(numels), pattern="explicit", explicit=groups)
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6).flatmap(
+        lambda blocks: st.tuples(st.just(blocks), st.integers(1, min(3, len(blocks))))
+    )
+)
+def test_every_fragment_has_one_syncer_and_none_has_4_3_of_the_best(
+    drawn: tuple[list[int], int],
+) -> None:
+    blocks, num_syncers = drawn
+    plan = plan_of([128 * count for count in blocks])
+    sizes = [fragment.padded_numel for fragment in plan.fragments]
+
+    assigned = assign_fragments(plan, num_syncers)
+
+    assert len(assigned) == num_syncers and all(assigned)
+    assert sorted(itertools.chain(*assigned)) == list(range(len(sizes)))
+    assert assign_fragments(plan, num_syncers) == assigned
+    best = min(
+        max(sum(s for s, at in zip(sizes, way, strict=True) if at == n) for n in range(num_syncers))
+        for way in itertools.product(range(num_syncers), repeat=len(sizes))
+    )
+    assert max(sum(sizes[p] for p in own) for own in assigned) * 3 <= best * 4
+
+
+@pytest.mark.parametrize("num_syncers", [0, 3])
+def test_a_syncer_without_a_fragment_is_refused(num_syncers: int) -> None:
+    with pytest.raises(ConfigError, match=r"num_syncers = \d is outside \[1, 2\]"):
+        assign_fragments(plan_of([128, 256]), num_syncers)

@@ -1,0 +1,115 @@
+"""A run with several syncers on a virtual clock, any of which can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+from diloco.outer.assignment import assign_fragments
+from diloco.sync.exchange import SyncerWay
+from tests.virtual_run import Setting, VirtualIsland, VirtualRun
+from transport.loopback import LoopbackNetwork
+
+#: Seconds that a killed syncer is away each time.
+AWAY_S = 7.0
+
+
+class Stamped(list[Mapping[str, Any]]):
+    """Headers of records; `came` gets the time of each."""
+
+    def __init__(self, came: list[tuple[float, Mapping[str, Any]]]) -> None:
+        self.came = came
+
+    def append(self, header: Mapping[str, Any]) -> None:
+        self.came.append((asyncio.get_running_loop().time(), header))
+        super().append(header)
+
+
+class Several:
+    """A run with several syncers, each with a store and incarnations of its own."""
+
+    def __init__(self, setting: Setting, num_syncers: int = 2) -> None:
+        self.setting = setting
+        self.network = LoopbackNetwork()
+        self.parts = [
+            VirtualRun(
+                replace(setting, directory=setting.directory / f"syncer-{number}"),
+                name=f"syncer-{number}",
+                own=own,
+                network=self.network,
+            )
+            for number, own in enumerate(assign_fragments(setting.plan(), num_syncers))
+        ]
+
+    @property
+    def kept(self) -> VirtualRun:
+        """The part that nobody kills."""
+        return self.parts[0]
+
+    @property
+    def records(self) -> list[Mapping[str, Any]]:
+        """Headers of all records."""
+        return [header for part in self.parts for header in part.records]
+
+    def of(self, fragment_id: int) -> VirtualRun:
+        """Give the part that has a fragment."""
+        return next(part for part in self.parts if fragment_id in part.own)
+
+    async def resume(self, step: int) -> None:
+        """Take all stores back to a run checkpoint and serve them in a new timeline."""
+        for part in self.parts:
+            await part.resume(step)
+
+    async def kill(self) -> None:
+        """Drop all syncers."""
+        for part in self.parts:
+            await part.kill_syncer()
+
+    async def start(self) -> None:
+        self.came: list[tuple[float, Mapping[str, Any]]] = []
+        self.kept.records = Stamped(self.came)
+        for part in self.parts:
+            await part.start_syncer()
+
+    def island(self, name: str, incarnation: int = 1) -> VirtualIsland:
+        ways = [
+            SyncerWay(p.own, self.network.connect(p.name), self.network.connect(p.name))
+            for p in self.parts
+        ]
+        unused, timeline = self.network.connect("nobody"), self.kept.timeline
+        return VirtualIsland(name, self.setting, unused, unused, incarnation, timeline, ways=ways)
+
+    async def run(
+        self, meanwhile: Callable[[Several], Coroutine[Any, Any, None]] | None = None
+    ) -> dict[str, VirtualIsland]:
+        """Run every island to its end beside something else; returns them by name."""
+        await self.start()
+        islands = {name: self.island(name) for name in self.setting.islands}
+        beside = asyncio.create_task(meanwhile(self)) if meanwhile else None
+        await asyncio.gather(*(island.run() for island in islands.values()))
+        if beside is not None:
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
+        for island in islands.values():
+            await island.exchange.stop()
+        await self.kill()
+        return islands
+
+
+def killing(every_s: float) -> Callable[[Several], Coroutine[Any, Any, None]]:
+    """Kill the syncer that is not kept, again and again, so many seconds after it came back."""
+
+    async def kill(run: Several) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            await asyncio.shield(killed(run))
+
+    return kill
+
+
+async def killed(run: Several) -> None:
+    await run.parts[1].kill_syncer()
+    await asyncio.sleep(AWAY_S)
+    await run.parts[1].start_syncer()
