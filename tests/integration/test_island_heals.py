@@ -153,7 +153,7 @@ def while_given(site: Site, known: set[str], act: Callable[[], None]) -> None:
 
     def is_half_there() -> bool:
         new = {name: count for name, count in site.lanes_given().items() if name not in known}
-        return any(0 < count < 4 for count in new.values())
+        return any(0 < count < 8 for count in new.values())  # of ten, four at a time
 
     wait_until(is_half_there, 150.0)
     act()
