@@ -117,7 +117,9 @@ def judge(evidence: Evidence) -> tuple[Finding, ...]:
         _finding(
             "a version has one digest everywhere",
             [*clashes, *_digest_problems(evidence, tape)],
-            f"{len(tape)} versions, {_num_merges(evidence)} merges, every island's end",
+            f"{len(tape)} versions, {_num(evidence, 'fragment_merged')} merges, "
+            f"{_num(evidence, 'fragment_staged')} versions hashed by who staged them, every "
+            f"island's end",
         ),
         _finding(
             "every version is published exactly once",
@@ -252,6 +254,13 @@ def _digest_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
                         f"{event['digest'][:16]}, the tape has "
                         f"{', '.join(sorted(each[:16] for each in known)) or 'no such version'}"
                     )
+            elif event["kind"] == "fragment_staged":
+                key = event["fragment_id"], event["version"]
+                if (made := tape.get(key, {}).get("digest", "none")) != event["digest"]:
+                    yield (
+                        f"{island} staged fragment {key[0]} version {key[1]} as "
+                        f"{event['digest'][:16]} by its own hash, the tape has {made[:16]}"
+                    )
             elif event["kind"] == "island_ended" and tuple(event["digests"]) != newest:
                 yield (
                     f"{island} rank {event['island_rank']} ended with other values than the "
@@ -368,12 +377,8 @@ def _has_ended(evidence: Evidence, event: Event) -> bool:
     return any(each["kind"] == "island_ended" for each in start)
 
 
-def _num_merges(evidence: Evidence) -> int:
-    return sum(
-        event["kind"] == "fragment_merged"
-        for events in evidence.events.values()
-        for event in events
-    )
+def _num(evidence: Evidence, kind: str) -> int:
+    return sum(event["kind"] == kind for events in evidence.events.values() for event in events)
 
 
 def _outcomes_text(evidence: Evidence) -> str:

@@ -21,9 +21,14 @@ from diloco.compression.lanes import lane_codec
 from diloco.compression.registry import get_codec
 from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError
 from diloco.outer.fragments import Fragment
-from diloco.rounds.publication import MOST_TOGETHER, apply_payload, lane_digest
+from diloco.rounds.publication import (
+    MOST_TOGETHER,
+    apply_payload,
+    lane_digest,
+    version_digest,
+)
 from diloco.sync.calls import SyncerCalls
-from diloco.telemetry.events import CaughtUp, DigestMismatch, Event
+from diloco.telemetry.events import CaughtUp, DigestMismatch, Event, FragmentStaged
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
 
@@ -60,7 +65,7 @@ async def stage_lanes(
         digests: Of the published fragment, by lane; empty when they are not known, which takes
             every lane as a whole.
         codec: Of payloads, to foresee their sizes where there are several.
-        on_event: Hears of a mismatch, and of versions leapt over.
+        on_event: Hears of a mismatch, of versions leapt over, and what a whole fragment came to.
 
     Raises:
         CodecError: If even a whole lane does not match.
@@ -84,6 +89,10 @@ async def stage_lanes(
         num_whole += fetched
     if version > base + 1:
         on_event(CaughtUp(fragment.fragment_id, base, version, "whole" if num_whole else "deltas"))
+    if len(lanes) == len(fragment.lanes):
+        # Every lane was hashed here, and is what was announced.
+        own = digests or [lane_digest(lanes[lane_id]) for lane_id in sorted(lanes)]
+        on_event(FragmentStaged(fragment.fragment_id, version, version_digest(own).hex()))
     return lanes
 
 

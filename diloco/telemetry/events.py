@@ -110,6 +110,16 @@ class CaughtUp(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class FragmentStaged(Event):
+    """A rank that carries a whole fragment has a version, and what its own values hash to."""
+
+    kind: ClassVar[str] = "fragment_staged"
+    fragment_id: int
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class OutcomeHeard(Event):
     """A contribution was not included, and why; written where it was heard of first."""
 

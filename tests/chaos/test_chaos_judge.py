@@ -144,6 +144,16 @@ def _set(events: list[dict[str, Any]], index: int, **values: object) -> None:
 
 
 DIGESTS = "a version has one digest everywhere"
+
+
+@pytest.mark.parametrize(("of", "is_found"), [(2, False), (3, True)])
+def test_what_an_island_on_arrival_staged_is_that_very_version(of: int, is_found: bool) -> None:
+    run = Run.good()
+    run.tell("east", 1, "fragment_staged", 4, fragment_id=0, version=2, digest=digest(of))
+
+    assert broken(run.evidence(is_on_arrival=True)) == ([DIGESTS] if is_found else [])
+
+
 VERSIONS = "every version is published exactly once"
 OUTCOMES = "every contribution has exactly one outcome"
 ACCOUNTS = "every token is accounted for"

@@ -17,7 +17,7 @@ SHORT = """
 run = "run.toml"
 set = ["islands.west.restart_wait=100ms"]
 duration = "30s"
-limit = "150s"
+limit = "270s"
 fault = [
   { kind = "kill", target = "coordinator", at = "0s" },
   { kind = "freeze", target = "west", at = "1s", lasts = "1s" },
@@ -31,7 +31,7 @@ TWO_SYNCERS = """
 run = "run.toml"
 set = ["coordinator.num_syncers=2"]
 duration = "60s"
-limit = "200s"
+limit = "270s"
 fault = [
   { kind = "kill", target = "syncer-1", at = "0s" },
   { kind = "clock", target = "syncer-0", at = "12s", lasts = "2s" },
@@ -48,7 +48,7 @@ def chaos(plan: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_short_run_survives_a_kill_of_everybody_and_a_freeze(tmp_path: Path) -> None:
     write_run(tmp_path, {"east": "", "west": ""}, inner_steps=100)
     plan = tmp_path / "plan.toml"
@@ -67,7 +67,7 @@ def test_a_short_run_survives_a_kill_of_everybody_and_a_freeze(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_each_of_two_syncers_is_met_and_the_run_survives(tmp_path: Path) -> None:
     write_run(tmp_path, {"east": "", "west": ""}, inner_steps=600, num_fragments=4)
     plan = tmp_path / "plan.toml"
@@ -82,7 +82,7 @@ def test_each_of_two_syncers_is_met_and_the_run_survives(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_run_that_is_given_up_breaks_and_is_kept(tmp_path: Path) -> None:
     write_run(tmp_path, {"east": "", "west": ""}, inner_steps=100000)
     plan = tmp_path / "plan.toml"

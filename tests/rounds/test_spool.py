@@ -144,7 +144,9 @@ class Arrivals:
 
     async def begin(self, name: str, num_bytes: int) -> None:
         self._ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._arrive(name, num_bytes))
+        task = self.tasks[name] = asyncio.create_task(self._arrive(name, num_bytes))
+        # What nobody looks at is logged when it is collected, in the middle of some other test.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await settle()
 
     async def end(self, name: str) -> None:

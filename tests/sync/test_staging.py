@@ -11,9 +11,9 @@ from torch import Tensor
 
 from diloco.compression.base import to_bytes
 from diloco.outer.fragments import TensorSpec, make_plan
-from diloco.rounds.publication import lane_digest
+from diloco.rounds.publication import lane_digest, version_digest
 from diloco.sync.staging import stage_lanes
-from diloco.telemetry.events import DigestMismatch, Event
+from diloco.telemetry.events import DigestMismatch, Event, FragmentStaged
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
 
@@ -47,6 +47,9 @@ class Syncer:
         return reply, to_bytes(LANES[lane_id].view(torch.uint8))
 
 
+STAGED = FragmentStaged(0, 1, version_digest([lane_digest(LANES[n]) for n in LANES]).hex())
+
+
 def staged(syncer: Syncer, digests: Sequence[bytes], heard: list[Event]) -> dict[int, Tensor]:
     return asyncio.run(
         stage_lanes(
@@ -68,7 +71,7 @@ def test_whole_lanes_of_a_group_are_fetched_at_once() -> None:
 
     assert list(lanes) == list(LANES)
     assert all(torch.equal(lanes[n], LANES[n]) for n in LANES)
-    assert not heard
+    assert heard == [STAGED], "hashed by whoever staged it, though no digest was known"
 
 
 @pytest.mark.parametrize("codec", ["", "int5"], ids=["no codec", "an unknown codec"])
@@ -77,4 +80,4 @@ def test_a_payload_of_no_known_codec_is_healed_by_whole_lanes(codec: str) -> Non
     lanes = staged(Syncer(codec), [lane_digest(LANES[n]) for n in LANES], heard)
 
     assert all(torch.equal(lanes[n], LANES[n]) for n in LANES)
-    assert heard == [DigestMismatch(0, 1, n) for n in LANES]
+    assert heard == [*(DigestMismatch(0, 1, n) for n in LANES), STAGED]
