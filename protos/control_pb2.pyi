@@ -120,7 +120,7 @@ class JoinReply(_message.Message):
     def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ..., is_resumed: _Optional[bool] = ..., resume_step: _Optional[int] = ..., last_inner_step: _Optional[int] = ..., total_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., claims_json: _Optional[str] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "cut")
+    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "cut", "heal")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class ReportRequest(_message.Message):
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     POSITION_JSON_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
+    HEAL_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     inner_step: int
@@ -159,7 +160,28 @@ class ReportRequest(_message.Message):
     step_s: float
     position_json: str
     cut: CutPart
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ...) -> None: ...
+    heal: HealWord
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., heal: _Optional[_Union[HealWord, _Mapping]] = ...) -> None: ...
+
+class HealWord(_message.Message):
+    __slots__ = ("is_wished", "declined", "reason")
+    IS_WISHED_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    is_wished: bool
+    declined: int
+    reason: str
+    def __init__(self, is_wished: _Optional[bool] = ..., declined: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class HealAnswer(_message.Message):
+    __slots__ = ("donor", "checkpoint", "refusal")
+    DONOR_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    donor: str
+    checkpoint: int
+    refusal: str
+    def __init__(self, donor: _Optional[str] = ..., checkpoint: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class CutPart(_message.Message):
     __slots__ = ("number", "versions", "inner_step", "text_json")
@@ -174,7 +196,7 @@ class CutPart(_message.Message):
     def __init__(self, number: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., inner_step: _Optional[int] = ..., text_json: _Optional[str] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step", "checkpoint_steps", "policy_json", "policy_revision", "drain", "claims_json", "cut", "is_last_cut")
+    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step", "checkpoint_steps", "policy_json", "policy_revision", "drain", "claims_json", "cut", "is_last_cut", "heal", "donate")
     STOP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +210,8 @@ class ReportReply(_message.Message):
     CLAIMS_JSON_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_CUT_FIELD_NUMBER: _ClassVar[int]
+    HEAL_FIELD_NUMBER: _ClassVar[int]
+    DONATE_FIELD_NUMBER: _ClassVar[int]
     stop: bool
     reason: str
     exit_code: int
@@ -201,7 +225,9 @@ class ReportReply(_message.Message):
     claims_json: str
     cut: int
     is_last_cut: bool
-    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., drain: _Optional[bool] = ..., claims_json: _Optional[str] = ..., cut: _Optional[int] = ..., is_last_cut: _Optional[bool] = ...) -> None: ...
+    heal: HealAnswer
+    donate: int
+    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., drain: _Optional[bool] = ..., claims_json: _Optional[str] = ..., cut: _Optional[int] = ..., is_last_cut: _Optional[bool] = ..., heal: _Optional[_Union[HealAnswer, _Mapping]] = ..., donate: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "exit_code", "reason", "is_stopped")
@@ -246,7 +272,7 @@ class IslandStatus(_message.Message):
     def __init__(self, island: _Optional[str] = ..., incarnation: _Optional[int] = ..., last_report: _Optional[_Union[ReportRequest, _Mapping]] = ..., report_age_s: _Optional[float] = ..., island_slot: _Optional[int] = ..., lease: _Optional[str] = ..., lease_left_s: _Optional[float] = ...) -> None: ...
 
 class FragmentStatus(_message.Message):
-    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "age_s", "phase", "merged_tokens", "rounds", "solo_rounds")
+    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "age_s", "phase", "merged_tokens", "rounds", "solo_rounds", "damage")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +283,7 @@ class FragmentStatus(_message.Message):
     MERGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     SOLO_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGE_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
     attempt: int
@@ -267,7 +294,8 @@ class FragmentStatus(_message.Message):
     merged_tokens: int
     rounds: int
     solo_rounds: int
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., solo_rounds: _Optional[int] = ...) -> None: ...
+    damage: str
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., solo_rounds: _Optional[int] = ..., damage: _Optional[str] = ...) -> None: ...
 
 class RefusalCount(_message.Message):
     __slots__ = ("service", "island", "cause", "count")
@@ -403,14 +431,16 @@ class SyncerHelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ...) -> None: ...
 
 class SyncerHelloReply(_message.Message):
-    __slots__ = ("plan_json", "islands", "fragment_ids")
+    __slots__ = ("plan_json", "islands", "fragment_ids", "num_indexed")
     PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_INDEXED_FIELD_NUMBER: _ClassVar[int]
     plan_json: str
     islands: _containers.RepeatedScalarFieldContainer[str]
     fragment_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_indexed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "syncer_id", "expiry")
@@ -453,20 +483,32 @@ class Expiry(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RoundReportReply(_message.Message):
-    __slots__ = ("checkpoint_steps", "roster", "policy_json", "policy_revision", "cut", "cut_versions")
+    __slots__ = ("checkpoint_steps", "roster", "policy_json", "policy_revision", "cut", "cut_versions", "repairs")
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     POLICY_JSON_FIELD_NUMBER: _ClassVar[int]
     POLICY_REVISION_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     CUT_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    REPAIRS_FIELD_NUMBER: _ClassVar[int]
     checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
     roster: Roster
     policy_json: str
     policy_revision: int
     cut: int
     cut_versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, checkpoint_steps: _Optional[_Iterable[int]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., cut: _Optional[int] = ..., cut_versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    repairs: _containers.RepeatedCompositeFieldContainer[Repair]
+    def __init__(self, checkpoint_steps: _Optional[_Iterable[int]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., cut: _Optional[int] = ..., cut_versions: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[Repair, _Mapping]]] = ...) -> None: ...
+
+class Repair(_message.Message):
+    __slots__ = ("fragment_id", "island", "record_json")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    RECORD_JSON_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    island: str
+    record_json: str
+    def __init__(self, fragment_id: _Optional[int] = ..., island: _Optional[str] = ..., record_json: _Optional[str] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("generation", "live", "fenced", "is_paused", "min_islands")

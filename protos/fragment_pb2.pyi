@@ -133,21 +133,25 @@ class DeclineRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., key: _Optional[_Union[RoundKey, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
-    __slots__ = ("protocol_version", "grant", "fragment_id", "lane_id", "digest")
+    __slots__ = ("protocol_version", "grant", "fragment_id", "lane_id", "digest", "is_published", "version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LANE_ID_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IS_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: _control_pb2.Grant
     fragment_id: int
     lane_id: int
     digest: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    is_published: bool
+    version: int
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ..., digest: _Optional[bytes] = ..., is_published: _Optional[bool] = ..., version: _Optional[int] = ...) -> None: ...
 
 class FragmentState(_message.Message):
-    __slots__ = ("fragment_id", "is_founded", "version", "attempt", "is_open", "digest", "lane_digests", "contributors", "wants_initial", "payload_codec", "sent_at_inner_step", "is_flush", "members", "merged_tokens", "takes_flush", "counted_version", "counted_attempt")
+    __slots__ = ("fragment_id", "is_founded", "version", "attempt", "is_open", "digest", "lane_digests", "contributors", "wants_initial", "payload_codec", "sent_at_inner_step", "is_flush", "members", "merged_tokens", "takes_flush", "counted_version", "counted_attempt", "is_damaged", "wants_published", "wanted_version")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     IS_FOUNDED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +169,9 @@ class FragmentState(_message.Message):
     TAKES_FLUSH_FIELD_NUMBER: _ClassVar[int]
     COUNTED_VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    IS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    WANTS_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_VERSION_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     is_founded: bool
     version: int
@@ -182,7 +189,10 @@ class FragmentState(_message.Message):
     takes_flush: bool
     counted_version: int
     counted_attempt: int
-    def __init__(self, fragment_id: _Optional[int] = ..., is_founded: _Optional[bool] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., is_open: _Optional[bool] = ..., digest: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., contributors: _Optional[_Iterable[str]] = ..., wants_initial: _Optional[bool] = ..., payload_codec: _Optional[str] = ..., sent_at_inner_step: _Optional[int] = ..., is_flush: _Optional[bool] = ..., members: _Optional[_Iterable[str]] = ..., merged_tokens: _Optional[int] = ..., takes_flush: _Optional[bool] = ..., counted_version: _Optional[int] = ..., counted_attempt: _Optional[int] = ...) -> None: ...
+    is_damaged: bool
+    wants_published: bool
+    wanted_version: int
+    def __init__(self, fragment_id: _Optional[int] = ..., is_founded: _Optional[bool] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., is_open: _Optional[bool] = ..., digest: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., contributors: _Optional[_Iterable[str]] = ..., wants_initial: _Optional[bool] = ..., payload_codec: _Optional[str] = ..., sent_at_inner_step: _Optional[int] = ..., is_flush: _Optional[bool] = ..., members: _Optional[_Iterable[str]] = ..., merged_tokens: _Optional[int] = ..., takes_flush: _Optional[bool] = ..., counted_version: _Optional[int] = ..., counted_attempt: _Optional[int] = ..., is_damaged: _Optional[bool] = ..., wants_published: _Optional[bool] = ..., wanted_version: _Optional[int] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "checkpoint_step", "versions")
@@ -291,3 +301,39 @@ class Ack(_message.Message):
     message: str
     is_fenced: bool
     def __init__(self, syncer_epoch: _Optional[int] = ..., is_accepted: _Optional[bool] = ..., message: _Optional[str] = ..., is_fenced: _Optional[bool] = ...) -> None: ...
+
+class HealPutHeader(_message.Message):
+    __slots__ = ("protocol_version", "grant", "checkpoint", "is_manifest", "fragment_id", "lane_id", "digest")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    IS_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LANE_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    grant: _control_pb2.Grant
+    checkpoint: int
+    is_manifest: bool
+    fragment_id: int
+    lane_id: int
+    digest: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., checkpoint: _Optional[int] = ..., is_manifest: _Optional[bool] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class HealGetHeader(_message.Message):
+    __slots__ = ("protocol_version", "grant", "donor", "checkpoint", "is_manifest", "fragment_id", "lane_id")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    DONOR_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    IS_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LANE_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    grant: _control_pb2.Grant
+    donor: str
+    checkpoint: int
+    is_manifest: bool
+    fragment_id: int
+    lane_id: int
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., donor: _Optional[str] = ..., checkpoint: _Optional[int] = ..., is_manifest: _Optional[bool] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ...) -> None: ...

@@ -30,14 +30,14 @@ def pause(
     commands of an operator it is written down before it is answered, and typed again it changes
     nothing; from another machine it takes the operator's certificate or token.
     """
-    _tell(address, "pause", {}, certs, tokens, insecure)
+    tell(address, "pause", {}, certs, tokens, insecure)
 
 
 def unpause(
     address: Address, certs: Certs = "", tokens: Tokens = "", insecure: Insecure = False
 ) -> None:
     """Let rounds open again after `diloco pause`."""
-    _tell(address, "unpause", {}, certs, tokens, insecure)
+    tell(address, "unpause", {}, certs, tokens, insecure)
 
 
 def drain(
@@ -51,7 +51,7 @@ def drain(
 
     For runs whose islands merge on arrival. No new round counts it; started again it is welcome.
     """
-    _tell(address, "drain", {"island": island}, certs, tokens, insecure)
+    tell(address, "drain", {"island": island}, certs, tokens, insecure)
 
 
 def kick(
@@ -73,7 +73,7 @@ def kick(
         arguments["reason"] = reason
     if undo:
         arguments["undo"] = "true"
-    _tell(address, "kick", arguments, certs, tokens, insecure)
+    tell(address, "kick", arguments, certs, tokens, insecure)
 
 
 def set_(
@@ -96,7 +96,7 @@ def set_(
     key, sign, value = setting.partition("=")
     if not (sign and key.strip()):
         raise ConfigError(f"{setting!r}: write KEY=VALUE, such as outer.optimizer.lr=0.5")
-    _tell(address, "set", {"key": key.strip(), "value": value.strip()}, certs, tokens, insecure)
+    tell(address, "set", {"key": key.strip(), "value": value.strip()}, certs, tokens, insecure)
 
 
 def stop(
@@ -118,7 +118,7 @@ def stop(
     on as if nothing had happened; where islands merge on arrival, each from its part of a cut.
     """
     arguments = {"checkpoint": "true"} if checkpoint else {}
-    _tell(address, "stop", arguments, certs, tokens, insecure)
+    tell(address, "stop", arguments, certs, tokens, insecure)
 
 
 def backup(
@@ -144,7 +144,7 @@ def backup(
     arguments = {"directory": str(directory)}
     if with_secret:
         arguments["with_secret"] = "true"
-    _tell(address, "backup", arguments, certs, tokens, insecure)
+    tell(address, "backup", arguments, certs, tokens, insecure)
 
 
 def _is_here(address: str) -> bool:
@@ -156,7 +156,7 @@ def _is_here(address: str) -> bool:
         return False
 
 
-def _tell(
+def tell(
     address: str,
     command: str,
     arguments: dict[str, str],

@@ -1,4 +1,4 @@
-"""`diloco repair`: verify and mend the store of a run that is not under way."""
+"""`diloco repair`: mend the store of a stopped run, or a damaged fragment of one under way."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from diloco.cli.options import Certs, Insecure, Tokens
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
@@ -17,15 +19,36 @@ def register(app: typer.Typer) -> None:
 
 def repair(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Run file, or the coordinator.state_dir of a run.")
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="Run file, or the coordinator.state_dir of a run; with --from-island HOST:PORT of "
+            "its coordinator.",
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON values.")] = False,
+    fragment: Annotated[
+        int | None, typer.Option(min=0, help="Damaged fragment of a run under way.")
+    ] = None,
+    from_island: Annotated[
+        str, typer.Option(metavar="NAME", help="Island that holds what its syncer has lost.")
+    ] = "",
+    certs: Certs = "",
+    tokens: Tokens = "",
+    insecure: Insecure = False,
 ) -> None:
     """Verify every byte of a stopped run's store, make again what can be made, say what remains.
 
     A version is made again from the one before it and its own contributions; what a killed writer
     left half written is removed. Exits with 1 if something stays damaged.
+
+    With --fragment and --from-island the run goes on meanwhile: the syncer takes the version that
+    it has lost from that island, if its digest is the one that was published. The outer momentum
+    is then that of the newest older version that can be read, or zero, and the tape says so.
     """
+    if fragment is not None or from_island:
+        _from_island(run, fragment, from_island, certs, tokens, insecure)
+        return
     from rich.console import Console
     from rich.table import Table
 
@@ -33,18 +56,32 @@ def repair(
     from diloco.launch.repair import repair_run
     from diloco.rounds.repair import Condition
 
-    found = repair_run(find_run(run))
+    found = repair_run(find_run(Path(run)))
     remains = [finding for finding in found if finding.condition is Condition.DAMAGED]
     if as_json:
         typer.echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
     else:
         table = Table("fragment", "what", "condition", "detail", box=None)
         for finding in found:
-            fragment = str(finding.fragment_id) if finding.fragment_id >= 0 else "-"
-            table.add_row(fragment, finding.what, finding.condition, finding.detail)
+            number = str(finding.fragment_id) if finding.fragment_id >= 0 else "-"
+            table.add_row(number, finding.what, finding.condition, finding.detail)
         console = Console(highlight=False, markup=False, soft_wrap=True)
         console.print(table)
         num_repaired = sum(finding.condition is Condition.REPAIRED for finding in found)
         console.print(f"{len(found)} parts, {num_repaired} repaired, {len(remains)} damaged")
     if remains:
         raise typer.Exit(1)
+
+
+def _from_island(
+    address: str, fragment: int | None, island: str, certs: str, tokens: str, insecure: bool
+) -> None:
+    from diloco.cli.operate import tell
+    from diloco.errors import ConfigError
+
+    if fragment is None or not island:
+        raise ConfigError(
+            "--fragment and --from-island belong together: diloco repair HOST:PORT --fragment P "
+            "--from-island NAME (diloco status HOST:PORT says which fragment is damaged)"
+        )
+    tell(address, "repair", {"fragment": str(fragment), "island": island}, certs, tokens, insecure)

@@ -71,6 +71,16 @@ class IslandConfig(Section):
         "an island of fewer hosts keeps one on each. Takes 16 bytes a parameter and host that "
         "keeps it",
     )
+    heal_optimizer: Local[bool] = Field(
+        default=False,
+        description="Whether a start without a checkpoint or copy in memory of its own takes the "
+        "inner optimizer of another island, as a run checkpoint has it: of the newest, and on "
+        "arrival of the next cut",
+    )
+    heal_wait: Local[Deadline] = Field(
+        default="60s",
+        description="Time for which such a start waits for that before it begins with a new one",
+    )
     peer_listen: Local[str] = Field(
         default="127.0.0.1:0",
         description="HOST:PORT at which the island's leader serves the other islands, where "
@@ -91,6 +101,19 @@ class IslandConfig(Section):
     def restart_reset_s(self) -> float:
         """Seconds without a failure after which all restarts are back."""
         return parse_duration(self.restart_reset)
+
+    @property
+    def heal_wait_s(self) -> float:
+        """Seconds for which a start waits for another island's inner optimizer."""
+        return parse_duration(self.heal_wait)
+
+    @field_validator("heal_wait")
+    @classmethod
+    def _check_heal_wait(cls, value: str, info: ValidationInfo) -> str:
+        is_default = value == cls.model_fields["heal_wait"].default
+        if not (is_default or info.data.get("heal_optimizer", True)):
+            raise ValueError("heal_optimizer = false waits for none: leave it out, or set that")
+        return value
 
     @field_validator("memory_copies")
     @classmethod
@@ -150,7 +173,11 @@ def _peer_problems(
         for name in ("peer_listen", "peer_address"):
             if (value := getattr(island, name)) != fields[name].default:
                 yield name, value, 'is of outer.exchange = "allreduce": with a syncer, leave it out'
-    elif beyond_loopback(island, ("peer_listen",)) and not transport.insecure:
+        return
+    if island.heal_optimizer:
+        message = 'goes over the syncers: with outer.exchange = "allreduce" leave it out'
+        yield "heal_optimizer", True, message
+    if beyond_loopback(island, ("peer_listen",)) and not transport.insecure:
         if transport.kind == "hivemind" and not transport.tokens:
             yield "peer_listen", island.peer_listen, UNKNOWN_CALLERS
         elif transport.kind == "grpc" and not transport.certs:

@@ -109,6 +109,21 @@ class Board:
             return 0  # one of several syncers has not reported yet
         return min((seen.fragment.merged_tokens for seen in self._fragments.values()), default=0)
 
+    def num_indexed(self, fragment_id: int) -> int:
+        """Count the versions of a fragment that are indexed in this timeline, from 0 on."""
+        header = self.newest(fragment_id)
+        return 1 + int(json.loads(header)["version"]) if header else 0
+
+    def newest(self, fragment_id: int) -> str:
+        """Return the header of the newest version that is indexed in this timeline; empty: none."""
+        headers = self._journal.newest_rounds(self._membership.timeline, fragment_id, 1)
+        return headers[0] if headers else ""
+
+    @property
+    def damage(self) -> str:
+        """Which fragments are not served, and what to type; empty: none."""
+        return "; ".join(s.fragment.damage for s in self._fragments.values() if s.fragment.damage)
+
     @property
     def inner_steps(self) -> int:
         """Where inner steps end the run; 0: tokens do."""
@@ -142,7 +157,7 @@ class Board:
             or self.instead_of_syncer,
             syncer_epoch=max((word.epoch for _, word in words), default=0),
             state=self.state,
-            message=membership.fatal_reason,
+            message=membership.fatal_reason or self.damage,
             inner_steps=self.inner_steps,
             checkpoint_steps=membership.checkpoints,
             start_step=membership.start_step,

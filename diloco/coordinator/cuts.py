@@ -86,11 +86,16 @@ class Cut:
 
 
 class Cuts:
-    """All cuts of one run."""
+    """All cuts of one run.
+
+    Attributes:
+        given: Numbers of those of which islands take inner optimizers now; not durable.
+    """
 
     def __init__(self) -> None:
         """Begin with none."""
         self._cuts: dict[int, Cut] = {}
+        self.given: set[int] = set()
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable; entries of others are passed over."""
@@ -188,9 +193,10 @@ class Cuts:
         return _entry(replace(self._cuts[number], is_complete=True))
 
     def forgotten(self, needed: Collection[int]) -> Entries:
-        """Forget all but the newest cuts and those that are `needed`, by number."""
+        """Forget all but the newest cuts, those that are given, and those that are `needed`."""
         old = sorted(self._cuts)[:-_REMEMBERED]
-        return tuple((f"{_KIND}/{number}", "null") for number in old if number not in needed)
+        kept = self.given.union(needed)
+        return tuple((f"{_KIND}/{number}", "null") for number in old if number not in kept)
 
     def asked_of(self, timeline: int, island: str) -> tuple[int, bool]:
         """Return the cut that an island is to take, and whether it leaves then; 0: none."""

@@ -23,6 +23,7 @@ from diloco.coordinator.admission import Entries, JoinVerdict
 from diloco.coordinator.board import Board
 from diloco.coordinator.cuts import Part
 from diloco.coordinator.grants import is_valid, sign
+from diloco.coordinator.heals import Heals
 from diloco.coordinator.journal import Journal, RoundRow
 from diloco.coordinator.leases import COUNTED_SHARE, Lease, Leases
 from diloco.coordinator.membership import Membership
@@ -147,6 +148,7 @@ class Coordinator:
             keep=self._keep,
             on_lost=self.lose,
         )
+        self._heals = Heals(membership, tokens=lambda: self.board.merged_tokens, keep=self._keep)
         membership.rules = terms.rules
         self.ended = asyncio.Event()
 
@@ -399,6 +401,7 @@ class Coordinator:
             policy_revision=membership.policy_revision,
             drain=membership.standing(grant.island) in (Lease.DRAINING, Lease.LEFT),
         )
+        self._heals.heard(grant.island, request.heal, reply)
         if membership.settings:
             reply.policy_json = json.dumps(membership.policy)
         if self.is_halting and not reply.stop:

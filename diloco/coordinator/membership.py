@@ -16,6 +16,7 @@ fails has changed nothing.
     paused            whether no round opens
     policy/N          {key, value}: what an operator set, in order
     operation/N       {number, ...}: what an operator did, the newest ones, for people
+    repair/P          island that a damaged fragment is to be repaired from
     cut/N             a `Cut`: a run checkpoint where islands come and go
     stop, checkpoint, timeline, fatal
 
@@ -44,6 +45,7 @@ from diloco.coordinator.claims import Claims
 from diloco.coordinator.cuts import Cuts
 from diloco.coordinator.leases import Lease, LeaseEvent
 from diloco.coordinator.members import Member, MembershipRules, read_member
+from diloco.coordinator.repairs import Repairs
 from diloco.coordinator.roll import Roll
 from diloco.refusals import Cause
 
@@ -85,6 +87,7 @@ class Membership(Roll):
     claims: Claims | None = None
     cuts: Cuts = field(default_factory=Cuts)
     assignment: Assignment = field(default_factory=Assignment)
+    repairs: Repairs = field(default_factory=Repairs)
     plan_json: str = ""
     corpus_sha256: str = ""
     tokenizer_digest: str = ""
@@ -115,6 +118,7 @@ class Membership(Roll):
             self.claims.apply(entries)
         self.cuts.apply(entries)
         self.assignment.apply(dict(entries))
+        self.repairs.apply(entries)
         for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
             self.members.setdefault(guest, Member(len(self.members)))
         for key, value in entries:

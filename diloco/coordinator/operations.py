@@ -216,6 +216,12 @@ def _stop(arguments: Mapping[str, str], membership: Membership, config: Config) 
         )
     if membership.is_stopping:
         return Decision("the run is stopping with a checkpoint already")
+    if damaged := sorted(membership.repairs.damaged):
+        return _refused(
+            f"fragment {damaged[0]} is damaged, and no checkpoint is kept without it: repair it "
+            f"(diloco repair HOST:PORT --fragment {damaged[0]} --from-island NAME), or stop "
+            f"without one (diloco stop HOST:PORT)"
+        )
     if not (entries := membership.request_stop()):
         return _refused(
             "no island could write a checkpoint: not all have joined, or all have left. diloco "
@@ -230,12 +236,35 @@ def _stop(arguments: Mapping[str, str], membership: Membership, config: Config) 
     )
 
 
+def _repair(arguments: Mapping[str, str], membership: Membership, config: Config) -> Decision:
+    island, number = arguments.get("island", ""), arguments.get("fragment", "")
+    damaged = membership.repairs.damaged
+    if not number.isdecimal() or int(number) not in damaged:
+        names = ", ".join(map(str, sorted(damaged)))
+        return _refused(
+            f"fragment {bounded_text(number)} is not damaged, as far as its syncer says; damaged: "
+            f"{names or 'none'} (diloco status HOST:PORT)"
+        )
+    if (refusal := _unknown(island, membership)) is not None:
+        return refusal
+    if membership.standing(island) is not Lease.ACTIVE:
+        at_work = ", ".join(membership.holders) or "none"
+        return _refused(f"{island} is not at work, and cannot give anything; at work: {at_work}")
+    return Decision(
+        f"fragment {number} is repaired from {island}: {_HEARD}, and takes the version that it has "
+        f"lost from there, if its digest is the one that was published. diloco status HOST:PORT "
+        f"shows when it is served again; if it is not, name another island",
+        entries=membership.repairs.ask(int(number), island),
+    )
+
+
 _Decide = Callable[[Mapping[str, str], Membership, Config], Decision]
 _COMMANDS: Mapping[str, tuple[_Decide, frozenset[str]]] = {
     "pause": (_pause, frozenset()),
     "unpause": (_unpause, frozenset()),
     "drain": (_drain, frozenset({"island"})),
     "kick": (_kick, frozenset({"island", "reason", "undo"})),
+    "repair": (_repair, frozenset({"fragment", "island"})),
     "set": (_set, frozenset({"key", "value"})),
     "stop": (_stop, frozenset({"checkpoint"})),
 }

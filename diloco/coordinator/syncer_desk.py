@@ -18,7 +18,7 @@ from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
 from diloco.coordinator.journal import RoundRow, Told
 from diloco.coordinator.membership import Membership
-from diloco.coordinator.tape import told_expiry
+from diloco.coordinator.tape import told_expiry, told_repair
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.refusals import Cause
 from diloco.rounds.terms import RoundKey
@@ -94,6 +94,7 @@ class SyncerDesk:
                 plan_json=self._membership.plan_json,
                 islands=self._membership.members,
                 fragment_ids=fragment_ids,
+                num_indexed=map(self._board.num_indexed, fragment_ids),
             )
         )
 
@@ -112,8 +113,12 @@ class SyncerDesk:
         self._board.syncer_says(report.syncer_id, report.syncer_epoch, refused)
         for fragment in report.fragments:
             self._board.fragment_stands(self._bounded(fragment))
+            is_damaged = bool(fragment.damage)
+            self._keep(membership.repairs.stands(fragment.fragment_id, is_damaged=is_damaged))
         if report.record_json:
             self._index((*_indexed(report.record_json), report.record_json))
+            if (told := told_repair(report.record_json)) is not None:
+                self._tell(told)
         if report.HasField("expiry"):
             self._tell(self._expired(report.expiry))
         self._note_pins(report)
@@ -128,6 +133,9 @@ class SyncerDesk:
         if cut is not None and cut.is_taken:
             reply.cut = self._asked[report.syncer_id] = cut.number
             reply.cut_versions.extend(cut.versions)
+        for p in sorted(membership.repairs.asked.keys() & known):
+            island = membership.repairs.asked[p]
+            reply.repairs.add(fragment_id=p, island=island, record_json=self._board.newest(p))
         if membership.settings:
             reply.policy_json = json.dumps(membership.policy)
         if (roster := membership.roster()) is not None:
@@ -167,13 +175,17 @@ class SyncerDesk:
     def _note_lost(self, report: RoundReport) -> None:
         """Let go of parts of a cut that are ahead of what a syncer has.
 
-        It has to know of the cut: a report that was on its way may be older than the parts.
+        It has to know of the cut: a report that was on its way may be older than the parts. Not of
+        a damaged fragment: what it has lost may be taken back from an island, and the cut waits for
+        that. But a stop does not, for those who could give it leave.
         """
         membership = self._membership
         cut = membership.cuts.open(membership.timeline)
         if cut is None or not cut.is_taken or self._asked.get(report.syncer_id) != cut.number:
             return
-        newest = {f.fragment_id: f.version for f in report.fragments}
+        newest = {f.fragment_id: f.version for f in report.fragments if not f.damage}
+        if cut.is_last:
+            newest |= {f.fragment_id: -1 for f in report.fragments if f.damage}
         if entries := membership.cuts.within(membership.timeline, newest):
             lost = {p: (cut.versions[p], v) for p, v in newest.items() if v < cut.versions[p]}
             self._keep(entries)
@@ -204,6 +216,7 @@ class SyncerDesk:
             merged_tokens=fragment.merged_tokens,
             rounds=fragment.rounds,
             solo_rounds=min(fragment.solo_rounds, fragment.rounds),
+            damage=bounded_text(fragment.damage),
         )
 
 

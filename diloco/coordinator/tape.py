@@ -57,6 +57,16 @@ def _members(entries: Entries) -> dict[str, dict[str, object]]:
     return members
 
 
+def told_repair(record_json: str) -> Told | None:
+    """Say for the tape that a version was taken back from an island; None: it was merged."""
+    header = json.loads(record_json)
+    if not (island := header.get("repaired")):
+        return None
+    what = {name: header.get(name) for name in ("timeline", "fragment_id", "version", "digest")}
+    key = f"t{what['timeline']}/f{what['fragment_id']}/v{what['version']}"
+    return Told("repair", key, json.dumps({**what, "from_island": island}))
+
+
 def told_expiry(key: RoundKey, missing: Sequence[str], reason: str) -> Told:
     """Say for the tape that an attempt came to nothing."""
     content = {"missing": list(missing), "reason": reason}

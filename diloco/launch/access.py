@@ -32,6 +32,8 @@ from protos.control_pb2 import (
 from protos.fragment_pb2 import (
     DeclineRequest,
     FetchHeader,
+    HealGetHeader,
+    HealPutHeader,
     PinRequest,
     PollRequest,
     SubmitHeader,
@@ -87,6 +89,8 @@ RULES: Mapping[str, Rule] = {
     "fragment.poll": Rule(Role.ISLAND, PollRequest, _granted),
     "fragment.fetch": Rule(Role.ISLAND, FetchHeader, _granted),
     "fragment.pin": Rule(Role.ISLAND, PinRequest, _granted),
+    "heal.put": Rule(Role.ISLAND, HealPutHeader, _granted),
+    "heal.get": Rule(Role.ISLAND, HealGetHeader, _granted),
     "allreduce.poll": Rule(Role.ISLAND, allreduce_pb2.PollRequest, _granted),
     "allreduce.declare": Rule(Role.ISLAND, allreduce_pb2.DeclareRequest, _granted),
     "allreduce.decline": Rule(Role.ISLAND, DeclineRequest, _granted),

@@ -255,6 +255,12 @@ class Checkpoint:
                     flat[first + at : last + at] = part
         return values
 
+    def lane(self, section: str, fragment_id: int, lane_id: int) -> Tensor:
+        """Return one lane of a parameter or moment: float32 [lane.numel], CPU."""
+        key = lane_key(section, fragment_id, lane_id)
+        values: Tensor = self._file_of(key).get_tensor(key)
+        return values
+
     def outer_state(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return the outer loop's state under the given names, those that are there."""
         self._index()

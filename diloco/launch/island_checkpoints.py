@@ -3,7 +3,8 @@
     resumed run     everything from the run checkpoint that the operator named, bit for bit; where
                     islands merge on arrival, of those that have a part of it
     return          parameters as published; inner optimizer from the newest of the island's
-                    checkpoints and of its copies in memory (`diloco.launch.memory_copies`)
+                    checkpoints and of its copies in memory (`diloco.launch.memory_copies`); of
+                    neither, from another island, where it is to (`diloco.launch.healing`)
     warm start      parameters and, from one of our checkpoints, inner optimizer and data position
     new run         nothing
 
@@ -41,11 +42,13 @@ from diloco.launch.checkpoints import (
     written_steps,
 )
 from diloco.launch.disk import num_unsure_checkpoints
+from diloco.launch.healing import Healing
 from diloco.launch.memory_copies import MemoryCopies
 from diloco.launch.progress import progress_bar
 from diloco.launch.warm_start import WarmStart
 from diloco.outer.fragments import plan_difference
 from diloco.sync.connection import Connection
+from diloco.sync.heal import NotHealed
 from diloco.sync.session import DiLoCo
 from diloco.telemetry.events import (
     CheckpointFailed,
@@ -68,6 +71,7 @@ class IslandCheckpoints:
         batches: Batches,
         *,
         memory: MemoryCopies | None,
+        healing: Healing | None = None,
         on_event: Callable[[Event], None],
     ) -> None:
         """Assign only; the run has been joined.
@@ -78,6 +82,7 @@ class IslandCheckpoints:
             trainer: Whose model and inner optimizer are kept.
             batches: The island's text.
             memory: Opened; None: no copies in memory.
+            healing: Takes an inner optimizer from another island; None: it is not to.
             on_event: Hears of the leader's checkpoints.
         """
         config = connection.config
@@ -88,6 +93,7 @@ class IslandCheckpoints:
         self._trainer = trainer
         self._batches = batches
         self._memory = memory
+        self._healing = healing
         self._on_event = on_event
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
@@ -252,21 +258,61 @@ class IslandCheckpoints:
             self._taken("memory", copied, began, received_bytes)
             return
         self._seek()
+        self._begin_anew(began)
+
+    def _begin_anew(self, began: float) -> None:
+        """Go on without any state of this island: with a donor's optimizer, or with a new one."""
+        reason, config = "", self._config
+        if self._healing is not None:
+            try:
+                taken = self._healing.take_(self._trainer.model, self._trainer.optimizer)
+            except NotHealed as error:
+                reason = str(error)
+            else:
+                where = f"island {taken.donor} (checkpoint {taken.checkpoint})"
+                logger.info("inner optimizer of its inner step %d: %s", taken.inner_step, where)
+                self._tell(
+                    began,
+                    taken.inner_step,
+                    "donor",
+                    donor=taken.donor,
+                    checkpoint=taken.checkpoint,
+                )
+                return
         logger.warning(
-            "no checkpoint of island %s in %s, no copy in memory: its inner optimizer begins anew "
-            "(set checkpoint.%s or islands.%s.memory_checkpoint_steps to keep it over a restart)",
-            self._config.island_id, self._config.checkpoint_dir,
-            "every_tokens" if self._config.outer.is_on_arrival else "every_inner_steps",
-            self._config.island_id,
+            "no checkpoint of island %s in %s, no copy in memory%s: its inner optimizer begins "
+            "anew (set checkpoint.%s, islands.%s.memory_checkpoint_steps or "
+            "islands.%s.heal_optimizer to keep it over a restart)",
+            config.island_id, config.checkpoint_dir, reason and f", none of another: {reason}",
+            "every_tokens" if config.outer.is_on_arrival else "every_inner_steps",
+            config.island_id, config.island_id,
         )  # fmt: skip
+        self._tell(began, 0, "fresh", reason=reason)
 
     def _taken(self, source: str, step: int, began: float, received_bytes: int = 0) -> None:
         """Say where the inner optimizer came from."""
         where = "its checkpoint" if source == "checkpoint" else "memory"
         logger.info("inner optimizer of inner step %d taken from %s", step, where)
+        self._tell(began, step, source, received_bytes)
+
+    def _tell(
+        self,
+        began: float,
+        step: int,
+        source: str,
+        received_bytes: int = 0,
+        *,
+        donor: str = "",
+        checkpoint: int = 0,
+        reason: str = "",
+    ) -> None:
         if self._is_leader:
             at, seconds = self._outer.start_step, time.monotonic() - began
-            self._on_event(InnerStateTaken(at, step, source, received_bytes, seconds))
+            self._on_event(
+                InnerStateTaken(
+                    at, step, source, received_bytes, seconds, donor, checkpoint, reason
+                )
+            )
 
     def _open(self, step: int) -> Checkpoint:
         """Open a checkpoint; the ranks share the reading that proves it whole.

@@ -41,6 +41,8 @@ from diloco.inner.parallelize import IslandMesh, make_mesh, parallelize
 from diloco.inner.state import load_parameters_
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.connect import connect
+from diloco.launch.donor import Donor
+from diloco.launch.healing import Healing
 from diloco.launch.island_checkpoints import IslandCheckpoints
 from diloco.launch.job import Job, meet
 from diloco.launch.logs import log_to
@@ -53,6 +55,7 @@ from diloco.launch.text_share import TextShare
 from diloco.launch.warm_start import WarmStart, find_warm_start
 from diloco.sync.connection import Connection
 from diloco.sync.groups import make_groups
+from diloco.sync.heal import HealTalk
 from diloco.sync.registration import IslandState
 from diloco.sync.session import DiLoCo
 from protos.control_pb2 import JoinReply, StandingReply
@@ -177,6 +180,7 @@ class _Rank:
             self._trainer,
             batches,
             memory=self._open_memory(),
+            healing=self._open_healing(connection),
             on_event=self.record.write,
         )
         self._checkpoints.take_up(warm)
@@ -317,6 +321,26 @@ class _Rank:
         )
         memory.open()
         return memory
+
+    def _open_healing(self, connection: Connection) -> Healing | None:
+        """Give inner optimizers to other islands, and take one, if this one is to."""
+        config, grant, plan = self._config, self._reply.grant, self._outer.plan
+        if config.outer.exchange != "syncer":
+            return None
+        donor = Donor(config.checkpoint_dir, grant, plan, connection.ways)
+        talk = HealTalk(donor.give)
+        connection.report_heals(talk)
+        if not config.island.heal_optimizer:
+            return None
+        return Healing(
+            connection.io,
+            connection.ways,
+            grant,
+            plan,
+            talk,
+            make_groups(None, patience_s=config.island.heal_wait_s),
+            at_most_s=config.island.heal_wait_s,
+        )
 
     def _write_manifest(self, data: Data) -> None:
         """Write down what this start of the island trains with."""

@@ -180,9 +180,9 @@ def remove_torn_tail(path: Path) -> None:
 def set_damaged_aside(directory: Path, version: int) -> None:
     """Move the frame of a version out of its segment, if it is the last one there and is damaged.
 
-    The log goes on without it, and what is left of it stays for whoever has to look: the newest
-    such frame of a fragment. It is a version that was published, or one that a power loss has torn
-    out of order; only the coordinator's index and the islands know which.
+    What is left of it stays for whoever has to look: the newest such frame of a fragment. It is a
+    version that was published, or one that a power loss has torn out of order; only the
+    coordinator's index and the islands know which.
     """
     frame = frames_in(directory).get(version)
     if frame is None or frame.path.stat().st_size != frame.end:

@@ -62,7 +62,7 @@ async def fetch_lanes(
     elif record.payloads:
         payloads = [record.payloads[lane_id] for lane_id in lane_ids]
     else:
-        return _no_lane(wire.FETCH_STATUS_GONE, "version 0 has no payload"), b""
+        return _no_lane(wire.FETCH_STATUS_GONE, "this version has no payload"), b""
     together = payloads[0] if len(payloads) == 1 else b"".join(payloads)
     codec = "float32" if is_dense else codec
     digest = blake3.blake3(together).digest()

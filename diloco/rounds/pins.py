@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -184,7 +185,7 @@ def _cut(path: Path, version: int, aside: Path) -> None:
     What leads to the version stays, for whoever makes it again.
     """
     ends = {frame.header["version"]: frame.end for frame in frames_of(path)}
-    if max(ends, default=version) <= version:
+    if path.stat().st_size <= ends.get(version, math.inf):  # or it does not lead so far
         return
     durable.make_directory(aside)
     with contextlib.suppress(FileExistsError):  # of a start that was killed here

@@ -52,6 +52,7 @@ FORGOTTEN = (
 )
 _NOT_BEFORE = "nothing here leads to the version before it"
 _MEAN_ONLY = "of an all-reduce of many islands the mean is kept, not what it was made of"
+_NOT_MERGED = "it was taken back from an island"
 _NO_RULES = "its record names no rules, and those of the run may have been others then"
 
 
@@ -60,6 +61,7 @@ class Verdict(StrEnum):
 
     RECOMPUTED = "recomputed"
     UNKNOWN = "not recomputable"
+    REPAIRED = "repaired"  # taken back from an island, after the syncer had lost it
     ABANDONED = "abandoned"  # by a resume
     DAMAGED = "damaged"  # what is kept is not what was written
     DIFFERENT = "different"  # what is kept is as it was written, and does not come to it
@@ -222,6 +224,9 @@ class FragmentReplay:
             return self._replayed(version, Verdict.DAMAGED, damage), after
         if differences:
             return self._replayed(version, Verdict.DIFFERENT, "; ".join(differences)), after
+        if island := stored.header.get("repaired"):
+            detail = f"taken back from island {island}; what it was made of is gone"
+            return self._replayed(version, Verdict.REPAIRED, detail), after
         if why_not:
             return self._replayed(version, Verdict.UNKNOWN, why_not), after
         return self._replayed(version, Verdict.RECOMPUTED), after
@@ -274,6 +279,8 @@ class FragmentReplay:
 
     def _why_not(self, stored: StoredRecord, before: Sequence[LaneState] | None) -> str:
         """Say why a version cannot be made again; empty: it can."""
+        if stored.header.get("repaired"):
+            return _NOT_MERGED
         first = stored.header["contributors"][0]["island"]
         if f"contribution/{first}/0" not in stored.sections:
             return _MEAN_ONLY

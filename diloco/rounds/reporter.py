@@ -71,6 +71,18 @@ class Rounds(Protocol):
     def rounds_of(self, fragment_id: int) -> tuple[int, int]:
         """Rounds of a fragment published since the start, and those that count one island."""
 
+    def damage(self, fragment_id: int) -> str:
+        """Why a fragment is not served, and what to type; empty: it is served."""
+
+    def indexed(self, num_versions: Mapping[int, int]) -> None:
+        """Hear how many versions of each fragment the coordinator knows; must not block."""
+
+    def repair(self, fragment_id: int, island: str, record_json: str) -> None:
+        """Take what a damaged fragment has lost from an island; must not block.
+
+        Repeated with every report until it is not damaged any more.
+        """
+
     def keep_cut(self, number: int, versions: Sequence[int]) -> None:
         """Keep the newest version of every fragment for a cut; must not block.
 
@@ -218,7 +230,8 @@ class Reporter:
         return SyncerHelloReply.FromString(reply.header)
 
     async def _tell(self, rounds: Rounds, address: str) -> None:
-        await self._hello(address)
+        hello = await self._hello(address)
+        rounds.indexed(dict(zip(hello.fragment_ids, hello.num_indexed, strict=False)))
         while self._expiries:
             expired = self._expiries[0]
             await self._report(rounds, "", _expiry(expired))
@@ -233,6 +246,8 @@ class Reporter:
         self._complete = reply.checkpoint_steps
         rounds.keep_checkpoints(self._complete)
         rounds.heard_of(Orders.of(reply))
+        for each in reply.repairs:
+            rounds.repair(each.fragment_id, each.island, each.record_json)
         if reply.cut:
             rounds.keep_cut(reply.cut, reply.cut_versions)
 
@@ -271,6 +286,7 @@ class Reporter:
             merged_tokens=state.merged_tokens,
             rounds=num_rounds,
             solo_rounds=num_solo,
+            damage=rounds.damage(state.fragment_id),
         )
 
     async def _call(self, method: str, request: Message) -> Reply:

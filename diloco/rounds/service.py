@@ -22,6 +22,7 @@ from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
 from diloco.refusals import Cause
+from diloco.rounds.damaged import Damage
 from diloco.rounds.merge import Merger, Spooled, drop
 from diloco.rounds.payloads import (
     fetch_lanes,
@@ -51,7 +52,11 @@ from diloco.rounds.timing import Downtime, MeasuredTiming, StepTimes
 from diloco.rounds.version import VersionRecord, founding_record
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
-from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
+from diloco.telemetry.round_events import (
+    RoundClosed,
+    RoundExpired,
+    RoundOpened,
+)
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
@@ -96,7 +101,10 @@ class Hooks:
 
 
 class FragmentService:
-    """A fragment's machine, store and newest version, and the spool of its current attempt."""
+    """A fragment's machine, store and newest version, and the spool of its current attempt.
+
+    While there is `damage` the fragment is not served.
+    """
 
     def __init__(
         self,
@@ -109,16 +117,14 @@ class FragmentService:
         hooks: Hooks,
     ) -> None:
         """Assign only; `start` reads the store. `steps` are the step times of the islands."""
-        self._timing: MeasuredTiming | None = None
-        if rules.timing is not None:
-            self._timing = MeasuredTiming(rules.timing, steps, _now(), hooks.downtime)
-        self.rounds = FragmentRounds(fragment.fragment_id, timeline, rules.rounds, self._timing)
+        self._timeline, self._steps, self._hooks = timeline, steps, hooks
         self.record: VersionRecord | None = None
+        self.damage = Damage(fragment, hooks.on_event)
         self._fragment = fragment
         self._store = store
         self._units = units
         self._rules = self._next_rules = rules
-        self._hooks = hooks
+        self.rounds, self._timing = self._machine()
         self._unfetched: dict[str, set[int]] = {}  # contributor -> lanes it was not sent yet
         self._fetched_at: float | None = None  # when the last of the others had them all
         self._spool: dict[str, dict[int, SpooledLane]] = {}
@@ -128,6 +134,13 @@ class FragmentService:
         self._timer: asyncio.TimerHandle | None = None
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
         self._has_warned = False
+
+    def _machine(self) -> tuple[FragmentRounds, MeasuredTiming | None]:
+        rules, timing = self._rules, None
+        if rules.timing is not None:
+            timing = MeasuredTiming(rules.timing, self._steps, _now(), self._hooks.downtime)
+        p = self._fragment.fragment_id
+        return FragmentRounds(p, self._timeline, rules.rounds, timing), timing
 
     async def start(self, incarnations: Mapping[str, int]) -> None:
         """Go on from the durable state; the islands of `incarnations` hold their grants.
@@ -141,9 +154,12 @@ class FragmentService:
         if recovered is not None:
             _insist_on_moments(recovered.record, self._rules.publication.optimizer)
             self.record = replace(recovered.record, contributions={})
-            self._heed_tokens()
             for header in recovered.headers:
                 self._hooks.on_record(header)
+        if self._store.lost >= 0:
+            self.lose(self._store.lost)
+        elif recovered is not None:
+            self._heed_tokens()
             is_resumed = recovered.record.timeline != self.rounds.timeline  # a run begins anew
             instructions = self.rounds.founded(
                 recovered.record.version,
@@ -175,6 +191,54 @@ class FragmentService:
         if self._timer is not None:
             self._timer.cancel()
 
+    def lose(self, version: int) -> None:
+        """Serve the fragment no more: this version was published, and cannot be read here."""
+        if self.damage.text:
+            return
+        self.damage.found(version, self.record)
+        self.stop()
+        spool, self._spool = self._spool, {}
+        drop(spool)
+        self._hooks.on_change()
+
+    def indexed(self, num_versions: int) -> None:
+        """Hear how many versions, 0 among them, the coordinator knows of this timeline."""
+        if num_versions > (0 if self.record is None else self.record.version + 1):
+            self.lose(num_versions - 1)
+
+    async def take_published(self, header: wire.UploadHeader, call: IncomingCall) -> str:
+        """Take a lane of the version that was lost; returns what is wrong with it.
+
+        With the last one, `finish_repair` writes it.
+        """
+        island = header.grant.island
+        try:
+            self.damage.insist_on(header)
+            name = self._fragment.fragment_id, island, header.grant.incarnation, header.lane_id
+            payload = await self._verified(
+                name, "float32", header.lane_id, header.digest, call, lambda payload: payload
+            )
+        except PayloadRefused as error:
+            self._hooks.meter.refusal(island, error.cause)
+            return f"published parameters refused: {error}"
+        self.damage.take(header, payload)
+        return ""
+
+    async def finish_repair(self, incarnations: Mapping[str, int], roster: Roster) -> None:
+        """Once every lane is here, write the version, and serve the fragment again."""
+        async with self._founding:
+            has_second = self._rules.publication.optimizer.has_second_moment
+            record = self.damage.record(self.record, has_second_moment=has_second)
+            if record is None:
+                return
+            await self._hooks.worker.run(lambda: self._store.commit(record))
+            self.damage.mended()
+            self._unfetched = {}
+            self.rounds, self._timing = self._machine()
+            self.heard_of(roster)
+            await self.start(incarnations)
+            self._hooks.on_change()
+
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
         self._await_no_fetch([island])
@@ -200,6 +264,8 @@ class FragmentService:
     @property
     def phase(self) -> str:
         """Phase of the current round, in words."""
+        if self.damage.text:
+            return "damaged"
         if self._fragment.fragment_id in self._hooks.room.waiting:
             return WAITING_FOR_DISK
         return "ended" if self.rounds.is_over else str(self.rounds.phase)
@@ -266,7 +332,8 @@ class FragmentService:
     @property
     def initial_bytes(self) -> list[int]:
         """Bytes of each lane of the initial parameters; empty once version 0 is durable."""
-        return [] if self.record is not None else [4 * lane.numel for lane in self._fragment.lanes]
+        is_founded = self.record is not None or self.damage.text
+        return [] if is_founded else [4 * lane.numel for lane in self._fragment.lanes]
 
     def _count_refusal(self, lane: LaneArrival, admission: Admission) -> None:
         if (objection := self.rounds.objection(lane)) is not None:
@@ -375,12 +442,13 @@ class FragmentService:
             attempt=self.rounds.attempt,
             is_open=self.rounds.is_open,
             wants_initial=wants_initial,
+            is_damaged=bool(self.damage.text),
         )
         if self.rounds.is_open:
             state.members.extend(self.rounds.members)
             state.takes_flush = self.rounds.takes_flush
         if self.record is not None:
-            state.is_founded = True
+            state.version, state.is_founded = self.record.version, True
             state.digest = self.record.digest
             state.lane_digests.extend(self.record.lane_digests)
             state.contributors.extend(c.island for c in self.record.contributors)
@@ -422,6 +490,8 @@ class FragmentService:
 
     def _perform(self, instructions: Iterable[Instruction]) -> None:
         """Carry out what the machine decided, in order, then set its alarm."""
+        if self.damage.text:
+            return
         for instruction in instructions:
             match instruction:
                 case Published():

@@ -88,6 +88,8 @@ class FragmentStore:
     """Versions of one fragment in one directory; the caller holds the store's lock.
 
     `written_bytes` counts what was made durable since the store was made, headers included.
+    `lost` is the newest version that `recover` found something of, and could not read, later than
+    what it returned; -1: there is none such.
     """
 
     def __init__(
@@ -112,7 +114,8 @@ class FragmentStore:
             snapshot_rounds: Versions from one record to the next; 1: every version is one. Says
                 what is written; whatever is there is read.
             keeps_all: Whether what versions were made of is moved to `log.KEPT` instead of
-                forgotten; version 0 then stays, for whoever recomputes them all.
+                forgotten; version 0 then stays, for whoever recomputes them all, as do those
+                that were repaired.
             num_threads: Lanes recomputed at once.
         """
         self.store_dir = directory
@@ -124,6 +127,7 @@ class FragmentStore:
         self._keeps_all = keeps_all
         self._num_threads = num_threads
         self.written_bytes = 0
+        self.lost = -1
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -168,6 +172,7 @@ class FragmentStore:
                     header["refused"],
                     header.get("merge", {}).get("rejected", {}),
                 )
+        self.lost = self._lost_after(-1 if newest is None else newest.version)
         if newest is None:
             return None
         standing = standing_of(self._directory, newest.version)
@@ -201,6 +206,32 @@ class FragmentStore:
         record = made_again(stored, version, self.load, self.fragment)
         self.commit(record)
         return record
+
+    def _lost_after(self, newest: int) -> int:
+        """Name the newest version after this one of which there is something; -1: none.
+
+        Not what is shorter than it says, or was cut off a log's end or set aside there: a killed
+        writer, or a power loss, may leave that of a version that never existed. (If it did, the
+        coordinator's index has it.)
+        """
+        versions = [version for version in self._versions() if version > newest]
+        if newest < 0:  # whatever this is, it is not the store of a new run
+            return max(versions, default=-1)
+        lost = max(filter(self._is_whole_in_size, versions), default=-1)
+        if lost < 0 and (segments := segments_in(self._directory)):
+            path = segment_path(self._directory, segments[-1])
+            frames = list(frames_of(path))
+            is_end = segments[-1] + len(frames) == newest
+            if is_end and path.stat().st_size > (frames[-1].end if frames else 0):
+                return newest + 1  # at least: a damaged frame hides those behind it
+        return lost
+
+    def _is_whole_in_size(self, version: int) -> bool:
+        try:
+            insist_on_whole(record_path(self._directory, version))
+        except RecordInvalid:
+            return version in frames_in(self._directory)
+        return True
 
     def newest(self) -> VersionRecord | None:
         """Read the newest valid version and change nothing: safe while a syncer serves the store.
@@ -365,7 +396,7 @@ class FragmentStore:
         if first + 1 not in frames_in(self._directory):
             first = oldest
         for version in snapshots:
-            if version < first and not (self._keeps_all and version == 0):
+            if version < first and not (self._keeps_all and self._is_beginning(version)):
                 self._forget_record(version)
         for start in segments_in(self._directory):
             if start < first:
@@ -373,6 +404,15 @@ class FragmentStore:
         for kept in self._directory.glob("v*.header"):
             if self._is_indexed(version_of(kept)):
                 durable.unlink(kept)
+
+    def _is_beginning(self, version: int) -> bool:
+        """Whether a version is made of none before it: the first, and one that was repaired."""
+        if version == 0:
+            return True
+        try:
+            return "repaired" in locate(record_path(self._directory, version)).header
+        except RecordInvalid:
+            return False
 
     def _forget_record(self, version: int) -> None:
         path = record_path(self._directory, version)

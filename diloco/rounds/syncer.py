@@ -21,10 +21,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from diloco.durable import DiskFull
+from diloco.errors import PayloadRefused
 from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
 from diloco.refusals import Cause
 from diloco.rounds.attendance import Attendance, IncarnationStore, Listeners, OrderStore
+from diloco.rounds.donations import Donations
 from diloco.rounds.messages import (
     MOST_UPLOADS,
     SUBMIT_STATUS,
@@ -48,7 +50,7 @@ from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount
 from transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply
-from transport.errors import FrameError, Overloaded
+from transport.errors import FrameError, NotYet, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ class Syncer:
         fragments = [store.fragment for store in stores]
         self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
         self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
-        self._pinning_cut = self.pinned_cut = 0
+        self._pinning_cut = self._delayed_cut = self.pinned_cut = 0
         self._has_warned = False
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,6 +115,14 @@ class Syncer:
             listeners=Listeners(self._granted, self._take_roster, self._take_rules, self._spawn),
         )
         self._spool = Spool(stores[0].store_dir / "spool", rules.spool_bytes)
+        self._donations = Donations(
+            stores[0].store_dir / "donations",
+            plan,
+            rules.timeline,
+            worker=worker,
+            spool=self._spool,
+            spawn=self._spawn,
+        )
         hooks = Hooks(
             worker,
             self._spawn,
@@ -163,6 +173,8 @@ class Syncer:
             "fragment.poll": self._poll,
             "fragment.fetch": self._fetch,
             "fragment.pin": self._pin,
+            "heal.put": self._heal_put,
+            "heal.get": self._heal_get,
         }
         return {method: self._guarded(handler) for method, handler in handlers.items()}
 
@@ -183,6 +195,21 @@ class Syncer:
         """Phase of a fragment's current round, in words."""
         return self._services[fragment_id].phase
 
+    def repair(self, fragment_id: int, island: str, record_json: str) -> None:
+        """Take what a damaged fragment has lost from an island; must not block."""
+        if (service := self._services.get(fragment_id)) is not None:
+            service.damage.ask(island, record_json)
+            self._notify()
+
+    def damage(self, fragment_id: int) -> str:
+        """Why a fragment is not served, and what to type; empty: it is served."""
+        return self._services[fragment_id].damage.text
+
+    def indexed(self, num_versions: Mapping[int, int]) -> None:
+        """Hear how many versions of each fragment the coordinator knows; must not block."""
+        for fragment_id in self._services.keys() & num_versions.keys():
+            self._services[fragment_id].indexed(num_versions[fragment_id])
+
     def rounds_of(self, fragment_id: int) -> tuple[int, int]:
         """Rounds of a fragment published since the start, and those that count one island."""
         return self.meter.rounds_of(fragment_id)
@@ -191,6 +218,7 @@ class Syncer:
         """Read the durable state; after this the handlers may be served."""
         await self._worker.run(self._spool.start)
         await self._attendance.start()
+        await self._donations.start()
         for service in self._services.values():
             await service.start(self._attendance.incarnations)
 
@@ -242,6 +270,11 @@ class Syncer:
 
     async def _keep_cut(self, number: int, least: Mapping[int, int]) -> None:
         newest = {p: service.rounds.version for p, service in self._services.items()}
+        if damaged := [p for p, service in self._services.items() if service.damage.text]:
+            if number != self._delayed_cut:
+                logger.warning("cut %d is kept later: fragments %s are damaged", number, damaged)
+            self._delayed_cut, self._pinning_cut = number, 0  # the coordinator asks again
+            return
         if behind := [p for p, version in newest.items() if version < least.get(p, 0)]:
             logger.error("cut %d not kept, versions lost of fragments %s", number, behind)
             self._pinning_cut = 0  # the coordinator sees it, and asks for less or for another one
@@ -285,6 +318,7 @@ class Syncer:
     async def stop(self) -> None:
         """Cancel what is under way; what is not durable is as if it had never happened."""
         self._attendance.stop()
+        self._donations.stop()
         for service in self._services.values():
             service.stop()
         for task in self._tasks:
@@ -304,6 +338,7 @@ class Syncer:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
             reply.message = self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT)
         else:
+            _insist_on_whole(service)
             lane = arrival_of(header)
             admission = await service.receive(lane, header.codec, call)
             reply.status = SUBMIT_STATUS[admission]
@@ -321,6 +356,7 @@ class Syncer:
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
+        _insist_on_whole(service)
         # Before its round is open a decline does nothing: the island repeats it until the outcome.
         reason = f"declined: {request.reason}"
         service.refuse(key_of(request.key), grant.island, grant.incarnation, reason)
@@ -333,6 +369,14 @@ class Syncer:
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
+        if header.is_published:
+            problem = await service.take_published(header, call)
+            if not problem:
+                attendance = self._attendance
+                await service.finish_repair(attendance.incarnations, attendance.roster)
+                self._notify()
+            return self._ack(problem)
+        _insist_on_whole(service)
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
@@ -402,15 +446,16 @@ class Syncer:
             outcome = service and service.rounds.outcome(key, island, sender)
             if outcome:
                 reply.outcomes.append(outcome_message(outcome))
-        for known in request.known:
-            service = self._services.get(known.fragment_id)
-            if service is not None and known.is_founded and _is_behind(service, known):
-                reply.fatal.exit_code = 30
-                reply.fatal.reason = (
-                    f"fragment {known.fragment_id}: this island holds version {known.version}, the "
-                    f"syncer has no valid record of it: its state directory has lost a published "
-                    f"version. Resume a checkpoint: diloco coordinator RUN.toml --resume"
-                )
+        known = {state.fragment_id: state for state in request.known if state.is_founded}
+        for state in reply.fragments:
+            held = known.get(state.fragment_id)
+            if held is not None and _is_behind(self._services[state.fragment_id], held):
+                # One island's word: the others hear it when the coordinator's index says so.
+                state.is_damaged = True
+        for state in reply.fragments:
+            wanted = self._services[state.fragment_id].damage.wanted_of(island)
+            if wanted is not None:
+                state.wants_published, state.wanted_version = True, wanted
         return reply
 
     def _tell_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
@@ -430,6 +475,7 @@ class Syncer:
         elif service is None:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
+            _insist_on_whole(service)
             reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
         if service is None or reply.status != wire.FETCH_STATUS_OK:
@@ -449,6 +495,9 @@ class Syncer:
             )
             return self._ack(self._refuse(request.grant, Cause.PIN, problem))
 
+        for service in self._services.values():
+            _insist_on_whole(service)
+
         def pin() -> None:
             for fragment_id, version in versions.items():
                 self._stores[fragment_id].pin(request.checkpoint_step, version)
@@ -462,13 +511,33 @@ class Syncer:
         self._last_pin[request.grant.island] = request.checkpoint_step
         return self._ack("")
 
+    async def _heal_put(self, call: IncomingCall) -> Reply:
+        header = wire.HealPutHeader.FromString(call.header)
+        if not await self._attendance.accept(header.grant, header.protocol_version):
+            return self._ack(_NOT_CURRENT, is_fenced=True)
+        try:
+            await self._donations.put(header, call)
+        except PayloadRefused as error:
+            return self._ack(self._refuse(header.grant, error.cause, str(error)))
+        return self._ack("")
+
+    async def _heal_get(self, call: IncomingCall) -> Reply:
+        header = wire.HealGetHeader.FromString(call.header)
+        payload: Buffer = b""
+        if await self._attendance.accept(header.grant, header.protocol_version):
+            reply, payload = await self._donations.get(header)
+        else:
+            reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=_NOT_CURRENT)
+        reply.syncer_epoch = self._epoch
+        return Reply(reply.SerializeToString(), payload)
+
     def _refuse(self, grant: Grant, cause: Cause, words: str) -> str:
         """Count a refusal of what an island says with a good grant; returns the words."""
         self.meter.refusal(grant.island, cause)
         return words
 
     def _wants_initial(self, service: FragmentService, island: str) -> bool:
-        is_new = service.record is None and self._rules.timeline == 0
+        is_new = service.record is None and not service.damage.text and self._rules.timeline == 0
         return is_new and island == self._attendance.founder()
 
     # -- plumbing --------------------------------------------------------------------------------
@@ -545,6 +614,16 @@ def _is_behind(service: FragmentService, known: wire.FragmentState) -> bool:
     return service.record is None or service.record.version < known.version
 
 
+def _insist_on_whole(service: FragmentService) -> None:
+    """Have whoever calls for a fragment that is not served call again, until it is.
+
+    Raises:
+        NotYet: If it is damaged.
+    """
+    if service.damage.text:
+        raise NotYet(service.damage.text)
+
+
 def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
     """Whether a reply tells a carrier something that it does not know."""
     if request.known_epoch != reply.syncer_epoch or reply.is_fenced or reply.outcomes:
@@ -555,7 +634,9 @@ def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
     return any(_what_changes(state) != known.get(state.fragment_id) for state in reply.fragments)
 
 
-def _what_changes(state: wire.FragmentState) -> tuple[bool, int, int, bool, bool]:
+def _what_changes(state: wire.FragmentState) -> tuple[bool | int, ...]:
+    if state.is_damaged:
+        return True, state.wants_published
     return state.is_founded, state.version, state.attempt, state.is_open, state.wants_initial
 
 

@@ -42,6 +42,8 @@ class VersionRecord:
             and the revision of the policy); empty for version 0, and for an all-reduce.
         closed_unix_s: When its round closed, by the syncer's wall clock: a restart counts the
             opening floor from there. None where rounds have no measured times.
+        repaired: Island that it was taken back from, after it was lost; empty: it was merged here.
+            Payloads and contributions of such a version are gone.
     """
 
     version: int
@@ -62,6 +64,7 @@ class VersionRecord:
     merged_tokens: int = 0
     rules: Mapping[str, Any] = field(default_factory=dict)
     closed_unix_s: float | None = None
+    repaired: str = ""
 
     @property
     def digest(self) -> bytes:
@@ -107,6 +110,8 @@ class VersionRecord:
             header |= {"merged_tokens": self.merged_tokens, "rules": dict(self.rules)}
         if self.closed_unix_s is not None:
             header["closed_unix_s"] = self.closed_unix_s
+        if self.repaired:
+            header["repaired"] = self.repaired
         if self.combination is not None:
             header["merge"] = {**self.combination.to_json(), "rejected": dict(self.rejected)}
         return header
@@ -194,7 +199,9 @@ def record_of(
             LaneState(*(vector(name, lane.lane_id) for name in state_sections(sections)))
             for lane in fragment.lanes
         ),
-        payloads=tuple(bytes(sections[f"payload/{i}"]) for i in lane_ids) if version else (),
+        payloads=tuple(bytes(sections[f"payload/{i}"]) for i in lane_ids)
+        if version and "repaired" not in header
+        else (),
         contributors=contributors,
         contributions={
             c.island: [sections[f"contribution/{c.island}/{i}"] for i in lane_ids]
@@ -208,4 +215,5 @@ def record_of(
         merged_tokens=header.get("merged_tokens", 0),
         rules=header.get("rules", {}),
         closed_unix_s=header.get("closed_unix_s"),
+        repaired=header.get("repaired", ""),
     )

@@ -179,14 +179,21 @@ class SyncerCalls:
         )
         await self._call(self._control, "fragment.decline", request)
 
-    async def upload(self, fragment_id: int, lane_id: int, payload: Buffer) -> wire.Ack:
-        """Deliver one lane of the initial parameters, float32, when it is its turn."""
+    async def upload(
+        self, fragment_id: int, lane_id: int, payload: Buffer, *, published: int | None = None
+    ) -> wire.Ack:
+        """Deliver one lane, float32, when it is its turn: of the initial parameters.
+
+        Or of a version that was `published`, and which the syncer has lost.
+        """
         header = wire.UploadHeader(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
             fragment_id=fragment_id,
             lane_id=lane_id,
             digest=blake3.blake3(payload).digest(),
+            is_published=published is not None,
+            version=published or 0,
         )
         async with self._uploading:
             reply = await self._call(self._data, "fragment.upload", header, payload, is_bulk=True)
@@ -230,6 +237,44 @@ class SyncerCalls:
         )
         return wire.FetchReply.FromString(reply.header), reply.payload
 
+    async def put(self, checkpoint: int, lane: tuple[int, int] | None, payload: Buffer) -> wire.Ack:
+        """Give a lane (fragment id, lane id) of this island's inner optimizer, or the manifest.
+
+        The syncer is asked first: nothing of what it has already travels.
+        """
+        header = wire.HealPutHeader(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            checkpoint=checkpoint,
+            is_manifest=lane is None,
+            digest=blake3.blake3(payload).digest(),
+        )
+        if lane is not None:
+            header.fragment_id, header.lane_id = lane
+        async with self._uploading:
+            reply = await self._call(
+                self._data, "heal.put", header, payload, is_bulk=True, asks_first=True
+            )
+        return wire.Ack.FromString(reply.header)
+
+    async def get(
+        self, donor: str, checkpoint: int, lane: tuple[int, int] | None, *, max_reply_bytes: int
+    ) -> tuple[wire.FetchReply, Buffer]:
+        """Take what another island has given: a lane (fragment id, lane id), or the manifest."""
+        header = wire.HealGetHeader(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            donor=donor,
+            checkpoint=checkpoint,
+            is_manifest=lane is None,
+        )
+        if lane is not None:
+            header.fragment_id, header.lane_id = lane
+        reply = await self._call(
+            self._data, "heal.get", header, max_reply_bytes=max_reply_bytes, is_bulk=True
+        )
+        return wire.FetchReply.FromString(reply.header), reply.payload
+
     async def _call(
         self,
         transport: Transport,
@@ -240,6 +285,7 @@ class SyncerCalls:
         wait_s: float = 0.0,
         max_reply_bytes: int = 0,
         is_bulk: bool = False,
+        asks_first: bool = False,
     ) -> Reply:
         """Call until it is answered.
 
@@ -250,7 +296,7 @@ class SyncerCalls:
                 defect.
         """
         header = message.SerializeToString()
-        transfer = Transfer(is_bulk=is_bulk, asks_first=self._asks_first)
+        transfer = Transfer(is_bulk=is_bulk, asks_first=asks_first or self._asks_first)
         payload_bytes = memoryview(payload).nbytes + max_reply_bytes
         progress = self._progress[transport]
         #: What had moved at attempts that broke after sending more: how much of that arrived, only

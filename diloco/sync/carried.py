@@ -7,6 +7,7 @@ Source: protocol.md section 5.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import blake3
@@ -22,6 +23,8 @@ from diloco.sync.late import Over
 from diloco.sync.ledger import Outstanding, Target, Verdict
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
+
+logger = logging.getLogger(__name__)
 
 #: Announced versions that are remembered, so that their digests are known when they are staged.
 _MOST_HEARD = 4
@@ -143,7 +146,20 @@ class CarriedFragment:
     over: Over = field(default_factory=Over)
 
     def hear(self, state: wire.FragmentState) -> None:
-        """Take what the syncer announces."""
+        """Take what the syncer announces; of a damaged fragment nothing but that it is so."""
+        if state.is_damaged:
+            if not self.state.is_damaged:
+                logger.error(
+                    "fragment %d is damaged at its syncer: what was published last is kept, and "
+                    "nothing sent or merged until it is repaired (diloco status HOST:PORT)",
+                    self.fragment_id,
+                )
+            before, self.state = self.state, wire.FragmentState()
+            self.state.CopyFrom(before)
+            self.state.is_open, self.state.is_damaged = False, True
+            self.state.wants_published = state.wants_published
+            self.state.wanted_version = state.wanted_version
+            return
         self.state = state
         self.heard[state.version] = state
         for version in sorted(self.heard)[:-_MOST_HEARD]:
@@ -279,4 +295,6 @@ class CarriedFragment:
             attempt=state.attempt,
             is_open=state.is_open,
             wants_initial=state.wants_initial,
+            is_damaged=state.is_damaged,
+            wants_published=state.wants_published,
         )

@@ -31,6 +31,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
 from diloco.outer.fragments import Plan
 from diloco.sync.exchange import Exchange, ExchangeRules, Moved, SyncerWay
+from diloco.sync.heal import HealTalk, Ways
 from diloco.sync.io_thread import IoThread
 from diloco.sync.registration import Island, IslandState, Progress, Registration, TextWord
 from diloco.sync.shards import LaneShards
@@ -309,6 +310,17 @@ class Connection:
         """Let the next report leave at once; the leader's does."""
         if self._registration is not None:
             self.io.post(self._registration.report_soon)
+
+    def report_heals(self, talk: HealTalk) -> None:
+        """Let reports tell of inner optimizers that islands give each other; the leader's do."""
+        if self._registration is not None:
+            self._registration.heal = talk
+
+    @property
+    def ways(self) -> Ways:
+        """To the syncers, once the run has been joined."""
+        assert self._exchange is not None
+        return self._exchange
 
     def report_checkpoints(self, steps: Iterable[int]) -> None:
         """Let reports name the checkpoints that this island keeps; the leader's do."""

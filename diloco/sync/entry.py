@@ -55,6 +55,34 @@ class Entry:
         self._tasks = tasks
         self._epoch = epoch
         self._on_arrival = on_arrival
+        self._given: set[tuple[int, int, int]] = set()
+
+    def give(self, carried: CarriedFragment) -> None:
+        """Upload what this rank holds of a version that the syncer has lost, where it asks for it.
+
+        Once for each start of the syncer; what it refuses is an operator's matter.
+        """
+        state, p = carried.state, carried.fragment_id
+        asked = p, state.wanted_version, self._epoch()
+        if not (state.is_damaged and state.wants_published) or asked in self._given:
+            return
+        self._given.add(asked)
+        if carried.anchor_version != state.wanted_version:
+            logger.error(
+                "fragment %d cannot be repaired from here: version %d is asked for, %d is held",
+                p, state.wanted_version, carried.anchor_version,
+            )  # fmt: skip
+            return
+        for lane_id, values in carried.anchor.items():
+            self._tasks.spawn(self._give(p, state.wanted_version, lane_id, values))
+
+    async def _give(self, fragment_id: int, version: int, lane_id: int, values: Tensor) -> None:
+        payload = to_bytes(values.view(torch.uint8))
+        ack = await self._calls.upload(fragment_id, lane_id, payload, published=version)
+        if ack.is_fenced:
+            raise self._calls.fenced(ack.message)
+        if not ack.is_accepted:
+            logger.error("fragment %d not repaired from here: %s", fragment_id, ack.message)
 
     @property
     def is_return(self) -> bool:

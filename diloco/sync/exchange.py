@@ -183,6 +183,10 @@ class Exchange:
         """Return the verified lanes of `view().staged_version`."""
         return self._carried[fragment_id].staged
 
+    def calls_of(self, fragment_id: int) -> SyncerCalls:
+        """Return the way to the syncer of a fragment."""
+        return self._link_of[fragment_id].calls
+
     @property
     def incarnation(self) -> int:
         """Of this start of the island."""

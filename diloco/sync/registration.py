@@ -27,6 +27,7 @@ from diloco.errors import (
     error_of_exit_code,
 )
 from diloco.sync.agreement import Cut
+from diloco.sync.heal import HealTalk
 from diloco.sync.stop_line import StopLine
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
@@ -126,9 +127,9 @@ class Registration:
 
     `checkpoint_steps` are the complete checkpoints that the island keeps, ascending, as its reports
     say; whoever keeps them replaces the tuple, from any thread. `cut` is what they say of the last
-    cut, replaced whole, too. `text` is what reports say of the
-    island's text, if anything. `complete_checkpoints` are those of
-    the run that every island has, as the coordinator last said; None before it has.
+    cut, replaced whole, too. `text` is what they say of the island's text, if anything, and `heal`
+    what of inner optimizers that are given. `complete_checkpoints` are those of the run that every
+    island has, as the coordinator last said; None before it has.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Registration:
         self.cut = CutPart()
         self._told_cut = 0
         self.text: TextWord | None = None
+        self.heal: HealTalk | None = None
         self._grant = Grant()
         self._stop_line: StopLine | None = None
         self._is_held = False
@@ -303,6 +305,9 @@ class Registration:
         text = self.text
         if text is not None:
             request.position_json = text.say()
+        heal = self.heal
+        if heal is not None:
+            request.heal.CopyFrom(heal.say())
         answer = await self._transport.call(
             "control.report", request.SerializeToString(), deadline_s=self._rpc_deadline_s
         )
@@ -310,6 +315,8 @@ class Registration:
         self._told_cut = cut.number
         if text is not None and not reply.stop:
             text.hear(reply.claims_json)
+        if heal is not None and not reply.stop:
+            heal.hear(reply)
         return reply
 
     async def _report_forever(

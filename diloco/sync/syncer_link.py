@@ -129,6 +129,8 @@ class SyncerLink:
             self.carried[state.fragment_id].hear(state)
         for outcome in map(outcome_of, reply.outcomes):
             self.contributions.take(self.carried[outcome.key.fragment_id], outcome)
+        for carried in self.carried.values():
+            self.entry.give(carried)
         self.look()
         self._tasks.notify()
 

@@ -222,10 +222,12 @@ class MemoryCopyFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class InnerStateTaken(Event):
-    """An island that returned took its inner optimizer, as it was after inner step `taken_step`.
+    """An island that joins or returns has taken its inner optimizer, `taken_step` inner steps old.
 
-    `source` is "memory" (copies in host memory) or "checkpoint" (storage); `received_bytes` is what
-    came from other hosts' memory, of all ranks.
+    `source` is "memory" (copies in host memory), "checkpoint" (storage), "donor" (another island,
+    `donor`, as its `checkpoint` has it), or "fresh": it begins anew, and `reason` says why it was
+    given none where it wished for one. `received_bytes` is what came from other hosts' memory, of
+    all ranks.
     """
 
     kind: ClassVar[str] = "inner_state_taken"
@@ -234,6 +236,9 @@ class InnerStateTaken(Event):
     source: str
     received_bytes: int
     seconds: float
+    donor: str = ""
+    checkpoint: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

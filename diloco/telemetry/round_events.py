@@ -54,6 +54,26 @@ class RoundClosed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class FragmentDamaged(Event):
+    """A version that was published cannot be read: the fragment is not served any more."""
+
+    kind: ClassVar[str] = "fragment_damaged"
+    fragment_id: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentRepaired(Event):
+    """A version that was lost was taken back from an island: the fragment is served again."""
+
+    kind: ClassVar[str] = "fragment_repaired"
+    fragment_id: int
+    version: int
+    from_island: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundExpired(Event):
     """An attempt came to nothing, durably; `missing` are the members that did not come."""
 

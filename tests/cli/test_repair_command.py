@@ -77,3 +77,23 @@ def test_a_store_that_is_served_or_is_none_is_left_alone(state: StateDir, tmp_pa
     assert "Stop the run first" in str(served.exception)
     assert isinstance(empty.exception, ConfigError)
     assert "holds no store of a syncer" in str(empty.exception)
+
+
+def test_a_fragment_of_a_run_under_way_is_named_with_its_island() -> None:
+    for arguments in (["--fragment", "3"], ["--from-island", "east"]):
+        result = invoke("127.0.0.1:9", *arguments)
+        assert isinstance(result.exception, ConfigError)
+        assert "--fragment P --from-island NAME" in str(result.exception)
+
+
+def test_an_island_is_asked_through_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, str, dict[str, str]]] = []
+    monkeypatch.setattr(
+        "diloco.cli.operate.tell",
+        lambda address, command, arguments, *_: told.append((address, command, arguments)),
+    )
+
+    result = invoke("host:1", "--fragment", "3", "--from-island", "east")
+
+    assert result.exit_code == 0, result.output
+    assert told == [("host:1", "repair", {"fragment": "3", "island": "east"})]

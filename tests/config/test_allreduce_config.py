@@ -38,6 +38,7 @@ def run_file(directory: Path, num_islands: int = 2) -> Path:
         ([ALLREDUCE, "telemetry.syncer_metrics=127.0.0.1:7001"], "telemetry.syncer_metrics"),
         (["islands.a.peer_address=host:7001"], "islands.a.peer_address"),
         ([ALLREDUCE, BEYOND], "islands.a.peer_listen"),
+        ([ALLREDUCE, "islands.a.heal_optimizer=true"], "islands.a.heal_optimizer"),
         ([ALLREDUCE, "islands.a.peer_listen=nowhere"], "islands.a.peer_listen"),
     ],
 )

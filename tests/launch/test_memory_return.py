@@ -11,6 +11,8 @@ import pytest
 from diloco.inner.state import optimizer_step
 from diloco.launch.checkpoints import MANIFEST, step_directory
 from diloco.launch.island_checkpoints import IslandCheckpoints
+from diloco.rounds.donation import Manifest
+from diloco.sync.heal import NotHealed
 from diloco.telemetry.events import Event, InnerStateTaken
 from tests.launch.small_checkpoint import ISLAND, Trained
 
@@ -44,8 +46,29 @@ class Batches:
         self.sent.append(inner_step)
 
 
+class Other:
+    """Another island, which gives an inner optimizer or says why not."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.refusal = refusal
+        self.was_asked = False
+
+    def take_(self, model: Any, optimizer: Any) -> Manifest:
+        self.was_asked = True
+        if self.refusal:
+            raise NotHealed(self.refusal)
+        return Manifest("run", 0, "west", 12, 5, 5, (3,), "", {})
+
+
 def take_up(
-    directory: Path, trained: Any, batches: Any, memory: Any, told: list[Event], *, on_arrival: bool
+    directory: Path,
+    trained: Any,
+    batches: Any,
+    memory: Any,
+    told: list[Event],
+    *,
+    on_arrival: bool,
+    other: Any = None,
 ) -> None:
     """Return at `START_STEP`."""
     site: Any = SimpleNamespace(
@@ -60,7 +83,7 @@ def take_up(
         plan=trained.plan(), versions=[1], resume_step=None, start_step=START_STEP
     )
     checkpoints = IslandCheckpoints(
-        site, outer, trained, batches, memory=memory, on_event=told.append
+        site, outer, trained, batches, memory=memory, healing=other, on_event=told.append
     )
     checkpoints.take_up(None)
 
@@ -75,7 +98,7 @@ def take_up(
         pytest.param([2, 5], [], 4, ("checkpoint", 5), [6], id="storage-is-newer"),
         pytest.param([5], [5], 4, ("memory", 4), [4, 6], id="newer-storage-is-damaged"),
         pytest.param([2, 5], [5], None, ("checkpoint", 2), [6], id="no-copy"),
-        pytest.param([5], [5], None, None, [6], id="neither"),
+        pytest.param([5], [5], None, ("fresh", 0), [6], id="neither"),
     ],
 )
 def test_the_newer_of_memory_and_storage_is_taken(
@@ -83,7 +106,7 @@ def test_the_newer_of_memory_and_storage_is_taken(
     written: list[int],
     damaged: list[int],
     newest: int | None,
-    expected: tuple[str, int] | None,
+    expected: tuple[str, int],
     sent: list[int],
 ) -> None:
     source = Trained(num_steps=AGE)
@@ -97,12 +120,12 @@ def test_the_newer_of_memory_and_storage_is_taken(
     take_up(tmp_path, trained, batches, memory, told, on_arrival=False)
 
     taken = [event for event in told if isinstance(event, InnerStateTaken)]
-    assert [(event.source, event.taken_step) for event in taken] == ([expected] if expected else [])
+    assert [(event.source, event.taken_step) for event in taken] == [expected]
     assert all(event.inner_step == START_STEP for event in taken)
     assert all(event.seconds >= 100.0 for event in taken), "the search is part of it"
     assert batches.sent == sent
-    assert memory.has_loaded == (expected is not None and expected[0] == "memory")
-    is_from_storage = expected is not None and expected[0] == "checkpoint"
+    assert memory.has_loaded == (expected[0] == "memory")
+    is_from_storage = expected[0] == "checkpoint"
     assert optimizer_step(trained.optimizer) == (AGE if is_from_storage else 0)
 
 
@@ -122,3 +145,34 @@ def test_where_nobody_waits_an_island_returns_with_the_optimizer_of_its_newest_c
     (taken,) = [event for event in told if isinstance(event, InnerStateTaken)]
     assert (taken.source, taken.taken_step) == expected
     assert optimizer_step(trained.optimizer) == (AGE if expected[0] == "checkpoint" else 0)
+
+
+@pytest.mark.parametrize(
+    ("written", "copied", "refusal", "expected"),
+    [
+        pytest.param(True, None, "", ("checkpoint", 2, "", 0, ""), id="own-checkpoint"),
+        pytest.param(False, 4, "", ("memory", 4, "", 0, ""), id="own-memory"),
+        pytest.param(False, None, "", ("donor", 5, "west", 12, ""), id="neither"),
+        pytest.param(False, None, "it is away", ("fresh", 0, "", 0, "it is away"), id="nobody"),
+    ],
+)
+def test_another_island_is_asked_by_who_has_nothing_of_its_own(
+    tmp_path: Path,
+    written: bool,
+    copied: int | None,
+    refusal: str,
+    expected: tuple[str, int, str, int, str],
+) -> None:
+    if written:
+        Trained(num_steps=AGE).write(tmp_path, 2, cut=11)
+    told, other, batches = list[Event](), Other(refusal), Batches()
+
+    take_up(
+        tmp_path, Trained(seed=2, num_steps=0), batches, Memory(copied), told,
+        on_arrival=True, other=other,
+    )  # fmt: skip
+
+    (taken,) = [event for event in told if isinstance(event, InnerStateTaken)]
+    said = taken.source, taken.taken_step, taken.donor, taken.checkpoint, taken.reason
+    assert said == expected
+    assert other.was_asked == (expected[0] in ("donor", "fresh"))

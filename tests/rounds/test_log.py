@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -243,6 +244,25 @@ def test_a_newest_frame_that_cannot_be_made_again_is_set_aside(
     put(store, following(store.load(2)))
     assert_newest(store, 3)
     assert aside.exists(), "until there is another"
+
+
+def test_nothing_is_lost_after_a_resume(store: FragmentStore) -> None:
+    """A damaged frame in the middle hides one, until the segment ends before both."""
+    records = commit(store, 3)
+    store.pin(8, 1)
+    data = bytearray(segment(store).read_bytes())
+    data[frames_in(directory_of(store))[2].start] ^= 1
+    segment(store).write_bytes(data)
+    store.recover()
+    assert store.lost == 2
+
+    restore(store.store_dir, SimpleNamespace(fragments=(FRAGMENT,)), step=8, abandoned_timeline=0)
+
+    assert_newest(store, 1)
+    store.recover()
+    assert store.lost == -1
+    put(store, following(records[1]))
+    assert_newest(store, 2)
 
 
 def test_damage_in_the_middle_is_left_alone_and_the_log_goes_on_from_a_snapshot(

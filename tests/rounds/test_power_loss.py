@@ -139,6 +139,7 @@ def assert_kept(
     store = recorder.opened(root)
 
     recovered = store.recover()
+    assert store.lost == -1, "a crash damages nothing"
 
     newest = -1 if recovered is None else recovered.record.version
     assert promised.version <= newest <= max(promised.version, under_way.version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ class FakeRounds:
     def __init__(self) -> None:
         self.versions = [0, 0]
         self.kept: list[list[int]] = []
+        self.repairs: list[tuple[int, str, str]] = []
         self.orders: list[Orders] = []
         self.pinned_cut = 0
         self.cuts: list[tuple[int, list[int]]] = []
@@ -58,6 +59,15 @@ class FakeRounds:
 
     def heard_of(self, orders: Orders) -> None:
         self.orders.append(orders)
+
+    def indexed(self, num_versions: Mapping[int, int]) -> None:
+        pass
+
+    def repair(self, fragment_id: int, island: str, record_json: str) -> None:
+        self.repairs.append((fragment_id, island, record_json))
+
+    def damage(self, fragment_id: int) -> str:
+        return ("", "version 7 cannot be read")[fragment_id]
 
     def phase(self, fragment_id: int) -> str:
         return ("open", "closing")[fragment_id]

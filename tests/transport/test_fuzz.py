@@ -44,6 +44,7 @@ from diloco.errors import ConfigError, DilocoError
 from diloco.launch.access import RULES, guarded
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.rounds import syncer as syncer_module
+from diloco.rounds.donation import LaneGiven, Manifest
 from diloco.rounds.orders import Orders
 from diloco.sync import peer as peer_module
 from protos import allreduce_pb2, fragment_pb2
@@ -277,6 +278,12 @@ _PLAN = make_plan([TensorSpec("w", (NUMEL,))], num_fragments=1)
 #: Of a lane as float32: initial parameters and contributions.
 _LANE_BYTES = [4 * lane.numel for lane in _PLAN.fragments[0].lanes]
 _MUCH = MAX_HEADER_BYTES - 2000
+#: Of a donation of an inner optimizer: every lane's safetensors are zeros, as far as syncers look.
+_GIVEN = {f"0/{n}": bytes(2 * size + 100) for n, size in enumerate(_LANE_BYTES)}
+_MANIFEST = Manifest(
+    RUN, 0, "a", 1, 2, 2, (0,), _PLAN.fingerprint(),
+    {name: LaneGiven(len(data), blake3.blake3(data).hexdigest()) for name, data in _GIVEN.items()},
+).to_json()  # fmt: skip
 
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_UINT32: st.sampled_from([0, 0, 1, 2, 7, 2**31, 2**32 - 1]),
@@ -355,9 +362,11 @@ _LIKELY: dict[str, st.SearchStrategy[Any]] = {
             {"key": "outer", "value": "[" * 1000},
         ]
     ),
+    "checkpoint": st.just(1),
     "codec": st.just("float32"),
     "command": st.sampled_from(["pause", "unpause", "drain", "kick", "set", "stop", "backup"]),
     "digest": st.sampled_from(_DIGESTS),
+    "donor": st.just("a"),
     "is_flush": st.just(False),
     "island": st.sampled_from(["a", "b", "c", "d"]),
     "key": st.sampled_from(
@@ -425,14 +434,28 @@ def message_of(draw: st.DrawFn, kind: type[Message], depth: int = 0) -> Message:
 def calls(draw: st.DrawFn, methods: list[str]) -> tuple[str, bytes, bytes]:
     """Draw a method, a header for it, sound or damaged, and a payload."""
     method = draw(st.sampled_from(methods))
-    header = draw(message_of(RULES[method].message)).SerializeToString()
+    message = draw(message_of(RULES[method].message))
+    given = draw(donated(message)) if method == "heal.put" else None
+    header = message.SerializeToString()
     if draw(st.integers(0, 4)) == 0:
         damaged = bytearray(header)
         start = draw(st.integers(0, len(damaged)))
         damaged[start : start + 3] = draw(st.binary(max_size=6))
         header = bytes(damaged)
     size = draw(st.sampled_from([0, 4, 160_000, *_LANE_BYTES * 3]))
-    return method, header, bytes(size)
+    return method, header, bytes(size) if given is None else given
+
+
+@st.composite
+def donated(draw: st.DrawFn, header: Any) -> bytes | None:
+    """Draw a payload of a donation, and let its header have the digest; None: anything else."""
+    if not draw(st.integers(0, 3)):
+        return None
+    payload = _MANIFEST if header.is_manifest else _GIVEN.get(f"0/{header.lane_id}", b"")
+    if header.is_manifest and draw(st.booleans()):
+        payload = mutated(payload, random.Random(draw(st.integers(0, 2**32 - 1))))
+    header.digest = blake3.blake3(payload).digest()
+    return payload
 
 
 def mutated(header: bytes, rng: random.Random) -> bytes:

@@ -1,0 +1,133 @@
+"""A fragment whose syncer has lost a published version: why it is not served, and what mends it.
+
+Going on from an older version would publish the lost one a second time, as something else. An
+island that merged it holds what was published, to the bit; its lanes count only if their digests
+are those that the coordinator has indexed of the version. Theta, which no island ever has, begins
+again as published; moments are those of the newest older version that can be read, or zero. What
+it was made of is gone: its record says that it was repaired, and it cannot be made again.
+
+Source: protocol.md section 9 (an island ahead of its syncer).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.compression.base import from_bytes
+from diloco.errors import PayloadRefused
+from diloco.outer.fragments import Fragment
+from diloco.refusals import Cause
+from diloco.rounds.publication import LaneState
+from diloco.rounds.version import VersionRecord, record_of
+from diloco.telemetry.events import Event
+from diloco.telemetry.round_events import FragmentDamaged, FragmentRepaired
+from protos import fragment_pb2 as wire
+from transport.contracts import Buffer
+
+logger = logging.getLogger(__name__)
+
+
+class Damage:
+    """What is wrong with one fragment; `text` says it, and what to type; empty: nothing is."""
+
+    def __init__(self, fragment: Fragment, on_event: Callable[[Event], None]) -> None:
+        """Begin without any."""
+        self.text = ""
+        self._fragment = fragment
+        self._on_event = on_event
+        self._island = ""
+        self._header: Mapping[str, Any] = {}
+        self._lanes: dict[int, Buffer] = {}
+
+    def found(self, version: int, newest: VersionRecord | None) -> None:
+        """Take note that a version was lost; `newest` is what can be read."""
+        p, left = self._fragment.fragment_id, "none"
+        left = "none" if newest is None else f"version {newest.version}"
+        self.text = (
+            f"fragment {p} is damaged and not served: its version {version} was published and "
+            f"cannot be read, the newest that can is {left}. The other fragments go on. Take it "
+            f"from an island that holds it (diloco repair HOST:PORT --fragment {p} --from-island "
+            f"NAME), or resume a checkpoint (diloco coordinator RUN.toml --resume)"
+        )
+        logger.error("%s", self.text)
+        self._on_event(FragmentDamaged(p, version, self.text))
+
+    def ask(self, island: str, record_json: str) -> None:
+        """Take the lost version from an island, as its header is indexed; repeated, it is one."""
+        if not self.text or island == self._island:
+            return
+        header, p = json.loads(record_json or "{}"), self._fragment.fragment_id
+        is_whole = len(header.get("lane_digests", ())) == len(self._fragment.lanes)
+        if not (is_whole and {"contributors", "last_included"} <= set(header)):
+            logger.error("fragment %d cannot be repaired: its header is not indexed whole", p)
+            return
+        self._island, self._header, self._lanes = island, header, {}
+        logger.info("fragment %d: version %d is asked of %s", p, header["version"], island)
+
+    def wanted_of(self, island: str) -> int | None:
+        """Version that an island is asked for; None: nothing is."""
+        return self._header["version"] if self._header and island == self._island else None
+
+    def insist_on(self, header: wire.UploadHeader) -> None:
+        """Insist that a lane is asked for, and is what was published.
+
+        Raises:
+            PayloadRefused: If it is not.
+        """
+        island, version, lane_id = header.grant.island, header.version, header.lane_id
+        if self.wanted_of(island) != version:
+            words = f"version {version} is not asked of island {island!r}"
+            raise PayloadRefused(Cause.KEY, words)
+        if lane_id >= (num_lanes := len(self._fragment.lanes)):
+            words = f"there is no lane {lane_id}, the fragment has {num_lanes}"
+            raise PayloadRefused(Cause.LANE, words)
+        # Of a whole lane in float32, the digest of the payload is the digest of the lane.
+        if header.digest.hex() != (expected := self._header["lane_digests"][lane_id]):
+            raise PayloadRefused(
+                Cause.DIGEST,
+                f"lane {lane_id} of version {version} was published with digest {expected}, island "
+                f"{island!r} holds {header.digest.hex()[:64]}",
+            )
+
+    def take(self, header: wire.UploadHeader, payload: Buffer) -> None:
+        """Take a lane that is what its header says."""
+        if self.wanted_of(header.grant.island) == header.version:
+            self._lanes[header.lane_id] = payload
+
+    def record(
+        self, before: VersionRecord | None, *, has_second_moment: bool
+    ) -> VersionRecord | None:
+        """Make the record of the lost version, once every lane is here; None: not yet.
+
+        Args:
+            before: Newest older version that can be read; None: none.
+            has_second_moment: Whether the outer optimizer has one.
+        """
+        if len(self._lanes) < len(self._fragment.lanes):
+            return None
+
+        def moment(lane_id: int, name: str, like: Tensor) -> Tensor:
+            kept = None if before is None else before.lanes[lane_id].vectors.get(name)
+            return torch.zeros_like(like) if kept is None else kept.clone()
+
+        lanes = []
+        for lane_id in range(len(self._fragment.lanes)):
+            published = from_bytes(self._lanes[lane_id]).view(torch.float32)
+            momentum = moment(lane_id, "momentum", published)
+            second = moment(lane_id, "second_moment", published) if has_second_moment else None
+            lanes.append(LaneState(published.clone(), published, momentum, second))
+        header = {**self._header, "repaired": self._island}
+        return record_of(header, {}, self._fragment, tuple(lanes))
+
+    def mended(self) -> None:
+        """Take note that the version is durable again."""
+        p, version = self._fragment.fragment_id, self._header["version"]
+        logger.warning("fragment %d repaired: version %d from %s", p, version, self._island)
+        self._on_event(FragmentRepaired(p, version, self._island))
+        self.text, self._island, self._header, self._lanes = "", "", {}, {}

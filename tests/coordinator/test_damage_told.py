@@ -1,0 +1,178 @@
+"""What the coordinator knows and shows of a damaged fragment, and from whom it is repaired."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.config.load import load_config
+from diloco.coordinator.grants import sign
+from protos import control_pb2 as control
+from tests.coordinator.test_cuts import part_of
+from tests.coordinator_desk import SECRET, Desk, joined, tell
+from tests.run_files import write_run
+from transport.contracts import PROTOCOL_VERSION
+
+CONFIG = load_config(Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml")
+
+
+def test_a_syncer_hears_how_many_versions_are_indexed(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        async def num_indexed() -> list[int]:
+            grant = sign(control.Grant(run="demo", roles=[control.ROLE_SYNCER]), SECRET)
+            request = control.SyncerHelloRequest(protocol_version=PROTOCOL_VERSION, grant=grant)
+            reply = await desk.call("syncer_hello", request)
+            return list(control.SyncerHelloReply.FromString(reply).num_indexed)
+
+        assert await num_indexed() == [], "no plan yet"
+        await joined(desk)
+        assert await num_indexed() == [0, 0]
+        for version in (0, 1, 2):
+            header = {"timeline": 0, "fragment_id": 1, "version": version}
+            await desk.round_report(record=header)
+        assert await num_indexed() == [0, 3]
+        await desk.restart()
+        assert await num_indexed() == [0, 3]
+
+    tell(tmp_path, story)
+
+
+def test_the_status_says_which_fragment_is_not_served(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        await joined(desk)
+        damage = "fragment 1 is damaged and not served: diloco repair RUN.toml"
+        fragments = [
+            control.FragmentStatus(fragment_id=0, phase="open"),
+            control.FragmentStatus(fragment_id=1, phase="damaged", damage=damage),
+        ]
+        await desk.round_report(fragments=fragments)
+
+        status = desk.coordinator.status()
+        assert status.message == damage
+        assert [fragment.phase for fragment in status.fragments] == ["open", "damaged"]
+        fragments[1].damage = ""
+        await desk.round_report(fragments=fragments)
+        assert desk.coordinator.status().message == ""
+
+    tell(tmp_path, story)
+
+
+def test_an_operator_has_a_damaged_fragment_repaired_from_an_island(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        await joined(desk)
+        header = {"timeline": 0, "fragment_id": 1, "version": 4, "digest": "ab"}
+        await desk.round_report(record=header)
+
+        async def stands(damage: str) -> None:
+            await desk.round_report(
+                fragments=[control.FragmentStatus(fragment_id=1, damage=damage)]
+            )
+
+        async def ask(fragment: str, island: str) -> control.OperateReply:
+            return await desk.operate("repair", fragment=fragment, island=island)
+
+        assert "fragment 1 is not damaged" in (await ask("1", "east")).message
+        await stands("version 4 cannot be read")
+        for fragment, island, why in (
+            ("0", "east", "fragment 0 is not damaged, as far as its syncer says; damaged: 1"),
+            ("x", "east", "fragment x is not damaged"),
+            ("1", "north", "there is no island 'north'"),
+        ):
+            refused = await ask(fragment, island)
+            assert not refused.is_done
+            assert why in refused.message
+        assert not (await desk.told_to_syncer()).repairs
+
+        assert (await ask("1", "west")).is_done
+        await desk.restart()
+        (told,) = (await desk.told_to_syncer()).repairs
+        assert (told.fragment_id, told.island) == (1, "west")
+        assert json.loads(told.record_json) == header
+
+        await desk.round_report(record={**header, "repaired": "west"})
+        await stands("")
+        assert not (await desk.told_to_syncer()).repairs
+        kinds = [entry.kind for entry in desk.journal.happenings()]
+        assert kinds.count("repair") == 1
+        assert "operation" in kinds
+
+    tell(tmp_path, story, config=CONFIG)
+
+
+def test_an_island_that_is_not_at_work_gives_nothing(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+        fragment = control.FragmentStatus(fragment_id=0, damage="rotten")
+        await desk.round_report(fragments=[fragment])
+        await desk.leave(east)
+
+        refused = await desk.operate("repair", fragment="0", island="east")
+        assert not refused.is_done
+        assert "east is not at work" in refused.message
+
+    tell(tmp_path, story, config=CONFIG)
+
+
+def test_each_of_several_syncers_hears_of_its_own_fragments(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        await joined(desk)
+        owner = next(n for n, own in enumerate(desk.membership.assignment.fragments) if own == (1,))
+        header = {"timeline": 0, "fragment_id": 1, "version": 4}
+        await desk.round_report(syncer_id=owner, record=header)
+        damaged = control.FragmentStatus(fragment_id=1, damage="version 4 cannot be read")
+        await desk.round_report(syncer_id=owner, fragments=[damaged])
+        assert (await desk.operate("repair", fragment="1", island="west")).is_done
+
+        async def hears(syncer_id: int) -> tuple[list[int], list[int], list[int]]:
+            grant = sign(control.Grant(run="demo", roles=[control.ROLE_SYNCER]), SECRET)
+            hello = control.SyncerHelloRequest(grant=grant, syncer_id=syncer_id)
+            said = control.SyncerHelloReply.FromString(await desk.call("syncer_hello", hello))
+            report = control.RoundReport(grant=grant, syncer_id=syncer_id)
+            reply = control.RoundReportReply.FromString(await desk.call("round_report", report))
+            repairs = [repair.fragment_id for repair in reply.repairs]
+            return list(said.fragment_ids), list(said.num_indexed), repairs
+
+        assert await hears(owner) == ([1], [5], [1])
+        assert await hears(1 - owner) == ([0], [0], [])
+
+    tell(tmp_path, story, config=CONFIG, num_syncers=2)
+
+
+@pytest.mark.parametrize("is_stop", [False, True], ids=["of-a-run", "of-a-stop"])
+def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
+    tmp_path: Path, *, is_stop: bool
+) -> None:
+    path = write_run(tmp_path / "run", dict.fromkeys(("east", "west"), ""))
+    config = load_config(path, ["outer.preset=decoupled", "checkpoint.every_tokens=500"])
+
+    async def story(desk: Desk) -> None:
+        grants = await joined(desk)
+
+        async def stands(*versions: int, **fields: Any) -> None:
+            fragments = [
+                control.FragmentStatus(
+                    fragment_id=p, version=version, damage="" if version else "x"
+                )
+                for p, version in enumerate(versions)
+            ]
+            await desk.round_report(fragments=fragments, **fields)
+
+        await stands(4, 0)
+        refused = await desk.operate("stop", checkpoint="true")
+        assert not refused.is_done
+        assert "--fragment 1 --from-island NAME" in refused.message
+        await stands(4, 5)
+        desk.coordinator._keep(desk.membership.cut(tokens=500, is_last=is_stop))
+        for grant in grants:
+            await desk.report(grant, cut=part_of(1, 3, 5))
+        assert (await desk.told_to_syncer()).cut == 1
+        await stands(4, 0)
+        assert desk.membership.cuts[1].is_void is is_stop
+        if not is_stop:
+            await stands(4, 5, pinned_cut=1)
+            assert desk.membership.checkpoints == (1,)
+
+    tell(tmp_path, story, config=config)

@@ -1,0 +1,295 @@
+"""A fragment whose newest version rotted is not served; its syncer and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import blake3
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.compression.base import to_bytes
+from diloco.outer.optimizer import OuterOptimizer
+from diloco.rounds.record import fragment_directory, record_path, versions_in
+from diloco.rounds.replay import FragmentReplay, Verdict
+from diloco.rounds.store import FragmentStore
+from diloco.telemetry.round_events import FragmentDamaged, FragmentRepaired
+from protos import fragment_pb2 as wire
+from tests.raw_island import NUMEL, RawIsland, founded
+from tests.virtual_run import Setting, VirtualRun
+from transport.loopback import run_virtual
+
+
+def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
+    for parameter in parameters.values():
+        parameter.sub_({"a": 1.0, "b": 3.0}[island])
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    """Two islands that merge on arrival, two fragments."""
+    setting = Setting(
+        {name: [16.0] * 2 for name in "uv"},
+        descend,
+        tmp_path,
+        inner_steps=90,
+        tokens={"a": 3, "b": 5},
+        num_fragments=2,
+        flush=True,
+        min_members=1,
+        quorum=1,
+        total_tokens=90 * 8,
+    )
+    return replace(setting, timing=setting.measured())
+
+
+def newest_record(setting: Setting, fragment_id: int) -> Path:
+    directory = fragment_directory(setting.directory, fragment_id)
+    return record_path(directory, versions_in(directory)[-1])
+
+
+def versions(run: VirtualRun) -> list[int]:
+    return [state.version for state in run.syncer.states]
+
+
+def test_the_other_fragments_go_on_and_islands_do_not_end(setting: Setting) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        islands = [run.island(name) for name in "ab"]
+        training = [asyncio.create_task(island.run()) for island in islands]
+        await asyncio.sleep(25.0)
+        await run.kill_syncer()
+        record = newest_record(setting, 0)
+        whole = record.read_bytes()
+        record.write_bytes(whole[:-3] + b"rot")
+
+        await run.start_syncer()
+        before = versions(run)
+        await asyncio.sleep(25.0)
+
+        assert [run.syncer.phase(p) == "damaged" for p in (0, 1)] == [True, False]
+        assert versions(run)[0] == before[0]
+        assert versions(run)[1] > before[1] + 3
+        (told,) = [event for event in run.events if isinstance(event, FragmentDamaged)]
+        assert (told.fragment_id, told.version) == (0, before[0] + 1)
+        assert "fragment 0 is damaged and not served" in run.syncer.damage(0)
+        assert "diloco repair" in run.syncer.damage(0)
+        assert run.syncer.fatal is None and not run.syncer.ended.is_set()
+        assert not any(task.done() for task in training)
+        assert all(island.exchange.failure is None for island in islands)
+        run.syncer.keep_cut(1, [])
+        await asyncio.sleep(1.0)
+        assert run.syncer.pinned_cut == 0, "a cut waits for it"
+
+        await run.kill_syncer()
+        record.write_bytes(whole)
+        await run.start_syncer()
+        await asyncio.gather(*training)
+
+        assert len({island.session.digests for island in islands}) == 1
+        assert min(versions(run)) > before[0] + 3
+        for island in islands:
+            await island.exchange.stop()
+        await run.kill_syncer()
+
+    run_virtual(scenario())
+
+
+def test_who_knows_of_a_damaged_fragment_is_not_answered_again_and_again(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, _) = await founded(replace(setting, num_fragments=1, initial={"u": [0.0]}))
+        known = (await a.poll()).fragments
+        await run.kill_syncer()
+        newest_record(setting, 0).write_bytes(b"rotten")
+        await run.start_syncer()
+
+        reply = await a.poll(known=known, known_epoch=run.epoch)
+        assert reply.fragments[0].is_damaged
+        assert not reply.fragments[0].wants_initial, "no island founds the run a second time"
+        told = [*known]
+        told[0].is_damaged = True
+        before = asyncio.get_running_loop().time()
+        await a.poll(known=told, known_epoch=run.epoch, wait_s=4.0, step_s=1.0)
+        assert asyncio.get_running_loop().time() - before == pytest.approx(4.0)
+        for call in (a.submit(), a.decline(), a.published(0), a.upload_lane(0)):
+            with pytest.raises(TimeoutError):  # it is called again, until it is repaired
+                await asyncio.wait_for(call, 1.0)
+
+    run_virtual(scenario())
+
+
+def test_a_version_that_only_the_coordinator_knows_of_is_lost_too(setting: Setting) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        islands = [RawIsland(run, name) for name in "ab"]
+        for island in islands:
+            await island.poll(step_s=1.0)
+        for fragment in setting.plan().fragments:
+            islands[0].lanes = fragment.lanes
+            await islands[0].upload(fragment_id=fragment.fragment_id)
+
+        run.syncer.indexed({0: 1, 1: 1})
+        assert not any(run.syncer.damage(p) for p in (0, 1))
+        run.syncer.indexed({0: 1, 1: 2})
+        assert [bool(run.syncer.damage(p)) for p in (0, 1)] == [False, True]
+        assert "version 1 was published" in run.syncer.damage(1)
+        (state, damaged) = (await islands[0].poll(step_s=1.0)).fragments
+        assert (state.is_damaged, damaged.is_damaged) == (False, True)
+        known = wire.FragmentState(fragment_id=0, is_founded=True, version=7)
+        alone = await islands[0].poll(step_s=1.0, known=[known])
+        assert alone.fragments[0].is_damaged, "to the island that holds more"
+        assert not run.syncer.damage(0), "one island's word stops nobody else"
+
+    run_virtual(scenario())
+
+
+def header_of(run: VirtualRun, fragment_id: int, version: int) -> str:
+    """What the coordinator has indexed of a version."""
+    found = [r for r in run.records if (r["fragment_id"], r["version"]) == (fragment_id, version)]
+    return json.dumps(found[0])
+
+
+@pytest.mark.parametrize("snapshot_rounds", [1, 4])
+def test_an_island_that_holds_the_lost_version_gives_it_back(
+    setting: Setting, snapshot_rounds: int
+) -> None:
+    setting = replace(setting, snapshot_rounds=snapshot_rounds)
+
+    async def scenario() -> VirtualRun:
+        run = VirtualRun(setting)
+        run.keeps_all = True
+        await run.start_syncer()
+        islands = [run.island(name) for name in "ab"]
+        training = [asyncio.create_task(island.run()) for island in islands]
+        await asyncio.sleep(25.0)
+        lost = versions(run)[0]
+        await run.kill_syncer()
+        directory = fragment_directory(setting.directory, 0)
+        for path in [*directory.glob("*.record"), *directory.glob("*.log")]:
+            path.write_bytes(path.read_bytes()[:-3] + b"rot")
+        await run.start_syncer()
+        run.syncer.indexed({0: lost + 1, 1: 0})
+        await asyncio.sleep(5.0)
+        assert run.syncer.phase(0) == "damaged"
+
+        header = header_of(run, 0, lost)
+        run.syncer.repair(0, "b", header)
+        run.syncer.repair(0, "b", header)
+        await asyncio.sleep(1.0)
+
+        assert run.syncer.damage(0) == ""
+        (told,) = [event for event in run.events if isinstance(event, FragmentRepaired)]
+        assert told == FragmentRepaired(0, lost, "b")
+        store = FragmentStore(setting.directory, setting.plan().fragments[0], 4)
+        record = store.load(lost)
+        assert (record.repaired, record.digest.hex()) == ("b", json.loads(header)["digest"])
+        assert record.merged_tokens == json.loads(header)["merged_tokens"]
+        for lane in record.lanes:
+            assert torch.equal(lane.theta, lane.published)
+            if snapshot_rounds == 1:
+                assert not lane.momentum.any(), "no older version can be read"
+        await asyncio.gather(*training)
+
+        assert len({island.session.digests for island in islands}) == 1
+        assert versions(run)[0] > lost + 3
+        for island in islands:
+            await island.exchange.stop()
+        await run.kill_syncer()
+        await run.start_syncer()
+        assert run.syncer.damage(0) == ""
+        await run.kill_syncer()
+        return run
+
+    run = run_virtual(scenario())
+    tape = [json.loads(text) for text in {json.dumps(r, sort_keys=True) for r in run.records}]
+    replay = FragmentReplay(setting.directory, setting.plan(), 0, tape=[
+        r for r in tape if "repaired" not in r
+    ])  # fmt: skip
+    verdicts = {each.version: each.verdict for each in replay.run()}
+    (repaired,) = [r["version"] for r in tape if "repaired" in r]
+    assert verdicts[repaired] is Verdict.REPAIRED
+    later = {version for version in verdicts if version > repaired}
+    assert later
+    assert all(verdicts[version] is Verdict.RECOMPUTED for version in later)
+
+
+def test_moments_of_an_older_version_that_is_whole_stay(setting: Setting) -> None:
+    optimizer = OuterOptimizer("nesterov", 0.7, 0.9, 0)
+    run, lost = VirtualRun(replace(setting, optimizer=optimizer)), 0
+
+    async def scenario() -> None:
+        nonlocal lost
+        await run.start_syncer()
+        islands = [run.island(name) for name in "ab"]
+        training = [asyncio.create_task(island.run()) for island in islands]
+        await asyncio.sleep(25.0)
+        await run.kill_syncer()
+        record = newest_record(setting, 0)
+        record.write_bytes(record.read_bytes()[:-3] + b"rot")
+        await run.start_syncer()
+        lost = versions(run)[0] + 1
+        run.syncer.repair(0, "a", header_of(run, 0, lost))
+        await asyncio.sleep(1.0)
+        assert run.syncer.damage(0) == ""
+        store = FragmentStore(setting.directory, setting.plan().fragments[0], 4)
+        kept, record = store.load(lost - 1), store.load(lost)
+        for before, lane in zip(kept.lanes, record.lanes, strict=True):
+            assert before.momentum.any()
+            assert torch.equal(before.momentum, lane.momentum)
+        for task in training:
+            task.cancel()
+        await asyncio.gather(*training, return_exceptions=True)
+        for island in islands:
+            await island.exchange.stop()
+        await run.kill_syncer()
+
+    run_virtual(scenario())
+
+
+def test_what_is_not_what_was_published_repairs_nothing(setting: Setting) -> None:
+    setting = replace(
+        setting, num_fragments=1, initial={"u": [0.0] * NUMEL}, min_members=None, quorum=None,
+        timing=None,
+    )  # fmt: skip
+
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        header = header_of(run, 0, 0)
+        await run.kill_syncer()
+        newest_record(setting, 0).write_bytes(b"rotten")
+        await run.start_syncer()
+
+        async def give(island: RawIsland, lane_id: int, value: float, version: int = 0) -> str:
+            payload = to_bytes(torch.full((a.lanes[lane_id].numel,), value).view(torch.uint8))
+            upload = wire.UploadHeader(
+                lane_id=lane_id, digest=blake3.blake3(payload).digest(), is_published=True,
+                version=version,
+            )  # fmt: skip
+            reply = await island.call("fragment.upload", upload, payload)
+            return wire.Ack.FromString(reply.header).message
+
+        assert "not asked of island 'a'" in await give(a, 0, 0.0)
+        run.syncer.repair(0, "a", json.dumps({"version": 0}))
+        assert not (await a.poll()).fragments[0].wants_published, "its index was cut short"
+        run.syncer.repair(0, "a", header)
+        assert (await a.poll()).fragments[0].wants_published
+        assert not (await b.poll()).fragments[0].wants_published
+        assert "was published with digest" in await give(a, 0, 7.0)
+        assert "not asked of island 'b'" in await give(b, 0, 0.0)
+        assert "not asked of island 'a'" in await give(a, 0, 0.0, version=1)
+        assert await give(a, 0, 0.0) == ""
+        assert run.syncer.damage(0), "a lane is missing"
+        assert await give(a, 1, 0.0) == ""
+        assert run.syncer.damage(0) == ""
+        await a.contribute()
+        await b.contribute()
+        await asyncio.sleep(1.0)
+        assert versions(run) == [1]
+
+    run_virtual(scenario())
