@@ -51,7 +51,7 @@ class Spool:
         self._directory = directory
         self._memory_bytes = memory_bytes
         self._held_bytes = 0
-        self._released_bytes = 0  # since the last time that holes were given back
+        self._released_bytes = 0  # from memory, since the last time that holes were given back
         self._lock = threading.Lock()
         self._names = itertools.count()
         self._arriving_bytes = 0
@@ -117,6 +117,8 @@ class Spool:
             OSError: If the disk does not take it.
         """
         size = len(payload)
+        self.passed(size)  # it came in pieces, which lay between what stays
+        self.give_back()
         with self._lock:
             is_held = self._held_bytes + size <= self._memory_bytes
             if is_held:
@@ -138,8 +140,13 @@ class Spool:
             self._held_bytes -= num_bytes
             self._released_bytes += num_bytes
 
+    def passed(self, num_bytes: int) -> None:
+        """Take note of memory that a payload took for a while, in pieces or whole; any thread."""
+        with self._lock:
+            self._released_bytes += num_bytes
+
     def give_back(self) -> None:
-        """Give the memory of what was released back, if that is much; not on an event loop."""
+        """Give the memory of what was let go of back, if that is much; not on an event loop."""
         with self._lock:
             if is_much := self._released_bytes >= _GIVEN_BACK_BYTES:
                 self._released_bytes = 0
@@ -243,6 +250,7 @@ class SpooledLane:
         kept, self._kept = self._kept, None
         if isinstance(kept, Path):
             kept.unlink(missing_ok=True)
+            self.spool.passed(self.num_bytes)
         elif kept is not None and not callable(kept):
             del kept
             self.spool.release(self.num_bytes)

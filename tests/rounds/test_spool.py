@@ -119,12 +119,29 @@ def test_memory_is_let_go_of_before_it_is_given_back_and_once(
     spool = Spool(tmp_path, 10)
     lanes = {i: spool.put(payload, b"") for i, payload in enumerate(payloads)}
     payloads.clear()
+    alive.clear()
 
     lanes[1].drop()
     assert alive == [], "an event loop may be where it was dropped"
     drop({"a": lanes})
 
     assert alive == [0]
+
+
+def test_what_goes_through_memory_to_the_disk_and_back_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr(spool_module, "_GIVEN_BACK_BYTES", 4)
+    monkeypatch.setattr(spool_module, "give_back_holes", lambda: given_back.append(1))
+    spool = Spool(tmp_path / "spool", 0)
+    spool.start()
+
+    lanes = {i: spool.put(b"12", b"") for i in range(4)}
+    assert len(given_back) == 2, "while they arrive, not when the round has closed"
+    drop({"a": lanes})
+
+    assert len(given_back) == 3
 
 
 # -- arrivals --------------------------------------------------------------------------------------
