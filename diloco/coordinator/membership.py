@@ -307,6 +307,17 @@ class Membership(Roll):
             member = member.after(LeaseEvent.FAILED, self.timeline)
         return self.changed(island, member)
 
+    def reported(self, island: str) -> Entries:
+        """Bring back an island whose newest start has reported; none if it was not away.
+
+        One that comes back to a stop that goes on without it has nothing to stay for: it leaves.
+        """
+        member = self.members[island].after(LeaseEvent.REPORTED, self.timeline)
+        last = self.cuts.last(self.timeline)
+        if last is not None and island not in {*last.owing, *last.parts}:
+            member = member.after(LeaseEvent.DRAINED, self.timeline)
+        return self.changed(island, member)
+
     def failed(self, reason: str, exit_code: int) -> Entries:
         """Note that the run must stop; none if it must already: the first reason stays."""
         return () if self.fatal_reason else (("fatal", json.dumps([reason, exit_code])),)

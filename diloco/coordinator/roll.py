@@ -56,10 +56,6 @@ class Roll:
         least = self.rules.min_islands if self.rules.is_elastic else len(self.live)
         return Roster(self.generation, self.live, fenced, self.is_paused, least)
 
-    def reported(self, island: str) -> Entries:
-        """Bring back an island whose newest start has reported; none if it was not away."""
-        return self._after({island: LeaseEvent.REPORTED})
-
     def lapsed(self, islands: Iterable[str]) -> Entries:
         """Note that the leases of islands have ended: no round opens with them."""
         return self._after(dict.fromkeys(islands, LeaseEvent.EXPIRED))

@@ -122,6 +122,29 @@ def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
     tell(tmp_path, story, config=elastic)
 
 
+def test_an_island_that_thaws_in_a_stop_that_goes_on_without_it_leaves(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        east, west = [(await desk.join(name)).grant for name in NAMES]
+        await stop(desk)
+        desk.coordinator._keep(desk.membership.lapsed(["west"]))
+        await desk.report(east, cut=part_of(1, 3, 5))
+
+        thawed = await desk.report(west)
+
+        assert (thawed.drain, thawed.cut, thawed.stop) == (True, 0, False)
+        assert not (await desk.report(east)).drain, "it has its part, and leaves with that"
+        await told_to_syncer(desk)
+        await told_to_syncer(desk, pinned_cut=1)
+        await desk.leave(east, is_stopped=True)
+        assert not desk.coordinator.ended.is_set(), "west merges what is outstanding"
+        await desk.leave(west)
+        assert (desk.coordinator.ended.is_set(), desk.state()) == (True, "stopped")
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_a_part_that_holds_what_its_syncer_has_lost_does_not_count(
     tmp_path: Path, elastic: Config
 ) -> None:
