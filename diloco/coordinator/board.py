@@ -125,6 +125,13 @@ class Board:
         return "; ".join(s.fragment.damage for s in self._fragments.values() if s.fragment.damage)
 
     @property
+    def cut_text(self) -> str:
+        """Say who a cut waits for; empty: for nobody."""
+        awaited, stop = self._membership.awaited_in_cut, self._membership.is_stopping
+        what = "the stop with a checkpoint" if stop else "a run checkpoint"
+        return f"{what} waits for {', '.join(awaited)}" if awaited else ""
+
+    @property
     def inner_steps(self) -> int:
         """Where inner steps end the run; 0: tokens do."""
         if self.terms.total_tokens:
@@ -157,7 +164,7 @@ class Board:
             or self.instead_of_syncer,
             syncer_epoch=max((word.epoch for _, word in words), default=0),
             state=self.state,
-            message=membership.fatal_reason or self.damage,
+            message=membership.fatal_reason or self.damage or self.cut_text,
             inner_steps=self.inner_steps,
             checkpoint_steps=membership.checkpoints,
             start_step=membership.start_step,

@@ -21,7 +21,7 @@ from diloco.config.fields import MOST_CHECKPOINTS
 from diloco.config.schema import Config
 from diloco.coordinator.admission import Entries, JoinVerdict
 from diloco.coordinator.board import Board
-from diloco.coordinator.cuts import Part
+from diloco.coordinator.cuts import Cut, Part
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.heals import Heals
 from diloco.coordinator.journal import Journal, RoundRow
@@ -137,6 +137,8 @@ class Coordinator:
         self._unix_clock = unix_clock
         self._operations = operations
         self._leases = Leases(terms.lease_s)
+        self._waits: tuple[Cut | None, tuple[str, ...]] = None, ()
+        self._waited_s, self._looked = 0.0, 0.0
         self._inner_steps: dict[str, int] = {}  # that were reported, durable or not
         self.board = Board(membership, journal, self._leases, terms)
         self._syncer_desk = SyncerDesk(
@@ -239,6 +241,7 @@ class Coordinator:
         self._end_leases()
         self._keep(self._membership.follow_ups())
         self._cut_when_due()
+        self._cut_without()
         self._end_if_over()
         too_long = self._terms.unreachable_s
         silent = [
@@ -253,6 +256,28 @@ class Coordinator:
             return
         if membership.cuts.is_due(membership.timeline, tokens, self._terms.cut_tokens):
             self._keep(membership.cut(tokens=tokens))
+
+    def _cut_without(self) -> None:
+        """Let a cut go on without those who report and do nothing else, as where a thread hangs.
+
+        After a last one they count as left. Time in which nobody looked does not count.
+        """
+        membership, passed_s, self._looked = self._membership, _now() - self._looked, _now()
+        waits = membership.cuts.newest(membership.timeline), membership.awaited_in_cut
+        self._waited_s = self._waited_s + min(passed_s, _WATCH_S) if waits == self._waits else 0.0
+        self._waits = waits
+        cut, awaited = waits
+        if cut is None or not awaited or self._waited_s < self._terms.unreachable_s:
+            return
+        logger.warning(
+            "cut %d goes on without %s: reports came for %g s (transport.unreachable), and nothing "
+            "of the cut; see the log there for what hangs",
+            cut.number, ", ".join(awaited), self._terms.unreachable_s,
+        )  # fmt: skip
+        if cut.is_last:
+            self._keep(membership.given_up(awaited))
+        else:
+            self._keep(membership.cuts.without(membership.timeline, ()))
 
     def _end_leases(self) -> None:
         """Act on the islands that were silent for a term."""

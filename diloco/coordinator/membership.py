@@ -532,6 +532,14 @@ class Membership(Roll):
             self.live, timeline=self.timeline, tokens=tokens, told=told, is_last=is_last
         )
 
+    @property
+    def awaited_in_cut(self) -> tuple[str, ...]:
+        """Islands that a cut waits for: for their parts, after a last one until they have left."""
+        cut = self.cuts.newest(self.timeline)
+        if cut is None or cut.is_void:
+            return ()
+        return self.holders if cut.is_last else cut.owing
+
     def cut_kept(self, number: int) -> Entries:
         """Take note that the syncers keep a cut's versions: it is a complete checkpoint."""
         newest = sorted({*self.checkpoints, number})[-self.num_checkpoints :]

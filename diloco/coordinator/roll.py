@@ -64,6 +64,17 @@ class Roll:
         """Ask an island to finish what is outstanding and to leave; none if it does already."""
         return self._after({island: LeaseEvent.DRAINED})
 
+    def given_up(self, islands: Iterable[str]) -> Entries:
+        """Count islands as left that are there, and were to leave."""
+        return self._all_changed(
+            {
+                island: self.members[island]
+                .after(LeaseEvent.DRAINED, self.timeline)
+                .after(LeaseEvent.EXPIRED, self.timeline)
+                for island in islands
+            }
+        )
+
     def kicked(self, islands: Iterable[str], reason: str) -> Entries:
         """Take islands out: starts so far are fenced, later ones refused; none if they are out."""
         changed = {

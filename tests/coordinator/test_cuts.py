@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,45 @@ def test_a_cut_is_named_after_so_many_tokens_and_one_at_a_time(
             await desk.report(grant, cut=part_of(2))  # no room on their disks
         assert desk.membership.cuts[2].is_void and desk.membership.checkpoints == (1,)
         assert [await asked(1499), await asked(1500)] == [0, 3]
+
+    tell(tmp_path, story, config=elastic)
+
+
+@pytest.mark.parametrize("is_stop", [True, False])
+def test_an_island_that_reports_and_hangs_keeps_no_cut_from_its_end(
+    is_stop: bool, tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        east, west = [(await desk.join(name)).grant for name in NAMES]
+        desk.coordinator._keep(desk.membership.cut(tokens=500, is_last=is_stop))
+        watching = asyncio.create_task(desk.coordinator.watch())
+
+        async def hear(seconds: int, *grants: control.Grant) -> None:
+            for _ in range(seconds // 5):
+                await asyncio.sleep(5.0)
+                for grant in grants:
+                    await desk.report(grant)
+
+        await hear(100, east, west)
+        await desk.report(east, cut=part_of(1, 3, 5))
+        if is_stop:
+            await desk.leave(east, is_stopped=True)
+        message = desk.coordinator.status().message
+        assert message.endswith("waits for west"), message
+        at_work = [west] if is_stop else [east, west]
+        await hear(int(elastic.transport.unreachable_s) - 10, *at_work)
+        assert desk.membership.cuts[1].owing == ("west",)
+
+        await hear(20, *at_work)
+
+        assert desk.membership.cuts[1].is_taken
+        await told_to_syncer(desk)
+        await told_to_syncer(desk, pinned_cut=1)
+        await asyncio.sleep(2.0)
+        assert desk.membership.checkpoints == (1,)
+        assert desk.coordinator.ended.is_set() == is_stop
+        assert (await desk.report(west)).drain == is_stop
+        watching.cancel()
 
     tell(tmp_path, story, config=elastic)
 
