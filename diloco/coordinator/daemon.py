@@ -211,7 +211,7 @@ class Coordinator:
         return is_current and self._is_granted(grant, ROLE_ISLAND)
 
     def request_stop(self) -> bool:
-        """Ask all islands to stop with a checkpoint; false if there is nobody to ask."""
+        """Ask all islands to stop with a checkpoint; false if none of them could be complete."""
         if entries := self._membership.request_stop():
             self._keep(entries)
             logger.info("stop requested")
@@ -612,7 +612,9 @@ class Coordinator:
         elif self._membership.is_stopped_in_vain and not self.ended.is_set():
             self._keep(self._membership.cuts.taken_back(self._membership.timeline))
             self.fail(
-                "the graceful stop came to nothing: no island could write its part of a last cut",
+                "the graceful stop came to nothing: no island could write its part of a last cut, "
+                "or a syncer has lost what the parts hold (the coordinator's log says which)"
+                + (f": {damage}" if (damage := self.board.damage) else ""),
                 QuorumLost.exit_code,
             )
 

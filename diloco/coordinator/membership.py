@@ -416,8 +416,11 @@ class Membership(Roll):
     # -- stop --------------------------------------------------------------------------------------
 
     def request_stop(self) -> Entries:
-        """Ask every island for a promise; none if that was asked, or there is nobody to ask."""
-        if self.is_stopping:
+        """Ask every island for a promise, or its part of a last cut.
+
+        None if that was asked, if there is nobody to ask, or while a fragment is damaged.
+        """
+        if self.is_stopping or self.repairs.damaged:
             return ()
         if self.rules.is_elastic:
             has_published = any(p["timeline"] == self.timeline for p in self._positions.values())

@@ -216,15 +216,10 @@ def _stop(arguments: Mapping[str, str], membership: Membership, config: Config) 
         )
     if membership.is_stopping:
         return Decision("the run is stopping with a checkpoint already")
-    if damaged := sorted(membership.repairs.damaged):
-        return _refused(
-            f"fragment {damaged[0]} is damaged, and no checkpoint is kept without it: repair it "
-            f"(diloco repair HOST:PORT --fragment {damaged[0]} --from-island NAME), or stop "
-            f"without one (diloco stop HOST:PORT)"
-        )
     if not (entries := membership.request_stop()):
         return _refused(
-            "no island could write a checkpoint: not all have joined, or all have left. diloco "
+            membership.repairs.against_stop
+            or "no island could write a checkpoint: not all have joined, or all have left. diloco "
             "stop HOST:PORT stops without"
         )
     again = ", and the pause is over, for that needs rounds" if membership.is_paused else ""

@@ -29,6 +29,18 @@ class Repairs:
         self.asked: dict[int, str] = {}
         self.damaged: set[int] = set()
 
+    @property
+    def against_stop(self) -> str:
+        """Why no run checkpoint can be taken now, and what to type; empty: it can."""
+        if not self.damaged:
+            return ""
+        damaged = min(self.damaged)
+        return (
+            f"fragment {damaged} is damaged, and no checkpoint is kept without it: repair it "
+            f"(diloco repair HOST:PORT --fragment {damaged} --from-island NAME), or stop without "
+            f"one (diloco stop HOST:PORT)"
+        )
+
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable; entries of others are passed over."""
         for key, value in entries:

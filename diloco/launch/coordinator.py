@@ -312,7 +312,10 @@ async def _asked_to_stop(
     """Return when everything is to stop at once; before that, pass a graceful stop on."""
     await signals.asked.wait()
     if not await having_room("the stop", coordinator.request_stop, given_up=signals.forced):
-        if membership.rules.is_elastic:
+        if refusal := membership.repairs.against_stop:
+            tell(f"not stopping: {refusal}; a second signal stops coordinator and syncer at once")
+            await signals.forced.wait()
+        elif membership.rules.is_elastic:
             tell("stopping: every island is told to end; nothing published is lost")
             coordinator.halt()
         return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
+from diloco.launch.coordinator import _asked_to_stop
+from diloco.launch.ending import Request
 from protos import control_pb2 as control
 from tests.coordinator.test_cuts import part_of
 from tests.coordinator_desk import SECRET, Desk, joined, tell
@@ -154,7 +158,7 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
         async def stands(*versions: int, **fields: Any) -> None:
             fragments = [
                 control.FragmentStatus(
-                    fragment_id=p, version=version, damage="" if version else "x"
+                    fragment_id=p, version=version, damage="" if version else f"fragment {p} is damaged"
                 )
                 for p, version in enumerate(versions)
             ]
@@ -164,6 +168,16 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
         refused = await desk.operate("stop", checkpoint="true")
         assert not refused.is_done
         assert "--fragment 1 --from-island NAME" in refused.message
+        signals, said = Request(num_graceful=1), list[str]()
+        stopping = asyncio.create_task(
+            _asked_to_stop(desk.coordinator, desk.membership, signals, said.append)
+        )
+        signals.note(signal.SIGTERM)
+        await asyncio.sleep(5.0)
+        assert "not stopping" in said[0] and "--fragment 1 --from-island NAME" in said[0]
+        assert not (desk.membership.is_stopping or desk.coordinator.is_halting or stopping.done())
+        signals.note(signal.SIGTERM)
+        await stopping
         await stands(4, 5)
         desk.coordinator._keep(desk.membership.cut(tokens=500, is_last=is_stop))
         for grant in grants:
@@ -171,7 +185,12 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
         assert (await desk.told_to_syncer()).cut == 1
         await stands(4, 0)
         assert desk.membership.cuts[1].is_void is is_stop
-        if not is_stop:
+        if is_stop:
+            for grant in grants:
+                await desk.leave(grant, is_stopped=True)
+            assert "a syncer has lost what the parts hold" in desk.membership.fatal_reason
+            assert desk.membership.fatal_reason.count("fragment 1") == 1
+        else:
             await stands(4, 5, pinned_cut=1)
             assert desk.membership.checkpoints == (1,)
 
