@@ -556,7 +556,11 @@ class Coordinator:
         decision = decide(request.command, arguments, self._membership, operations.config)
         if decision.entries or decision.is_halting:
             operated = self._operated(call, request.command, arguments, decision.message)
-            self._keep(decision.entries + operated)
+            try:
+                self._keep(decision.entries + operated)
+            except DiskFull:  # the journal has said so, and that is no reason to go on
+                if not decision.is_halting:
+                    raise
         if decision.config is not None:
             self._take(decision.config)
         if decision.is_halting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import sqlite3
 from collections.abc import AsyncIterator, Mapping
@@ -15,6 +16,7 @@ from diloco.config.classes import policy_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.operations import LIVE_KEYS
+from diloco.durable import DiskFull
 from diloco.errors import ConfigError
 from protos import control_pb2 as control
 from tests.coordinator_desk import TERMS, Desk, joined, tell
@@ -458,6 +460,26 @@ def test_a_command_that_cannot_be_written_down_changes_nothing(tmp_path: Path, c
         assert (desk.membership.members, await desk.roster()) == (before, roster)
         assert desk.in_force.outer.optimizer.lr == 0.7
         assert not desk.coordinator.ended.is_set()
+
+    tell(tmp_path, story, config=config_of(*ELASTIC))
+
+
+def test_a_stop_at_once_needs_no_room(
+    tmp_path: Path, config_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    async def story(desk: Desk) -> None:
+        east, _ = await joined(desk)
+        monkeypatch.setattr(desk.journal, "write", full)
+        with pytest.raises(TransportError, match="No space left"):
+            await desk.operate("pause")
+
+        assert (await desk.operate("stop")).is_done
+
+        assert desk.coordinator.ended.is_set()
+        assert (await desk.report(east)).stop
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
