@@ -11,6 +11,7 @@ Source: design.md section 2; protocol.md sections 8 and 9.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -30,7 +31,7 @@ from diloco.coordinator.journal import Journal, repeated_when_full
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import terms_of
-from diloco.durable import write_durably
+from diloco.durable import DiskFull, write_durably
 from diloco.errors import ConfigError
 from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
 from diloco.launch.backup import Backups
@@ -222,10 +223,10 @@ async def _coordinate(
         for each in state.of_syncers(config.coordinator.num_syncers)
     ]
     if _is_over(membership):
-        await _stop_syncers(state, supervisors, journal, signals)
+        await _stop_syncers(state, supervisors, journal, signals.forced)
         return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
     if read_timeline(state.timeline) != _timeline(membership):
-        await _stop_syncers(state, supervisors, journal, signals)
+        await _stop_syncers(state, supervisors, journal, signals.forced)
     await having_room(
         "the timeline",
         lambda: _timeline(membership).write(state.timeline),
@@ -269,7 +270,8 @@ async def _coordinate(
         if membership.fatal_reason or coordinator.is_halting:
             await _linger(membership, linger_s)
         # They are served meanwhile: they have last reports.
-        await _stop_syncers(state, supervisors, journal, signals)
+        given_up = coordinator.ended if coordinator.is_halting else signals.forced
+        await _stop_syncers(state, supervisors, journal, given_up)
     finally:
         await metrics.stop()
         await server.stop(_DRAIN_S)
@@ -331,11 +333,12 @@ async def _stop_syncers(
     state: StateDir,
     supervisors: Sequence[SyncerSupervisor],
     journal: Journal,
-    signals: Request,
+    given_up: asyncio.Event,
 ) -> None:
     """Stop the syncers that live, if any, and index what they could not report.
 
-    A coordinator that was away when the run ended has never heard of the last versions.
+    A coordinator that was away when the run ended has never heard of the last versions. Once
+    `given_up` is set this waits for no room: what is missing is told by a next start of the syncer.
 
     Raises:
         ConfigError: If one cannot be stopped.
@@ -353,7 +356,8 @@ async def _stop_syncers(
                 key = header["timeline"], header["fragment_id"], header["version"]
                 journal.write((), [(*key, json.dumps(header, sort_keys=True))])
 
-    await having_room("the index of the last versions", index, given_up=signals.forced)
+    with contextlib.suppress(DiskFull):  # the journal has said so
+        await having_room("the index of the last versions", index, given_up=given_up)
 
 
 async def _linger(membership: Membership, linger_s: float) -> None:

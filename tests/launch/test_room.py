@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from pathlib import Path
 
 import pytest
 
+from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
+from diloco.launch import coordinator
 from diloco.launch.room import having_room
+from diloco.launch.state_dir import StateDir
 from transport.loopback import run_virtual
 
 
@@ -44,3 +48,24 @@ def test_who_is_asked_to_end_waits_no_longer() -> None:
         assert asyncio.get_running_loop().time() == 3.0
 
     run_virtual(scenario())
+
+
+def test_a_coordinator_that_halts_does_not_wait_to_index_the_last_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, journal = StateDir(tmp_path), Journal(tmp_path / "journal.sqlite")
+    (state.store / "fragment-0").mkdir(parents=True)
+    header = {"timeline": 0, "fragment_id": 0, "version": 1}
+    monkeypatch.setattr(coordinator, "headers_in", lambda _: [header])
+
+    def full(*_: object) -> None:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(journal, "write", full)
+
+    async def stopping() -> None:
+        halted = asyncio.Event()
+        halted.set()
+        await coordinator._stop_syncers(state, [], journal, halted)
+
+    run_virtual(stopping())
