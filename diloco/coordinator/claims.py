@@ -137,7 +137,7 @@ class Claims:
                 slots[number] = replace(slot, heir=heir, revision=revision)
 
     def told(self, island: str, said: Mapping[int, Mapping[str, Any]]) -> Entries:
-        """Take note of how far an island has drawn its slots.
+        """Take note of how far an island has drawn its slots; what is older changes nothing.
 
         Args:
             island: Who says so; its newest start.
@@ -148,7 +148,7 @@ class Claims:
             slot = slots[number]
             if (slot.holder, slot.grant) != (island, word["grant"]):
                 continue  # it was taken away meanwhile: whoever has it began where it had been told
-            slot = replace(slot, position=word["position"])
+            slot = replace(slot, position=max(slot.told, word["position"], key=_num_drawn))
             if word["is_final"] and slot.heir:
                 slot = replace(slot, holder=slot.heir, grant=revision, heir="", revision=revision)
             slots[number] = slot

@@ -139,7 +139,8 @@ class Coordinator:
         self._leases = Leases(terms.lease_s)
         self._waits: tuple[Cut | None, tuple[str, ...]] = None, ()
         self._waited_s, self._looked = 0.0, 0.0
-        self._inner_steps: dict[str, int] = {}  # that were reported, durable or not
+        # Island -> its newest start and how far that came, as was reported, durable or not.
+        self._reached: dict[str, tuple[int, int]] = {}
         self.board = Board(membership, journal, self._leases, terms)
         self._syncer_desk = SyncerDesk(
             membership,
@@ -402,8 +403,9 @@ class Coordinator:
             )
         self._leases.renewed(grant.island, _now())
         self.board.island_says(grant.island, request)
-        if request.inner_step:
-            self._inner_steps[grant.island] = request.inner_step
+        if request.inner_step:  # an older report may be handled later
+            reached = grant.incarnation, request.inner_step
+            self._reached[grant.island] = max(self._reached.get(grant.island, reached), reached)
         self._keep(membership.reported(grant.island))
         steps, inner_step = request.checkpoint_steps, request.inner_step
         self._keep(membership.keeps(grant.island, steps, inner_step=inner_step))
@@ -480,7 +482,12 @@ class Coordinator:
 
         It becomes durable with every record of a round, and when an island leaves.
         """
-        return self._inner_steps.get(island, self._membership.last_inner_step(island))
+        inner_steps = self._inner_steps
+        return inner_steps.get(island, self._membership.last_inner_step(island))
+
+    @property
+    def _inner_steps(self) -> dict[str, int]:
+        return {island: inner_step for island, (_, inner_step) in self._reached.items()}
 
     def _index(self, row: RoundRow) -> None:
         """Index a durable record, and with it how far the islands have come."""

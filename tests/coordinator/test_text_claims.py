@@ -115,6 +115,25 @@ def test_the_status_has_room_for_all_islands_whatever_their_positions(
     tell(tmp_path, story, config=elastic)
 
 
+def test_a_report_that_is_handled_late_takes_nothing_back(tmp_path: Path, elastic: Config) -> None:
+    async def story(desk: Desk) -> None:
+        east, west = [(await desk.join(name)).grant for name in ("east", "west")]
+        for drawn in (200, 100):
+            await desk.report(
+                east, inner_step=drawn, position_json=word(0, slot0=(0, drawn, False))
+            )
+        await desk.leave(east, exit_code=40)  # it has died
+
+        heard = await desk.report(west, position_json=word(0, slot1=(0, 7, False)))
+        assert slots(heard.claims_json)["0"] == 200
+        again = await desk.join("east", "b")
+        assert again.last_inner_step == 200
+        await desk.report(again.grant, inner_step=150)
+        assert (await desk.join("east", "c")).last_inner_step == 150, "a later start counts"
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_islands_of_a_scheduled_run_hear_of_no_slots(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         east: Any = await desk.join("east")
