@@ -127,27 +127,36 @@ class Cuts:
         cut = self.newest(timeline)
         return None if cut is None or cut.is_void or cut.is_complete else cut
 
-    def is_due(self, timeline: int, tokens: int, every_tokens: int) -> bool:
-        """Whether the next one belongs here: one in so many merged tokens, one at a time."""
+    def is_due(self, timeline: int, begun_at: int, tokens: int, every_tokens: int) -> bool:
+        """Whether the next one belongs here: one in so many merged tokens, one at a time.
+
+        `begun_at` is the number of the cut that the timeline began from; 0: of none.
+        """
         if not every_tokens or self.open(timeline) is not None:
             return False
-        newest = self.newest(timeline)
-        if newest is None:  # what was merged before a resume was cut before it
-            newest = max(self._cuts.values(), key=lambda cut: cut.number, default=None)
-        before = 0 if newest is None else min(newest.tokens, tokens)
-        return tokens // every_tokens > before // every_tokens
+        return tokens // every_tokens > self._merged(timeline, begun_at) // every_tokens
+
+    def _merged(self, timeline: int, begun_at: int) -> int:
+        """Tokens that were merged when the last cut of a timeline was named, or at its begin."""
+        cut = self.newest(timeline) or self._cuts.get(begun_at)
+        return 0 if cut is None else cut.tokens
 
     def named(
         self,
         islands: Collection[str],
         *,
         timeline: int,
+        begun_at: int = 0,
         tokens: int,
         told: Mapping[str, Any],
         is_last: bool,
     ) -> Entries:
-        """Ask islands for their parts; one that is under way comes to nothing."""
+        """Ask islands for their parts; one that is under way comes to nothing.
+
+        Fewer tokens than at an earlier cut are not known yet, as after a start of the coordinator.
+        """
         number = max(self._cuts, default=0) + 1
+        tokens = max(tokens, self._merged(timeline, begun_at))
         cut = Cut(number, timeline, tokens, told, is_last, tuple(sorted(islands)))
         earlier = self.open(timeline)
         return (

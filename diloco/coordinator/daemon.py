@@ -151,8 +151,9 @@ class Coordinator:
             keep=self._keep,
             on_lost=self.lose,
         )
-        self._heals = Heals(membership, tokens=lambda: self.board.merged_tokens, keep=self._keep)
+        self._heals = Heals(membership, keep=self._keep)
         membership.rules = terms.rules
+        membership.merged_tokens = lambda: self.board.merged_tokens
         self.ended = asyncio.Event()
 
     @property
@@ -252,11 +253,11 @@ class Coordinator:
 
     def _cut_when_due(self) -> None:
         """Ask for a run checkpoint, one in so many tokens that all fragments have merged."""
-        membership, tokens = self._membership, self.board.merged_tokens
-        if not membership.live or tokens >= self._terms.total_tokens:
+        membership = self._membership
+        if not membership.live or membership.merged_tokens() >= self._terms.total_tokens:
             return
-        if membership.cuts.is_due(membership.timeline, tokens, self._terms.cut_tokens):
-            self._keep(membership.cut(tokens=tokens))
+        if membership.is_cut_due(self._terms.cut_tokens):
+            self._keep(membership.cut())
 
     def _cut_without(self) -> None:
         """Let a cut go on without those who report and do nothing else, as where a thread hangs.

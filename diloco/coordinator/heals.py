@@ -39,18 +39,14 @@ class _Wish:
 class Heals:
     """The wishes of one run."""
 
-    def __init__(
-        self, membership: Membership, *, tokens: Callable[[], int], keep: Callable[[Entries], None]
-    ) -> None:
+    def __init__(self, membership: Membership, *, keep: Callable[[Entries], None]) -> None:
         """Assign only.
 
         Args:
             membership: Of the run.
-            tokens: That all fragments have merged by now.
             keep: Makes what was decided durable, then true.
         """
         self._membership = membership
-        self._tokens = tokens
         self._keep = keep
         self._wishes: dict[str, _Wish] = {}
 
@@ -116,7 +112,7 @@ class Heals:
             wish.checkpoint = membership.checkpoints[-1]
             return ""
         if (cut := membership.cuts.open(membership.timeline)) is None:
-            self._keep(membership.cut(tokens=self._tokens()))
+            self._keep(membership.cut())
             cut = membership.cuts.newest(membership.timeline)
         assert cut is not None
         wish.checkpoint = cut.number

@@ -75,6 +75,7 @@ class Membership(Roll):
         promises: Island -> inner step that it will not pass unasked; None while nobody asked for a
             stop.
         settings: What an operator has set, by revision from 1 on: a dotted key and its value.
+        merged_tokens: Gives the tokens that all fragments have merged, as far as is known.
     """
 
     run: str
@@ -99,6 +100,7 @@ class Membership(Roll):
     checkpoints: tuple[int, ...] = ()
     promises: Mapping[str, int] | None = None
     settings: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    merged_tokens: Callable[[], int] = lambda: 0
     members: dict[str, Member] = field(init=False)
     fatal_reason: str = ""
     fatal_exit_code: int = 0
@@ -425,7 +427,7 @@ class Membership(Roll):
         if self.rules.is_elastic:
             has_published = any(p["timeline"] == self.timeline for p in self._positions.values())
             is_at_work = self.live and (self.have_all_joined or has_published)
-            return self.cut(tokens=0, is_last=True) if is_at_work else ()
+            return self.cut(is_last=True) if is_at_work else ()
         if not self.have_all_joined or self.is_deserted:
             return ()
         return (("stop", "{}"),)
@@ -528,11 +530,19 @@ class Membership(Roll):
         newest = tuple(sorted(complete)[-self.num_checkpoints :])
         return () if newest == self.checkpoints else (("checkpoint", json.dumps(newest)),)
 
-    def cut(self, *, tokens: int, is_last: bool = False) -> Entries:
-        """Ask the islands at work for their parts of a checkpoint; `tokens` are merged by now."""
-        told = {} if self.claims is None else self.claims.positions
+    def is_cut_due(self, every_tokens: int) -> bool:
+        """Whether the next run checkpoint belongs here, one in so many merged tokens."""
+        return self.cuts.is_due(self.timeline, self.resume_step, self.merged_tokens(), every_tokens)
+
+    def cut(self, *, is_last: bool = False) -> Entries:
+        """Ask the islands at work for their parts of a checkpoint."""
         return self.cuts.named(
-            self.live, timeline=self.timeline, tokens=tokens, told=told, is_last=is_last
+            self.live,
+            timeline=self.timeline,
+            begun_at=self.resume_step,
+            tokens=self.merged_tokens(),
+            told={} if self.claims is None else self.claims.positions,
+            is_last=is_last,
         )
 
     @property

@@ -123,6 +123,45 @@ def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
     tell(tmp_path, story, config=elastic)
 
 
+def test_a_resume_is_not_followed_by_a_cut_of_what_was_cut_before(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        grants = [(await desk.join(name)).grant for name in NAMES]
+
+        async def taken(number: int, tokens: int) -> bool:
+            await desk.round_report(desk.membership.timeline, fragments=merged(tokens))
+            desk.coordinator._cut_when_due()
+            for grant in grants:
+                if (await desk.report(grant)).cut != number:
+                    return False
+                await desk.report(grant, cut=part_of(number, 1, 1))
+            await told_to_syncer(desk)
+            await told_to_syncer(desk, pinned_cut=number)
+            return True
+
+        assert await taken(1, 600)
+        await stop(desk)
+        assert await taken(2, 600)
+        for grant in grants:
+            await desk.leave(grant, is_stopped=True)
+
+        await desk.restart(resume_step=2)
+        grants[:] = [(await desk.join(name, "b")).grant for name in NAMES]
+        assert not await taken(3, 600), "nothing was merged since"
+        await desk.restart()
+        desk.coordinator._keep(desk.membership.cut())  # for a heal, before a syncer has reported
+        assert await taken(3, 700)
+        assert not await taken(4, 700)
+        assert await taken(4, 1100)
+
+        await desk.restart(resume_step=2)
+        grants[:] = [(await desk.join(name, "c")).grant for name in NAMES]
+        assert await taken(5, 1000), "what was cut in an abandoned timeline is cut again"
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_an_island_that_thaws_in_a_stop_that_goes_on_without_it_leaves(
     tmp_path: Path, elastic: Config
 ) -> None:
@@ -211,7 +250,7 @@ def test_an_island_that_reports_and_hangs_keeps_no_cut_from_its_end(
 ) -> None:
     async def story(desk: Desk) -> None:
         east, west = [(await desk.join(name)).grant for name in NAMES]
-        desk.coordinator._keep(desk.membership.cut(tokens=500, is_last=is_stop))
+        desk.coordinator._keep(desk.membership.cut(is_last=is_stop))
         watching = asyncio.create_task(desk.coordinator.watch())
 
         async def hear(seconds: int, *grants: control.Grant) -> None:
@@ -249,7 +288,7 @@ def test_whoever_joins_meanwhile_is_not_asked_and_takes_what_is_published_on_a_r
 ) -> None:
     async def story(desk: Desk) -> None:
         east = (await desk.join("east")).grant
-        desk.coordinator._keep(desk.membership.cut(tokens=500))
+        desk.coordinator._keep(desk.membership.cut())
         west = (await desk.join("west")).grant
         assert (await desk.report(west)).cut == 0
         assert not (await desk.report(west, cut=part_of(1, 9, 9))).cut
@@ -269,7 +308,7 @@ def test_a_taken_cut_is_asked_for_until_it_is_kept_whoever_starts_again(
 ) -> None:
     async def story(desk: Desk) -> None:
         grant = (await desk.join("east")).grant
-        desk.coordinator._keep(desk.membership.cut(tokens=500))
+        desk.coordinator._keep(desk.membership.cut())
         await desk.report(grant, cut=part_of(1, 3, 5))
         for _ in range(2):  # what a syncer that started again has kept, it does not say
             asked = await told_to_syncer(desk)
@@ -292,7 +331,7 @@ def test_old_cuts_are_forgotten_but_for_those_that_a_run_can_go_back_to(
         return sorted(int(number) for kind, _, number in keys if kind == "cut")
 
     async def one(desk: Desk, grant: control.Grant, number: int, *, has_part: bool) -> None:
-        desk.coordinator._keep(desk.membership.cut(tokens=number))
+        desk.coordinator._keep(desk.membership.cut())
         part = part_of(number, 1, 1, slot0=number) if has_part else part_of(number)
         await desk.report(grant, cut=part)
         if has_part:

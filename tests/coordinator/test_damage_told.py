@@ -158,7 +158,9 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
         async def stands(*versions: int, **fields: Any) -> None:
             fragments = [
                 control.FragmentStatus(
-                    fragment_id=p, version=version, damage="" if version else f"fragment {p} is damaged"
+                    fragment_id=p,
+                    version=version,
+                    damage="" if version else f"fragment {p} is damaged",
                 )
                 for p, version in enumerate(versions)
             ]
@@ -179,7 +181,7 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
         signals.note(signal.SIGTERM)
         await stopping
         await stands(4, 5)
-        desk.coordinator._keep(desk.membership.cut(tokens=500, is_last=is_stop))
+        desk.coordinator._keep(desk.membership.cut(is_last=is_stop))
         for grant in grants:
             await desk.report(grant, cut=part_of(1, 3, 5))
         assert (await desk.told_to_syncer()).cut == 1

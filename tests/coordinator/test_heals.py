@@ -143,13 +143,13 @@ def test_a_cut_is_not_forgotten_while_it_is_given_of(tmp_path: Path, elastic: Co
             await desk.report(guest, cut=part_of(number), heal=WISH)
             status = [control.FragmentStatus(fragment_id=p, version=3) for p in (0, 1)]
             await desk.round_report(fragments=status, pinned_cut=number)
-            desk.coordinator._keep(desk.membership.cut(tokens=number))
+            desk.coordinator._keep(desk.membership.cut())
         assert 1 not in desk.membership.checkpoints
 
         assert (await desk.report(guest, heal=WISH)).heal.donor == "east"
         assert (await desk.report(east)).donate == 1
         await desk.report(guest)
-        desk.coordinator._keep(desk.membership.cut(tokens=19))
+        desk.coordinator._keep(desk.membership.cut())
         assert "cut/1" not in desk.journal.entries(), "nobody wishes any more"
 
     tell(tmp_path, story, config=elastic)
