@@ -235,7 +235,11 @@ def _tape_of(headers: Sequence[Mapping[str, Any]]) -> tuple[Tape, list[str]]:
 
 
 def _digest_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
-    has_corruption = any(story.fault.kind is Kind.CORRUPT for story in evidence.story.faults)
+    corrupted = {
+        story.fault.island
+        for story in evidence.story.faults
+        if story.fault.kind is Kind.CORRUPT and story.fired
+    }
     newest = tuple(evidence.newest[p].digest for p in sorted(evidence.newest))
     for island, events in evidence.events.items():
         for event in events:
@@ -266,10 +270,10 @@ def _digest_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
                     f"{island} rank {event['island_rank']} ended with other values than the "
                     f"newest records"
                 )
-            elif event["kind"] == "digest_mismatch" and not has_corruption:
+            elif event["kind"] == "digest_mismatch" and island not in corrupted:
                 yield (
                     f"{island} staged a damaged lane of fragment {event['fragment_id']} version "
-                    f"{event['version']}, and no fault corrupts"
+                    f"{event['version']}, and no fault corrupted its links"
                 )
 
 

@@ -161,11 +161,24 @@ def _recount(
         elif what == "unknown":  # the tape knows
             tokens -= counted.get((event["version"], event["attempt"]), 0)
     # Killed after its contribution had left and before it could tell.
-    tokens -= sum(weight for key, weight in counted.items() if key not in is_told)
-    if any(event["kind"] == "island_ended" for event in start):
+    untold = {key: weight for key, weight in counted.items() if key not in is_told}
+    tokens -= sum(untold.values())
+    has_ended = any(event["kind"] == "island_ended" for event in start)
+    for version, attempt in untold:
+        if has_ended or (version, attempt) < max(is_told, default=(0, 0)):
+            total.problems.append(
+                f"{start[0]['island']} start {start[0]['incarnation']} fragment {fragment_id} "
+                f"version {version} attempt {attempt}: counted, and never sent"
+            )
+    if has_ended:
         total.left += tokens
     else:
         total.lost += tokens
+    if has_ended and tokens < 0:
+        total.problems.append(
+            f"{start[0]['island']} start {start[0]['incarnation']} fragment {fragment_id}: "
+            f"{-tokens} tokens more are counted than were trained"
+        )
 
 
 def _in_order(start: Sequence[Event], fragment_id: int) -> Iterator[tuple[str, Event]]:

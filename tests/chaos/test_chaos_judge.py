@@ -112,6 +112,14 @@ class Run:
             }
         )
 
+    def counts_again(self, island: str, version: int) -> None:
+        """Let the tape name an island that sent nothing for a version and merged it so."""
+        sent, merged = (
+            self.of(island, f"fragment_{what}")[version - 1] for what in ("sent", "merged")
+        )
+        self.events[island].remove(sent)
+        merged["outcome"] = "absent"
+
     def of(self, island: str, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events[island] if event["kind"] == kind]
 
@@ -234,6 +242,18 @@ EXITS = "no island ends unasked"
             id="more-tokens-were-counted-than-sent",
         ),
         pytest.param(
+            lambda run: run.counts_again("east", 3),
+            [ACCOUNTS],
+            id="a-contribution-was-counted-again-that-nobody-sent",
+        ),
+        pytest.param(
+            lambda run: run.headers[1]["contributors"].append(
+                {"island": "west", "incarnation": 2, "weight_tokens": 0}
+            ),
+            [OUTCOMES, ACCOUNTS],
+            id="what-nobody-sent-is-counted-with-no-tokens",
+        ),
+        pytest.param(
             lambda run: run.tell("east", 2, "inner_step", 8, num_tokens=0, duration_s=0.0),
             [EXITS],
             id="an-island-started-again-unasked",
@@ -259,6 +279,21 @@ def test_what_the_run_itself_says_is_judged() -> None:
     assert broken(replace(evidence, recomputed=wrong)) == [
         "retained versions are recomputed to the bit"
     ]
+
+
+def test_only_the_islands_whose_links_were_corrupted_are_excused() -> None:
+    run = Run.good()
+    run.tell("east", 1, "digest_mismatch", 2, fragment_id=0, version=1)
+
+    def corrupted(island: str, *, fired: bool) -> Evidence:
+        fault = replace(KILL, kind=Kind.CORRUPT, target=island)
+        evidence = run.evidence()
+        faults = [*evidence.story.faults, FaultStory(fault, began_s=1.0, fired=fired)]
+        return replace(evidence, story=Story(faults))
+
+    assert broken(corrupted("east", fired=True)) == []
+    assert broken(corrupted("east", fired=False)) == [DIGESTS]
+    assert broken(corrupted("west", fired=True)) == [DIGESTS]
 
 
 def test_an_island_on_arrival_may_jump_and_drop_what_came_too_late() -> None:
