@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -129,16 +130,20 @@ def _requirements(evidence: Evidence, bars: JudgeConfig, import_s: float) -> Ite
     for role, limit_s in limits.items():
         if not limit_s:
             continue
+        allowed = limit_s + (import_s if role == SYNCER else 0.0)
         kills = [
             s
             for s in faults
-            if s.fault.role == role and s.fault.kind is Kind.KILL and s.began_s is not None
+            if s.fault.role == role
+            and s.fault.kind is Kind.KILL
+            and s.began_s is not None
+            and has_had_time(s, allowed, evidence.story.over_s)
         ]
         alone = [story for story in kills if is_alone(story, faults)]
-        worst = max((_own_back_s(story) for story in alone), default=float("nan"))
+        backs = [_own_back_s(story) for story in alone]
+        worst = max(backs, key=lambda back: (math.isnan(back), back), default=math.nan)
         beyond = f", of which {import_s:.2f} s are its imports" if role == SYNCER else ""
         what = f"{role} back after {len(alone)} kills that met no other fault, of {len(kills)}"
-        allowed = limit_s + (import_s if role == SYNCER else 0.0)
         yield Requirement(f"{what}{beyond}", worst, allowed, "s")
     if limit_s := parse_duration(bars.published_again):
         waits = [next_publication_s(story, evidence.story) for story in faults]
@@ -159,6 +164,12 @@ def is_alone(story: FaultStory, faults: Sequence[FaultStory]) -> bool:
         )
     others = [_span(other) for other in faults if other is not story and other.began_s is not None]
     return not any(begin <= their_end and their_begin <= end for their_begin, their_end in others)
+
+
+def has_had_time(story: FaultStory, allowed_s: float, over_s: float | None) -> bool:
+    """Whether what was killed is back, or the run went on for as long as that may take."""
+    end_s = math.inf if over_s is None else over_s
+    return story.back_s is not None or _span(story)[1] + allowed_s <= end_s
 
 
 def _span(story: FaultStory) -> tuple[float, float]:

@@ -174,12 +174,13 @@ class Director:
         self._on_progress(num_over, self._num_faults)
 
     def finish(self) -> None:
-        """Undo what is still under way once the run is over, and see its last versions."""
+        """Undo what is still under way once the run is over, and see what it came to."""
         for _, performance in self._under_way:
             until = time.monotonic() + _PATIENCE_S
             while not self._try_end(performance) and time.monotonic() < until:
                 time.sleep(_LOOK_S)
         self._see_versions()
+        self._see_who_is_back()
 
     def _begin(self, plan_s: float) -> None:
         for fault in [each for each in self._to_come if each.at_s <= plan_s]:

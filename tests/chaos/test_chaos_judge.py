@@ -18,8 +18,8 @@ from diloco.chaos.judge import (
     judge,
     next_publication_s,
 )
-from diloco.chaos.plan import Kind, Timed
-from diloco.chaos.report import is_alone
+from diloco.chaos.plan import COORDINATOR, JudgeConfig, Kind, Timed
+from diloco.chaos.report import is_alone, report_on
 from diloco.chaos.truth import FaultStory, Story, read_story
 
 TOKENS = 10
@@ -370,3 +370,23 @@ def test_a_kill_that_meets_another_fault_is_not_alone() -> None:
     assert [is_alone(story, faults) for story in faults if story.began_s is not None] == [
         False, False, True, False, True, True,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("over_s", "is_met"),
+    [(30.0, False), (None, False), (9.5, True)],
+    ids=["end", "none", "too-soon"],
+)
+def test_a_coordinator_that_never_came_back_misses_its_bar(
+    over_s: float | None, is_met: bool
+) -> None:
+    coordinator = replace(KILL, target=COORDINATOR)
+    kills = [
+        FaultStory(coordinator, began_s=began_s, fired=True, back_s=back_s)
+        for began_s, back_s in ((1.0, 0.5), (5.0, 0.6), (9.0, None))
+    ]
+    evidence = replace(Run.good().evidence(), story=Story(kills, over_s=over_s))
+
+    report = report_on(evidence, JudgeConfig(coordinator_back="2s"), import_s=0.0, undisturbed=None)
+
+    assert [each.is_met for each in report.requirements] == [True, is_met]

@@ -379,6 +379,21 @@ def test_a_link_fault_waits_until_a_rank_that_lives_has_read_the_file(scene: Sce
     eventually(performance.begin)
 
 
+def test_who_is_back_when_the_run_is_over_is_seen(scene: Scene, tmp_path: Path) -> None:
+    first = scene.hold(SYNCER)
+    fault = Timed(0, Kind.KILL, SYNCER, 0.0, 0.0, 0.01, 1e6, 1.0, 3600.0, 77)
+    with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
+        director = Director(scene.world, truth, [fault], lambda done, all_of: None)
+        director._begin(0.0)
+        first.wait()
+        scene.hold(SYNCER)
+
+        director.finish()
+
+    lines = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())
+    assert [line["what"] for line in lines] == ["begun", "ended", "back"]
+
+
 def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Path) -> None:
     scene.island("exec sleep 60")
     path = links_path(scene.world.chaos_dir)

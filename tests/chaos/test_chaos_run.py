@@ -86,7 +86,7 @@ def test_each_of_two_syncers_is_met_and_the_run_survives(tmp_path: Path) -> None
 def test_a_run_that_is_given_up_breaks_and_is_kept(tmp_path: Path) -> None:
     write_run(tmp_path, {"east": "", "west": ""}, inner_steps=100000)
     plan = tmp_path / "plan.toml"
-    plan.write_text(SHORT.replace('"150s"', '"20s"'))
+    plan.write_text(SHORT.replace('"270s"', '"20s"'))
 
     done = chaos(plan)
 
