@@ -52,7 +52,7 @@ class Evidence:
         headers: Of the tape and of the store, in any order; equal ones may be there twice.
         newest: Fragment -> its newest record.
         recomputed: Retained versions.
-        exit_codes: Island -> how its last supervisor ended; None: it did not.
+        exit_codes: Island -> how its last supervisor ended; None: it lived when the run was over.
         problem: Why the run did not come to its end; empty: it did.
         local_mix: alpha of the run.
         is_on_arrival: Whether islands merge on arrival and may jump over versions.
@@ -141,6 +141,7 @@ def judge(evidence: Evidence) -> tuple[Finding, ...]:
             [*_exit_problems(evidence)],
             ", ".join(
                 f"{island} {len(starts_of(events))} starts"
+                f"{', away at the end' if _was_away(evidence, island) else ''}"
                 for island, events in evidence.events.items()
             ),
         ),
@@ -331,16 +332,30 @@ def _outcome_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
 
 def _exit_problems(evidence: Evidence) -> Iterator[str]:
     for island, code in evidence.exit_codes.items():
-        if code != 0:
+        if code != 0 and not _was_away(evidence, island):
             yield f"{island} ended with exit code {code}"
-        killed = [
-            story
-            for story in evidence.story.faults
-            if story.fault.island == island and story.fired and story.fault.kind in _STARTING_AGAIN
-        ]
+        killed = [story for story in evidence.story.faults if _starts_again(story, island)]
         num_starts = len(starts_of(evidence.events[island]))
         if num_starts > 1 + len(killed):
             yield f"{island} started {num_starts} times, and was ended {len(killed)} times"
+
+
+def _was_away(evidence: Evidence, island: str) -> bool:
+    """Whether the run came to its end while an island was starting again that a fault had ended.
+
+    Where nobody waits for anybody the coordinator does not wait for it for ever, and whoever started
+    it ends it (`LocalRun`): it has no exit code of its own.
+    """
+    kills = [story for story in evidence.story.faults if _starts_again(story, island)]
+    if not (evidence.is_on_arrival and kills) or evidence.problem:
+        return False
+    is_back = island_back_s(kills[-1], evidence.events[island]) is not None
+    return evidence.exit_codes[island] is None and not is_back
+
+
+def _starts_again(story: FaultStory, island: str) -> bool:
+    fault = story.fault
+    return fault.island == island and story.fired and fault.kind in _STARTING_AGAIN
 
 
 def _accounts(evidence: Evidence, tape: Tape) -> dict[tuple[str, int], Account]:

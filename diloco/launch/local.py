@@ -248,7 +248,8 @@ class LocalRun:
                 return now - self._seen_alive > _GONE_S
             if now - self._seen_alive > _END_S:
                 if code == 0 and self.config.outer.is_on_arrival:
-                    logger.warning("the run has ended without islands that are away")
+                    away = [name for name, p in self.islands.items() if p.poll() is None]
+                    logger.warning("the run has ended without %s, away", ", ".join(away))
                     return True
                 raise self._coordinator_failed("ended before the islands", code)
             return False

@@ -296,6 +296,24 @@ def test_only_the_islands_whose_links_were_corrupted_are_excused() -> None:
     assert broken(corrupted("west", fired=True)) == [DIGESTS]
 
 
+def test_an_island_that_was_starting_again_when_the_run_ended_did_not_end_unasked() -> None:
+    run = Run.good()
+    # West was killed after its second version, and is not back when east has flushed.
+    run.events["west"] = [e for e in run.events["west"] if e["incarnation"] == 1]
+    for version in (3, 4):
+        run.headers[version]["contributors"] = run.headers[version]["contributors"][:1]
+
+    def ended(code: int | None, **values: Any) -> list[str]:
+        return broken(replace(run.evidence(**values), exit_codes={"east": 0, "west": code}))
+
+    assert ended(None, is_on_arrival=True) == []
+    assert ended(None) == [EXITS], "all wait for it"
+    assert ended(30, is_on_arrival=True) == [EXITS]
+    assert EXITS in ended(None, is_on_arrival=True, problem="it goes on")
+    run.tell("west", 2, "inner_step", 6, num_tokens=0, duration_s=1.0)
+    assert EXITS in ended(None, is_on_arrival=True), "it was back, and the run waits for it"
+
+
 def test_an_island_on_arrival_may_jump_and_drop_what_came_too_late() -> None:
     run = Run.good()
     # East was late for version 3: it merges 4 alone, and what it sent for 3 was not counted.
