@@ -343,8 +343,8 @@ def _exit_problems(evidence: Evidence) -> Iterator[str]:
 def _was_away(evidence: Evidence, island: str) -> bool:
     """Whether the run came to its end while an island was starting again that a fault had ended.
 
-    Where nobody waits for anybody the coordinator does not wait for it for ever, and whoever started
-    it ends it (`LocalRun`): it has no exit code of its own.
+    Where nobody waits for anybody the coordinator does not wait for it for ever, and whoever
+    started it ends it (`LocalRun`): it has no exit code of its own.
     """
     kills = [story for story in evidence.story.faults if _starts_again(story, island)]
     if not (evidence.is_on_arrival and kills) or evidence.problem:

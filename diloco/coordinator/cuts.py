@@ -5,11 +5,12 @@
                that no part is ahead of
     complete   they do; a run can be resumed from it
 
-An island that loses its lease, leaves, cannot write, or says nothing of the cut for
-`transport.unreachable` owes nothing any more: the cut goes on without it. One that has a part keeps it there, whatever becomes of it; but a part that is ahead of
-what the syncers have, which have lost a version then, does not count. A cut without any part comes
-to nothing. There is one at a time; a last one, after which everybody leaves, takes the place of
-another. Numbers are counted over all timelines, so that no directory is ever written twice.
+An island that loses its lease, leaves, cannot write, or says nothing of the cut for too long
+(`cut_patience`) owes nothing any more: the cut goes on without it. One that has a part keeps it
+there, whatever becomes of it; but a part that is ahead of what the syncers have, which have lost a
+version then, does not count. A cut without any part comes to nothing. There is one at a time; a
+last one, after which everybody leaves, takes the place of another. Numbers are counted over all
+timelines, so that no directory is ever written twice.
 
     cut/N    a `Cut`; null: forgotten
 

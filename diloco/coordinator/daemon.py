@@ -21,7 +21,8 @@ from diloco.config.fields import MOST_CHECKPOINTS
 from diloco.config.schema import Config
 from diloco.coordinator.admission import Entries, JoinVerdict
 from diloco.coordinator.board import Board
-from diloco.coordinator.cuts import Cut, Part
+from diloco.coordinator.cut_patience import CutPatience
+from diloco.coordinator.cuts import Part
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.heals import Heals
 from diloco.coordinator.journal import Journal, RoundRow
@@ -137,8 +138,6 @@ class Coordinator:
         self._unix_clock = unix_clock
         self._operations = operations
         self._leases = Leases(terms.lease_s)
-        self._waits: tuple[Cut | None, tuple[str, ...]] = None, ()
-        self._waited_s, self._looked = 0.0, 0.0
         # Island -> its newest start and how far that came, as was reported, durable or not.
         self._reached: dict[str, tuple[int, int]] = {}
         self.board = Board(membership, journal, self._leases, terms)
@@ -152,6 +151,7 @@ class Coordinator:
             on_lost=self.lose,
         )
         self._heals = Heals(membership, keep=self._keep)
+        self._cut_patience = CutPatience(membership, keep=self._keep)
         membership.rules = terms.rules
         membership.merged_tokens = lambda: self.board.merged_tokens
         self.ended = asyncio.Event()
@@ -243,7 +243,7 @@ class Coordinator:
         self._end_leases()
         self._keep(self._membership.follow_ups())
         self._cut_when_due()
-        self._cut_without()
+        self._cut_patience.look(_now(), self._terms.unreachable_s)
         self._end_if_over()
         too_long = self._terms.unreachable_s
         silent = [
@@ -258,28 +258,6 @@ class Coordinator:
             return
         if membership.is_cut_due(self._terms.cut_tokens):
             self._keep(membership.cut())
-
-    def _cut_without(self) -> None:
-        """Let a cut go on without those who report and do nothing else, as where a thread hangs.
-
-        After a last one they count as left. Time in which nobody looked does not count.
-        """
-        membership, passed_s, self._looked = self._membership, _now() - self._looked, _now()
-        waits = membership.cuts.newest(membership.timeline), membership.awaited_in_cut
-        self._waited_s = self._waited_s + min(passed_s, _WATCH_S) if waits == self._waits else 0.0
-        self._waits = waits
-        cut, awaited = waits
-        if cut is None or not awaited or self._waited_s < self._terms.unreachable_s:
-            return
-        logger.warning(
-            "cut %d goes on without %s: reports came for %g s (transport.unreachable), and nothing "
-            "of the cut; see the log there for what hangs",
-            cut.number, ", ".join(awaited), self._terms.unreachable_s,
-        )  # fmt: skip
-        if cut.is_last:
-            self._keep(membership.given_up(awaited))
-        else:
-            self._keep(membership.cuts.without(membership.timeline, ()))
 
     def _end_leases(self) -> None:
         """Act on the islands that were silent for a term."""

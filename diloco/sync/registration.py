@@ -380,8 +380,8 @@ class Registration:
             raise CoordinatorUnavailable(
                 f"the coordinator at {self._transport.peer} gave no answer to {method} of island "
                 f"{self._island.island_id!r}: {error}. Check --coordinator and that "
-                f"`diloco coordinator` runs; of a run that has ended nobody answers, and nothing is "
-                f"left to do"
+                f"`diloco coordinator` runs; of a run that has ended nobody answers, and nothing "
+                f"is left to do"
             ) from error
 
 
