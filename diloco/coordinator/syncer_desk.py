@@ -104,6 +104,11 @@ class SyncerDesk:
         membership, known = self._membership, self._fragments_of(report.syncer_id)
         named = [f.fragment_id for f in report.fragments]
         named += [report.expiry.fragment_id] if report.HasField("expiry") else []
+        row = (*_indexed(report.record_json), report.record_json) if report.record_json else None
+        if row is not None:
+            named.append(row[1])
+            if row[0] > membership.timeline:
+                raise FrameError(f"a record of timeline {row[0]}; the run's is {membership.timeline}")
         if strangers := [fragment_id for fragment_id in named if fragment_id not in known]:
             raise FrameError(
                 f"a report of fragment {strangers[0]}; syncer {report.syncer_id} has {known[:8]}, "
@@ -115,8 +120,8 @@ class SyncerDesk:
             self._board.fragment_stands(self._bounded(fragment))
             is_damaged = bool(fragment.damage)
             self._keep(membership.repairs.stands(fragment.fragment_id, is_damaged=is_damaged))
-        if report.record_json:
-            self._index((*_indexed(report.record_json), report.record_json))
+        if row is not None:
+            self._index(row)
             if (told := told_repair(report.record_json)) is not None:
                 self._tell(told)
         if report.HasField("expiry"):
