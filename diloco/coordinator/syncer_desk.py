@@ -108,7 +108,9 @@ class SyncerDesk:
         if row is not None:
             named.append(row[1])
             if row[0] > membership.timeline:
-                raise FrameError(f"a record of timeline {row[0]}; the run's is {membership.timeline}")
+                raise FrameError(
+                    f"a record of timeline {row[0]}; the run's is {membership.timeline}"
+                )
         if strangers := [fragment_id for fragment_id in named if fragment_id not in known]:
             raise FrameError(
                 f"a report of fragment {strangers[0]}; syncer {report.syncer_id} has {known[:8]}, "
