@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,39 @@ from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Gift:
+    """A version as an island has given it back: its indexed header, and every lane."""
+
+    island: str
+    header: Mapping[str, Any]
+    lanes: Mapping[int, Buffer]
+
+    def record(
+        self, fragment: Fragment, before: VersionRecord | None, *, has_second_moment: bool
+    ) -> VersionRecord:
+        """Make its record.
+
+        Args:
+            fragment: Whose it is.
+            before: Newest older version that can be read; None: none.
+            has_second_moment: Whether the outer optimizer has one.
+        """
+
+        def moment(lane_id: int, name: str, like: Tensor) -> Tensor:
+            kept = None if before is None else before.lanes[lane_id].vectors.get(name)
+            return torch.zeros_like(like) if kept is None else kept.clone()
+
+        lanes = []
+        for lane_id in range(len(fragment.lanes)):
+            published = from_bytes(self.lanes[lane_id]).view(torch.float32)
+            momentum = moment(lane_id, "momentum", published)
+            second = moment(lane_id, "second_moment", published) if has_second_moment else None
+            lanes.append(LaneState(published.clone(), published, momentum, second))
+        header = {**self.header, "repaired": self.island}
+        return record_of(header, {}, fragment, tuple(lanes))
 
 
 class Damage:
@@ -96,38 +130,24 @@ class Damage:
             )
 
     def take(self, header: wire.UploadHeader, payload: Buffer) -> None:
-        """Take a lane that is what its header says."""
-        if self.wanted_of(header.grant.island) == header.version:
-            self._lanes[header.lane_id] = payload
+        """Take a lane that is what its header says.
 
-    def record(
-        self, before: VersionRecord | None, *, has_second_moment: bool
-    ) -> VersionRecord | None:
-        """Make the record of the lost version, once every lane is here; None: not yet.
-
-        Args:
-            before: Newest older version that can be read; None: none.
-            has_second_moment: Whether the outer optimizer has one.
+        Raises:
+            PayloadRefused: If it is asked for no more.
         """
+        self.insist_on(header)
+        self._lanes[header.lane_id] = payload
+
+    @property
+    def gift(self) -> Gift | None:
+        """The lost version, once every lane is here; None: not yet."""
         if len(self._lanes) < len(self._fragment.lanes):
             return None
+        return Gift(self._island, self._header, dict(self._lanes))
 
-        def moment(lane_id: int, name: str, like: Tensor) -> Tensor:
-            kept = None if before is None else before.lanes[lane_id].vectors.get(name)
-            return torch.zeros_like(like) if kept is None else kept.clone()
-
-        lanes = []
-        for lane_id in range(len(self._fragment.lanes)):
-            published = from_bytes(self._lanes[lane_id]).view(torch.float32)
-            momentum = moment(lane_id, "momentum", published)
-            second = moment(lane_id, "second_moment", published) if has_second_moment else None
-            lanes.append(LaneState(published.clone(), published, momentum, second))
-        header = {**self._header, "repaired": self._island}
-        return record_of(header, {}, self._fragment, tuple(lanes))
-
-    def mended(self) -> None:
+    def mended(self, gift: Gift) -> None:
         """Take note that the version is durable again."""
-        p, version = self._fragment.fragment_id, self._header["version"]
-        logger.warning("fragment %d repaired: version %d from %s", p, version, self._island)
-        self._on_event(FragmentRepaired(p, version, self._island))
+        p, version = self._fragment.fragment_id, gift.header["version"]
+        logger.warning("fragment %d repaired: version %d from %s", p, version, gift.island)
+        self._on_event(FragmentRepaired(p, version, gift.island))
         self.text, self._island, self._header, self._lanes = "", "", {}, {}

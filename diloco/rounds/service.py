@@ -22,6 +22,7 @@ from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
 from diloco.refusals import Cause
+from diloco.rounds.attendance import Attendance
 from diloco.rounds.damaged import Damage
 from diloco.rounds.merge import Merger, Spooled, drop
 from diloco.rounds.payloads import (
@@ -34,7 +35,7 @@ from diloco.rounds.room import WAITING_FOR_DISK, Room
 from diloco.rounds.rules import FragmentRules
 from diloco.rounds.spool import Spool, SpooledLane
 from diloco.rounds.state import FragmentRounds
-from diloco.rounds.store import FragmentStore
+from diloco.rounds.store import FragmentStore, Recovered
 from diloco.rounds.terms import (
     Admission,
     Close,
@@ -142,14 +143,17 @@ class FragmentService:
         p = self._fragment.fragment_id
         return FragmentRounds(p, self._timeline, rules.rounds, timing), timing
 
-    async def start(self, incarnations: Mapping[str, int]) -> None:
-        """Go on from the durable state; the islands of `incarnations` hold their grants.
+    async def start(self, attendance: Attendance) -> None:
+        """Go on from the durable state.
 
         Raises:
             ConfigError: If that state is of another outer optimizer.
         """
-        recovered = await self._hooks.worker.run(self._store.recover)
-        for island, incarnation in incarnations.items():
+        self._go_on(await self._hooks.worker.run(self._store.recover), attendance)
+
+    def _go_on(self, recovered: Recovered | None, attendance: Attendance) -> None:
+        """Serve what was recovered, to those who hold their grants by now."""
+        for island, incarnation in attendance.incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
             _insist_on_moments(recovered.record, self._rules.publication.optimizer)
@@ -218,25 +222,35 @@ class FragmentService:
             payload = await self._verified(
                 name, "float32", header.lane_id, header.digest, call, lambda payload: payload
             )
+            self.damage.take(header, payload)
         except PayloadRefused as error:
             self._hooks.meter.refusal(island, error.cause)
             return f"published parameters refused: {error}"
-        self.damage.take(header, payload)
         return ""
 
-    async def finish_repair(self, incarnations: Mapping[str, int], roster: Roster) -> None:
-        """Once every lane is here, write the version, and serve the fragment again."""
+    async def finish_repair(self, attendance: Attendance) -> None:
+        """Once every lane is here, write the version, and serve the fragment again.
+
+        It stays damaged until that is durable and was read back: nobody hears of one half of it.
+        """
         async with self._founding:
-            has_second = self._rules.publication.optimizer.has_second_moment
-            record = self.damage.record(self.record, has_second_moment=has_second)
-            if record is None:
+            if (gift := self.damage.gift) is None:
                 return
-            await self._hooks.worker.run(lambda: self._store.commit(record))
-            self.damage.mended()
-            self._unfetched = {}
+            has_second = self._rules.publication.optimizer.has_second_moment
+
+            def write() -> Recovered | None:
+                self._store.commit(
+                    gift.record(self._fragment, self.record, has_second_moment=has_second)
+                )
+                return self._store.recover()
+
+            recovered = await self._hooks.worker.run(write)
+            self.damage.mended(gift)
+            self._unfetched, self._rules = {}, self._next_rules
             self.rounds, self._timing = self._machine()
-            self.heard_of(roster)
-            await self.start(incarnations)
+            self.heard_of(attendance.roster)
+            self.hold_openings(bool(self._hooks.room.waiting))
+            self._go_on(recovered, attendance)
             self._hooks.on_change()
 
     def granted(self, island: str, incarnation: int) -> None:

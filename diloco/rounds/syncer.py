@@ -220,7 +220,7 @@ class Syncer:
         await self._attendance.start()
         await self._donations.start()
         for service in self._services.values():
-            await service.start(self._attendance.incarnations)
+            await service.start(self._attendance)
 
     def heard_of(self, orders: Orders) -> None:
         """Take the coordinator's orders: they count once they are durable; does not block."""
@@ -372,8 +372,7 @@ class Syncer:
         if header.is_published:
             problem = await service.take_published(header, call)
             if not problem:
-                attendance = self._attendance
-                await service.finish_repair(attendance.incarnations, attendance.roster)
+                await service.finish_repair(self._attendance)
                 self._notify()
             return self._ack(problem)
         _insist_on_whole(service)

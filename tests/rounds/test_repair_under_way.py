@@ -1,0 +1,184 @@
+"""What else happens at a syncer while a damaged fragment is found, asked for, and written again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import blake3
+import pytest
+import torch
+
+from diloco.compression.base import to_bytes
+from diloco.durable import DiskFull
+from diloco.rounds.orders import Orders
+from diloco.rounds.service import FragmentService
+from diloco.rounds.terms import Roster
+from diloco.telemetry.round_events import FragmentDamaged, FragmentRepaired
+from protos import fragment_pb2 as wire
+from tests.raw_island import NUMEL, RawIsland, SlowWorker
+from tests.rounds.test_damaged_fragment import header_of, newest_record
+from tests.virtual_run import Setting, VirtualRun
+from transport.errors import Overloaded
+from transport.loopback import run_virtual
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    """Islands that merge on arrival, one fragment of two lanes."""
+    setting = Setting(
+        {"u": [0.0] * NUMEL},
+        lambda *_: None,
+        tmp_path,
+        inner_steps=90,
+        islands=("a", "b", "c"),
+        min_members=1,
+        quorum=1,
+        total_tokens=10**6,
+    )
+    return replace(setting, timing=setting.measured())
+
+
+async def begun(setting: Setting) -> tuple[VirtualRun, list[RawIsland]]:
+    """A run of a and b, and c that has not joined yet; version 0 is published."""
+    run = VirtualRun(setting)
+    await run.start_syncer()
+    islands = [RawIsland(run, name) for name in "abc"]
+    run.syncer.heard_of(Orders(roster=Roster(("a", "b"))))
+    await poll(*islands[:2])
+    await islands[0].upload()
+    return run, islands
+
+
+async def damaged(setting: Setting) -> tuple[VirtualRun, list[RawIsland]]:
+    """The same, with version 0 rotten and asked of a; the syncer's work takes a second."""
+    run, islands = await begun(setting)
+    header = header_of(run, 0, 0)
+    await run.kill_syncer()
+    newest_record(setting, 0).write_bytes(b"rotten")
+    run.worker = SlowWorker(after_s=1.0)
+    await run.start_syncer()
+    run.syncer.repair(0, "a", header)
+    assert run.syncer.damage(0)
+    await poll(*islands[:2])
+    return run, islands
+
+
+async def poll(*islands: RawIsland) -> None:
+    for island in islands:
+        await island.poll(step_s=1.0)
+
+
+def service_of(run: VirtualRun) -> FragmentService:
+    return run.syncer._services[0]
+
+
+async def give(island: RawIsland, lane_id: int, value: float = 0.0, version: int = 0) -> str:
+    """Upload a lane of a published version; returns what is wrong with it."""
+    payload = to_bytes(torch.full((island.lanes[lane_id].numel,), value).view(torch.uint8))
+    header = wire.UploadHeader(
+        lane_id=lane_id, digest=blake3.blake3(payload).digest(), is_published=True, version=version
+    )
+    reply = await island.call("fragment.upload", header, payload)
+    return wire.Ack.FromString(reply.header).message
+
+
+def kinds(run: VirtualRun) -> list[type]:
+    return [type(e) for e in run.events if isinstance(e, FragmentDamaged | FragmentRepaired)]
+
+
+def test_the_index_damages_nothing_that_is_being_repaired(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, b, _) = await damaged(setting)
+        assert await give(a, 0) == ""
+        last = asyncio.create_task(give(a, 1))
+        while not last.done():
+            await asyncio.sleep(0.1)
+            run.syncer.indexed({0: 1})  # as with every report
+        assert await last == ""
+        run.syncer.indexed({0: 1})
+        assert run.syncer.damage(0) == ""
+        assert kinds(run) == [FragmentDamaged, FragmentRepaired]
+        for _ in range(10):
+            await poll(a, b)
+            await asyncio.sleep(1.0)
+        assert service_of(run).rounds.is_open
+
+    run_virtual(scenario())
+
+
+def test_a_repair_that_finds_no_room_is_repeated(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        run, (a, _, _) = await damaged(setting)
+        store = service_of(run)._store
+        recover = store.recover
+
+        def full() -> None:
+            raise DiskFull("no room")
+
+        monkeypatch.setattr(store, "recover", full)
+        assert await give(a, 0) == ""
+        with pytest.raises(Overloaded):
+            await give(a, 1)
+        assert run.syncer.phase(0) == "damaged"
+        monkeypatch.setattr(store, "recover", recover)
+        assert await give(a, 1) == ""
+        assert run.syncer.damage(0) == ""
+
+    run_virtual(scenario())
+
+
+def test_who_comes_and_what_is_ordered_during_a_repair_counts_after_it(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, islands = await damaged(setting)
+        a, _, c = islands
+        assert await give(a, 0) == ""
+        last = asyncio.create_task(give(a, 1))
+        await asyncio.sleep(0.2)
+        orders = Orders(roster=Roster(("a", "b", "c")), policy_json='{"quorum": 2}')
+        run.syncer.heard_of(replace(orders, policy_revision=1))
+        await c.poll(step_s=1.0)
+        assert await last == ""
+        for _ in range(10):
+            await poll(*islands)
+            await asyncio.sleep(1.0)
+        rounds = service_of(run).rounds
+        assert rounds.is_open
+        assert rounds.members == ("a", "b", "c")
+        assert rounds.rules.min_contributions == 2
+        assert "c" in rounds.incarnations
+
+    run_virtual(scenario())
+
+
+def test_a_policy_that_was_set_while_it_was_damaged_counts_after_it(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, islands = await begun(setting)
+        a, b, _ = islands
+        for _ in range(8):
+            await poll(a, b)
+            await asyncio.sleep(1.0)
+        assert service_of(run).rounds.is_open
+        run.syncer.indexed({0: 2})
+        orders = Orders(roster=Roster(("a", "b")), policy_json='{"quorum": 2}', policy_revision=1)
+        run.syncer.heard_of(orders)
+        await asyncio.sleep(1.0)
+        header = json.loads(header_of(run, 0, 0))
+        run.syncer.repair(0, "a", json.dumps({**header, "version": 1}))
+        run.syncer._hold_openings(True)
+        service_of(run)._hooks.room.waiting.add(7)  # another fragment of this syncer
+        assert [await give(a, lane_id, version=1) for lane_id in (0, 1)] == ["", ""]
+        assert service_of(run).rounds.rules.min_contributions == 2
+        for _ in range(10):
+            await poll(a, b)
+            await asyncio.sleep(1.0)
+        assert not service_of(run).rounds.is_open, "nothing opens while the disk is full"
+        run.syncer._hold_openings(False)
+        await poll(a, b)
+        assert service_of(run).rounds.is_open
+
+    run_virtual(scenario())
