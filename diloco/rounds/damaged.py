@@ -68,22 +68,31 @@ class Gift:
 
 
 class Damage:
-    """What is wrong with one fragment; `text` says it, and what to type; empty: nothing is."""
+    """What is wrong with one fragment; `text` says it, and what to type; empty: nothing is.
+
+    `lost` is the newest version that was published and cannot be read; -1: there is none.
+    """
 
     def __init__(self, fragment: Fragment, on_event: Callable[[Event], None]) -> None:
         """Begin without any."""
-        self.text = ""
         self._fragment = fragment
         self._on_event = on_event
+        self._begin()
+
+    def _begin(self) -> None:
+        self.text, self.lost = "", -1
+        self._why = ""
+        self._asked = "", ""  # island and header, as they were named last
         self._island = ""
         self._header: Mapping[str, Any] = {}
         self._lanes: dict[int, Buffer] = {}
 
     def found(self, version: int, newest: VersionRecord | None) -> None:
         """Take note that a version was lost; `newest` is what can be read."""
-        p, left = self._fragment.fragment_id, "none"
+        self._begin()
+        p, self.lost = self._fragment.fragment_id, version
         left = "none" if newest is None else f"version {newest.version}"
-        self.text = (
+        self.text = self._why = (
             f"fragment {p} is damaged and not served: its version {version} was published and "
             f"cannot be read, the newest that can is {left}. The other fragments go on. Take it "
             f"from an island that holds it (diloco repair HOST:PORT --fragment {p} --from-island "
@@ -92,17 +101,31 @@ class Damage:
         logger.error("%s", self.text)
         self._on_event(FragmentDamaged(p, version, self.text))
 
-    def ask(self, island: str, record_json: str) -> None:
-        """Take the lost version from an island, as its header is indexed; repeated, it is one."""
-        if not self.text or island == self._island:
-            return
+    def ask(self, island: str, record_json: str) -> bool:
+        """Take the lost version from an island, as its header is indexed.
+
+        Returns:
+            Whether this is anything new: what is asked for is named with every report.
+        """
+        if not self.text or (island, record_json) == self._asked:
+            return False
+        self._asked = island, record_json
+        self._island, self._header, self._lanes = "", {}, {}
         header, p = json.loads(record_json or "{}"), self._fragment.fragment_id
         is_whole = len(header.get("lane_digests", ())) == len(self._fragment.lanes)
-        if not (is_whole and {"contributors", "last_included"} <= set(header)):
-            logger.error("fragment %d cannot be repaired: its header is not indexed whole", p)
-            return
-        self._island, self._header, self._lanes = island, header, {}
-        logger.info("fragment %d: version %d is asked of %s", p, header["version"], island)
+        if (indexed := header.get("version", -1)) < self.lost:
+            # What an older version is made of is whole, and nothing would be repaired by it.
+            problem = f"the newest version that the coordinator has indexed is {indexed}"
+        elif not (is_whole and {"contributors", "last_included"} <= set(header)):
+            problem = "its header is not indexed whole, so that its digests are not known"
+        else:
+            self._island, self._header = island, header
+            self.text = f"{self._why}. Version {indexed} is asked of {island}"
+            logger.info("fragment %d: version %d is asked of %s", p, indexed, island)
+            return True
+        self.text = f"{self._why}. It cannot be taken from {island}: {problem}"
+        logger.error("fragment %d cannot be repaired from %s: %s", p, island, problem)
+        return True
 
     def wanted_of(self, island: str) -> int | None:
         """Version that an island is asked for; None: nothing is."""
@@ -150,4 +173,4 @@ class Damage:
         p, version = self._fragment.fragment_id, gift.header["version"]
         logger.warning("fragment %d repaired: version %d from %s", p, version, gift.island)
         self._on_event(FragmentRepaired(p, version, gift.island))
-        self.text, self._island, self._header, self._lanes = "", "", {}, {}
+        self._begin()

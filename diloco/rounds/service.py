@@ -149,10 +149,11 @@ class FragmentService:
         Raises:
             ConfigError: If that state is of another outer optimizer.
         """
-        self._go_on(await self._hooks.worker.run(self._store.recover), attendance)
+        recovered = await self._hooks.worker.run(self._store.recover)
+        self._go_on(recovered, self._store.lost, attendance)
 
-    def _go_on(self, recovered: Recovered | None, attendance: Attendance) -> None:
-        """Serve what was recovered, to those who hold their grants by now."""
+    def _go_on(self, recovered: Recovered | None, lost: int, attendance: Attendance) -> None:
+        """Serve what was recovered, unless a version is `lost`, to who holds a grant by now."""
         for island, incarnation in attendance.incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
@@ -160,8 +161,8 @@ class FragmentService:
             self.record = replace(recovered.record, contributions={})
             for header in recovered.headers:
                 self._hooks.on_record(header)
-        if self._store.lost >= 0:
-            self.lose(self._store.lost)
+        if lost >= 0:
+            self.lose(lost)
         elif recovered is not None:
             self._heed_tokens()
             is_resumed = recovered.record.timeline != self.rounds.timeline  # a run begins anew
@@ -197,7 +198,7 @@ class FragmentService:
 
     def lose(self, version: int) -> None:
         """Serve the fragment no more: this version was published, and cannot be read here."""
-        if self.damage.text:
+        if version <= self.damage.lost:
             return
         self.damage.found(version, self.record)
         self.stop()
@@ -245,12 +246,14 @@ class FragmentService:
                 return self._store.recover()
 
             recovered = await self._hooks.worker.run(write)
+            lost = self.damage.lost  # a later one may have been heard of meanwhile
+            lost = max(self._store.lost, lost if lost > gift.header["version"] else -1)
             self.damage.mended(gift)
             self._unfetched, self._rules = {}, self._next_rules
             self.rounds, self._timing = self._machine()
             self.heard_of(attendance.roster)
             self.hold_openings(bool(self._hooks.room.waiting))
-            self._go_on(recovered, attendance)
+            self._go_on(recovered, lost, attendance)
             self._hooks.on_change()
 
     def granted(self, island: str, incarnation: int) -> None:

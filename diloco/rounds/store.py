@@ -176,7 +176,9 @@ class FragmentStore:
         if newest is None:
             return None
         standing = standing_of(self._directory, newest.version)
-        headers = [h for h in headers_in(self._directory) if h["version"] <= newest.version]
+        # Also of what was lost: by its header it can be taken back from an island.
+        known = max(newest.version, self.lost)
+        headers = [h for h in headers_in(self._directory) if h["version"] <= known]
         return Recovered(newest, *standing, past, tuple(headers))
 
     def _restored(self, version: int) -> VersionRecord:

@@ -197,8 +197,8 @@ class Syncer:
 
     def repair(self, fragment_id: int, island: str, record_json: str) -> None:
         """Take what a damaged fragment has lost from an island; must not block."""
-        if (service := self._services.get(fragment_id)) is not None:
-            service.damage.ask(island, record_json)
+        service = self._services.get(fragment_id)
+        if service is not None and service.damage.ask(island, record_json):
             self._notify()
 
     def damage(self, fragment_id: int) -> str:

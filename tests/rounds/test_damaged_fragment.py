@@ -252,7 +252,9 @@ def test_moments_of_an_older_version_that_is_whole_stay(setting: Setting) -> Non
     run_virtual(scenario())
 
 
-def test_what_is_not_what_was_published_repairs_nothing(setting: Setting) -> None:
+def test_what_is_not_what_was_published_repairs_nothing(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
     setting = replace(
         setting, num_fragments=1, initial={"u": [0.0] * NUMEL}, min_members=None, quorum=None,
         timing=None,
@@ -275,7 +277,10 @@ def test_what_is_not_what_was_published_repairs_nothing(setting: Setting) -> Non
             return wire.Ack.FromString(reply.header).message
 
         assert "not asked of island 'a'" in await give(a, 0, 0.0)
-        run.syncer.repair(0, "a", json.dumps({"version": 0}))
+        for _ in range(3):  # as with every report
+            run.syncer.repair(0, "a", json.dumps({"version": 0}))
+        assert caplog.text.count("cannot be repaired from a") == 1
+        assert "cannot be taken from a: its header is not indexed whole" in run.syncer.damage(0)
         assert not (await a.poll()).fragments[0].wants_published, "its index was cut short"
         run.syncer.repair(0, "a", header)
         assert (await a.poll()).fragments[0].wants_published

@@ -10,11 +10,15 @@ from pathlib import Path
 import blake3
 import pytest
 import torch
+from torch import Tensor
 
 from diloco.compression.base import to_bytes
 from diloco.durable import DiskFull
+from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.orders import Orders
+from diloco.rounds.record import locate, record_path
 from diloco.rounds.service import FragmentService
+from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import Roster
 from diloco.telemetry.round_events import FragmentDamaged, FragmentRepaired
 from protos import fragment_pb2 as wire
@@ -75,9 +79,12 @@ def service_of(run: VirtualRun) -> FragmentService:
     return run.syncer._services[0]
 
 
-async def give(island: RawIsland, lane_id: int, value: float = 0.0, version: int = 0) -> str:
-    """Upload a lane of a published version; returns what is wrong with it."""
-    payload = to_bytes(torch.full((island.lanes[lane_id].numel,), value).view(torch.uint8))
+async def give(
+    island: RawIsland, lane_id: int, values: Tensor | None = None, version: int = 0
+) -> str:
+    """Upload a lane of a published version, zeros if not given; returns what is wrong with it."""
+    values = torch.zeros(island.lanes[lane_id].numel) if values is None else values
+    payload = to_bytes(values.view(torch.uint8))
     header = wire.UploadHeader(
         lane_id=lane_id, digest=blake3.blake3(payload).digest(), is_published=True, version=version
     )
@@ -180,5 +187,72 @@ def test_a_policy_that_was_set_while_it_was_damaged_counts_after_it(setting: Set
         run.syncer._hold_openings(False)
         await poll(a, b)
         assert service_of(run).rounds.is_open
+
+    run_virtual(scenario())
+
+
+async def published(run: VirtualRun, islands: list[RawIsland], version: int) -> None:
+    """Have the first of the islands contribute to each version up to this one."""
+    service = service_of(run)
+    while service.rounds.version < version:
+        await poll(*islands[:2])
+        if service.rounds.is_open:
+            await islands[0].contribute(service.rounds.key, value=1.0 + service.rounds.version / 3)
+        await asyncio.sleep(1.0)
+
+
+def test_an_older_version_than_was_lost_repairs_nothing(setting: Setting) -> None:
+    nesterov = OuterOptimizer("nesterov", 0.7, 0.9, 0)
+    setting = replace(setting, optimizer=nesterov, downlink_codec="int4")
+
+    async def scenario() -> None:
+        run, islands = await begun(setting)
+        b = islands[1]
+        await published(run, islands, 2)
+        await run.kill_syncer()
+        store = FragmentStore(setting.directory, setting.plan().fragments[0], 4)
+        held, lost = store.load(1), store.load(2)
+        newest = newest_record(setting, 0)
+        rotten, older = bytearray(newest.read_bytes()), record_path(newest.parent, 1).read_bytes()
+        for name, section in locate(newest).sections.items():
+            if name.startswith("contribution") or name == "theta/0":
+                rotten[section.start] ^= 1
+        newest.write_bytes(rotten)
+        told = header_of(run, 0, 1)  # the coordinator was away when version 2 was published
+        run.records.clear()
+        await run.start_syncer()
+        why = run.syncer.damage(0)
+        assert "its version 2 was published" in why
+
+        run.syncer.repair(0, "b", told)
+        assert run.syncer.damage(0).startswith(why)
+        assert "has indexed is 1" in run.syncer.damage(0)
+        assert not (await b.poll()).fragments[0].wants_published
+        values = [lane.published for lane in held.lanes]
+        assert "not asked of" in await give(b, 0, values[0], version=1)
+        assert record_path(newest.parent, 1).read_bytes() == older
+
+        run.syncer.repair(0, "b", header_of(run, 0, 2))  # its own header is whole, and was told
+        assert "Version 2 is asked of b" in run.syncer.damage(0)
+        for lane_id, lane in enumerate(lost.lanes):
+            assert await give(b, lane_id, lane.published, version=2) == ""
+        assert run.syncer.damage(0) == ""
+        for before, lane in zip(held.lanes, store.load(2).lanes, strict=True):
+            assert torch.equal(before.momentum, lane.momentum)
+
+    run_virtual(scenario())
+
+
+def test_a_later_version_heard_of_during_a_repair_is_lost_after_it(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, _, _) = await damaged(setting)
+        assert await give(a, 0) == ""
+        last = asyncio.create_task(give(a, 1))
+        await asyncio.sleep(1.5)
+        run.syncer.indexed({0: 3})
+        assert await last == ""
+        assert "its version 2 was published" in run.syncer.damage(0)
+        assert "the newest that can is version 0" in run.syncer.damage(0)
+        assert kinds(run) == [FragmentDamaged, FragmentDamaged, FragmentRepaired, FragmentDamaged]
 
     run_virtual(scenario())
