@@ -71,12 +71,14 @@ class Damage:
     """What is wrong with one fragment; `text` says it, and what to type; empty: nothing is.
 
     `lost` is the newest version that was published and cannot be read; -1: there is none.
+    `num_asked` counts how often an island was asked for one, so that each time is another.
     """
 
     def __init__(self, fragment: Fragment, on_event: Callable[[Event], None]) -> None:
         """Begin without any."""
         self._fragment = fragment
         self._on_event = on_event
+        self.num_asked = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -120,6 +122,7 @@ class Damage:
             problem = "its header is not indexed whole, so that its digests are not known"
         else:
             self._island, self._header = island, header
+            self.num_asked += 1
             self.text = f"{self._why}. Version {indexed} is asked of {island}"
             logger.info("fragment %d: version %d is asked of %s", p, indexed, island)
             return True

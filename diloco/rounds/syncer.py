@@ -452,9 +452,9 @@ class Syncer:
                 # One island's word: the others hear it when the coordinator's index says so.
                 state.is_damaged = True
         for state in reply.fragments:
-            wanted = self._services[state.fragment_id].damage.wanted_of(island)
-            if wanted is not None:
-                state.wants_published, state.wanted_version = True, wanted
+            damage = self._services[state.fragment_id].damage
+            if (wanted := damage.wanted_of(island)) is not None:
+                state.asked, state.wanted_version = damage.num_asked, wanted
         return reply
 
     def _tell_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
@@ -635,7 +635,7 @@ def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
 
 def _what_changes(state: wire.FragmentState) -> tuple[bool | int, ...]:
     if state.is_damaged:
-        return True, state.wants_published
+        return True, state.asked
     return state.is_founded, state.version, state.attempt, state.is_open, state.wants_initial
 
 

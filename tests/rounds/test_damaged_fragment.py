@@ -219,6 +219,44 @@ def test_an_island_that_holds_the_lost_version_gives_it_back(
     assert all(verdicts[version] is Verdict.RECOMPUTED for version in later)
 
 
+@pytest.mark.parametrize("names", ["a", "aba"], ids=["asked-once", "asked-after-another"])
+def test_an_island_that_did_not_hold_it_when_it_was_asked_gives_it_later(
+    setting: Setting, names: str
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        islands = [run.island(name) for name in "ab"]
+        training = [asyncio.create_task(island.run()) for island in islands]
+        await asyncio.sleep(25.0)
+        lost = versions(run)[0]
+        await run.kill_syncer()
+        newest_record(setting, 0).write_bytes(b"rotten")
+        await run.start_syncer()
+        run.syncer.indexed({0: lost + 1})
+        header = header_of(run, 0, lost)
+        held = [island.exchange._carried[0] for island in islands]
+        for carried in held:
+            carried.anchor_version -= 1  # this version is staged, and merged later
+        for name in names[:-1] or names:
+            run.syncer.repair(0, name, header)
+            await asyncio.sleep(2.0)
+            assert run.syncer.damage(0)
+        held[0].anchor_version += 1
+        for _ in range(30):
+            run.syncer.repair(0, names[-1], header)
+            await asyncio.sleep(2.0)
+        assert run.syncer.damage(0) == ""
+        for task in training:
+            task.cancel()
+        await asyncio.gather(*training, return_exceptions=True)
+        for island in islands:
+            await island.exchange.stop()
+        await run.kill_syncer()
+
+    run_virtual(scenario())
+
+
 def test_moments_of_an_older_version_that_is_whole_stay(setting: Setting) -> None:
     optimizer = OuterOptimizer("nesterov", 0.7, 0.9, 0)
     run, lost = VirtualRun(replace(setting, optimizer=optimizer)), 0
@@ -281,10 +319,10 @@ def test_what_is_not_what_was_published_repairs_nothing(
             run.syncer.repair(0, "a", json.dumps({"version": 0}))
         assert caplog.text.count("cannot be repaired from a") == 1
         assert "cannot be taken from a: its header is not indexed whole" in run.syncer.damage(0)
-        assert not (await a.poll()).fragments[0].wants_published, "its index was cut short"
+        assert not (await a.poll()).fragments[0].asked, "its index was cut short"
         run.syncer.repair(0, "a", header)
-        assert (await a.poll()).fragments[0].wants_published
-        assert not (await b.poll()).fragments[0].wants_published
+        assert (await a.poll()).fragments[0].asked
+        assert not (await b.poll()).fragments[0].asked
         assert "was published with digest" in await give(a, 0, 7.0)
         assert "not asked of island 'b'" in await give(b, 0, 0.0)
         assert "not asked of island 'a'" in await give(a, 0, 0.0, version=1)

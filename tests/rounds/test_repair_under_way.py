@@ -227,7 +227,7 @@ def test_an_older_version_than_was_lost_repairs_nothing(setting: Setting) -> Non
         run.syncer.repair(0, "b", told)
         assert run.syncer.damage(0).startswith(why)
         assert "has indexed is 1" in run.syncer.damage(0)
-        assert not (await b.poll()).fragments[0].wants_published
+        assert not (await b.poll()).fragments[0].asked
         values = [lane.published for lane in held.lanes]
         assert "not asked of" in await give(b, 0, values[0], version=1)
         assert record_path(newest.parent, 1).read_bytes() == older
