@@ -200,6 +200,13 @@ def set_damaged_aside(directory: Path, version: int) -> None:
         logger.error("version %d is damaged and set aside: %s", version, error)
 
 
+def cut_last_frame(directory: Path, version: int) -> None:
+    """Cut the frame of a version off, if it is the last one of a segment."""
+    frame = frames_in(directory).get(version)
+    if frame is not None and frame.path.stat().st_size == frame.end:
+        _cut_off(frame.path, frame.start)
+
+
 def damaged_path(directory: Path, version: int) -> Path:
     """File of a frame that was set aside, in a fragment's directory."""
     return directory / f"v{version:012d}.damaged"

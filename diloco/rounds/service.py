@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from diloco.compression.lanes import lane_codec
@@ -319,6 +320,9 @@ class FragmentService:
             except NotYet:
                 self._await_room_for(lane)
                 raise
+            if self.damage.text:
+                spooled.drop()
+                return Admission.NOT_OPEN
         admission, instructions = self.rounds.lane_received(lane, _now())
         self._count_refusal(lane, admission)
         if spooled is not None and admission is Admission.ACCEPTED:
@@ -571,17 +575,32 @@ class FragmentService:
             hooks.num_threads,
             rules.told(),
             self._unix_s,
+            partial(self._insist_on, self.rounds),
         )
+
+    def _is_overtaken(self, rounds: FragmentRounds) -> bool:
+        """Whether the fragment was damaged since, be it mended or not; in any thread."""
+        return bool(self.damage.text) or rounds is not self.rounds
+
+    def _insist_on(self, rounds: FragmentRounds) -> None:
+        if self._is_overtaken(rounds):
+            raise AggregationError("the fragment has lost a version meanwhile")
 
     async def _publish(self, close: Close) -> None:
         """Merge, commit, then announce; a result that is not finite expires the attempt."""
         spool, self._spool = self._spool, {}
         base = self.record
         assert base is not None, "a round closed before version 0"
-        merger = self._merger()
+        rounds, merger = self.rounds, self._merger()
         try:
             record = await self._with_room(lambda: merger.publish(base, close, spool))
+            if self.damage.text:  # it was durable by then, and nobody has heard of it
+                await self._hooks.worker.run(lambda: self._take_back(record.version, merger, base))
+            self._insist_on(rounds)
         except AggregationError as error:
+            if self._is_overtaken(rounds):
+                logger.warning("round comes to nothing, key=%s: %s", close.key, error)
+                return
             logger.error("result refused, key=%s: %s", close.key, error)
             self._perform(self.rounds.result_broken(close.key, str(error), _now()))
             return
@@ -594,6 +613,10 @@ class FragmentService:
         instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
+
+    def _take_back(self, version: int, merger: Merger, base: VersionRecord) -> None:
+        self._store.take_back(version)
+        merger.restore(base)
 
     def _tell_closed(self, close: Close, record: VersionRecord) -> None:
         rounds, key = self.rounds, close.key
@@ -637,21 +660,26 @@ class FragmentService:
             )
 
     async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
-        at_unix_s = self._unix_s
+        at_unix_s, rounds, key = self._unix_s, self.rounds, expiry.key
 
         def expire() -> None:
             drop(spool)
-            self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row, at_unix_s)
+            self._insist_on(rounds)
+            self._store.record_expiry(key, expiry.missing, expiry.broken_in_a_row, at_unix_s)
 
-        members = self.rounds.members
-        await self._with_room(expire)
-        key = expiry.key
+        members = rounds.members
+        try:
+            await self._with_room(expire)
+            self._insist_on(rounds)
+        except AggregationError as error:
+            logger.warning("expiry comes to nothing, key=%s: %s", key, error)
+            return
         self._hooks.meter.expired(key.fragment_id)
         expired = RoundExpired(
             key.fragment_id, key.version, key.attempt, members, expiry.missing, expiry.reason
         )
         self._hooks.on_event(expired)
-        self._perform(self.rounds.expiry_recorded(expiry.key, _now()))
+        self._perform(rounds.expiry_recorded(key, _now()))
 
     async def _with_room(self, work: Callable[[], _T]) -> _T:
         return await self._hooks.room.having(self._fragment.fragment_id, work)

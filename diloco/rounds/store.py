@@ -29,6 +29,7 @@ from diloco.outer.fragments import Fragment
 from diloco.rounds.expiries import standing_of, write_expiry
 from diloco.rounds.log import (
     FrameDraft,
+    cut_last_frame,
     frames_in,
     frames_of,
     headers_in,
@@ -369,6 +370,12 @@ class FragmentStore:
                 draft.write(name, data)
         draft.commit(record.header())
         self.written_bytes += draft.num_bytes
+
+    def take_back(self, version: int) -> None:
+        """Have the newest version, of which nobody has heard, never existed."""
+        durable.unlink(record_path(self._directory, version))
+        cut_last_frame(self._directory, version)
+        durable.sync_directory(self._directory)
 
     def adopt(self, staged: FragmentStore, version: int) -> None:
         """Take a version over that another store, on the same disk, has written durably."""

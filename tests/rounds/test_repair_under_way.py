@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import blake3
 import pytest
@@ -16,13 +17,14 @@ from diloco.compression.base import to_bytes
 from diloco.durable import DiskFull
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.orders import Orders
-from diloco.rounds.record import locate, record_path
+from diloco.rounds.record import RecordDraft, RecordInvalid, locate, record_path
+from diloco.rounds.room import WAITING_FOR_DISK
 from diloco.rounds.service import FragmentService
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.terms import Roster
+from diloco.rounds.terms import Phase, Roster
 from diloco.telemetry.round_events import FragmentDamaged, FragmentRepaired
 from protos import fragment_pb2 as wire
-from tests.raw_island import NUMEL, RawIsland, SlowWorker
+from tests.raw_island import NUMEL, RawIsland, SlowWorker, restart
 from tests.rounds.test_damaged_fragment import header_of, newest_record
 from tests.virtual_run import Setting, VirtualRun
 from transport.errors import Overloaded
@@ -254,5 +256,112 @@ def test_a_later_version_heard_of_during_a_repair_is_lost_after_it(setting: Sett
         assert "its version 2 was published" in run.syncer.damage(0)
         assert "the newest that can is version 0" in run.syncer.damage(0)
         assert kinds(run) == [FragmentDamaged, FragmentDamaged, FragmentRepaired, FragmentDamaged]
+
+    run_virtual(scenario())
+
+
+async def closing(run: VirtualRun, islands: list[RawIsland]) -> None:
+    """Have the next attempt close, and come back while that is under way."""
+    rounds = service_of(run).rounds
+    while not rounds.is_open:
+        await poll(*islands[:2])
+        await asyncio.sleep(0.1)
+    contributing = asyncio.create_task(islands[0].contribute(rounds.key))
+    while rounds.phase is not Phase.CLOSING:
+        await asyncio.sleep(0.05)
+    await contributing
+
+
+async def repaired(run: VirtualRun, islands: list[RawIsland], version: int) -> None:
+    """Have a fragment that lost a version take it from b, who holds it to be as the one before."""
+    store = FragmentStore(run.setting.directory, run.setting.plan().fragments[0], 4)
+    held = store.load(version - 1)
+    header = json.loads(header_of(run, 0, version - 1))
+    run.syncer.repair(0, "b", json.dumps({**header, "version": version}))
+    for lane_id, lane in enumerate(held.lanes):
+        assert await give(islands[1], lane_id, lane.published, version=version) == ""
+    assert run.syncer.damage(0) == ""
+    for before, lane in zip(held.lanes, store.load(version).lanes, strict=True):
+        assert before.momentum.any()
+        assert torch.equal(before.momentum, lane.momentum)
+
+
+@pytest.mark.parametrize("snapshot_rounds", [1, 4])
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_a_merge_under_way_when_a_version_is_lost_comes_to_nothing(
+    setting: Setting, when: str, snapshot_rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nesterov = OuterOptimizer("nesterov", 0.7, 0.9, 0)
+    setting = replace(setting, optimizer=nesterov, snapshot_rounds=snapshot_rounds)
+
+    async def scenario() -> None:
+        run, islands = await begun(setting)
+        await published(run, islands, 2)
+        worker = SlowWorker()
+        run.worker = worker
+        await restart(run)
+        store = service_of(run)._store
+        draft = store.draft
+
+        def draft_and_lose(*arguments: Any) -> RecordDraft:
+            run.syncer.indexed({0: 4})
+            return draft(*arguments)
+
+        if when == "within":
+            monkeypatch.setattr(store, "draft", draft_and_lose)
+        worker.before_s, worker.after_s = (0.0, 2.0) if when == "after" else (2.0, 0.0)
+        await closing(run, islands)
+        if when == "after":
+            await asyncio.sleep(1.0)
+            assert store.load(3), "durable, and not announced"
+        if when != "within":
+            run.syncer.indexed({0: 4})
+        await asyncio.sleep(10.0)
+        monkeypatch.setattr(store, "draft", draft)
+        worker.before_s = worker.after_s = 0.0
+
+        assert "its version 3 was published" in run.syncer.damage(0)
+        assert [state.version for state in run.syncer.states] == [2]
+        assert max(header["version"] for header in run.records) == 2
+        assert not run.syncer.ended.is_set()
+        with pytest.raises(RecordInvalid):
+            store.load(3)
+        await repaired(run, islands, 3)
+        await published(run, islands, 4)
+        assert not run.syncer.ended.is_set()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("is_expiry", [False, True], ids=["a version", "an expiry"])
+def test_what_waits_for_room_is_given_up_when_the_fragment_is_repaired(
+    setting: Setting, is_expiry: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = replace(setting, optimizer=OuterOptimizer("nesterov", 0.7, 0.9, 0))
+
+    async def scenario() -> None:
+        run, islands = await begun(setting)
+        await published(run, islands, 2)
+        service = service_of(run)
+        while not service.rounds.is_open:
+            await poll(*islands[:2])
+            await asyncio.sleep(0.1)
+
+        def full(*_: Any) -> None:
+            raise DiskFull("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service._store, "record_expiry" if is_expiry else "draft", full)
+            key = service.rounds.key
+            for island in islands[: 1 + is_expiry]:
+                await (island.decline(key) if is_expiry else island.contribute(key))
+            while run.syncer.phase(0) != WAITING_FOR_DISK:
+                await asyncio.sleep(0.1)
+            run.syncer.indexed({0: 4})
+            await repaired(run, islands, 3)
+            await asyncio.sleep(3.0)
+            assert run.syncer.phase(0) != WAITING_FOR_DISK
+        await published(run, islands, 4)
+        assert not run.syncer.ended.is_set()
 
     run_virtual(scenario())
