@@ -184,7 +184,7 @@ class SyncerDesk:
 
         It has to know of the cut: a report that was on its way may be older than the parts. Not of
         a damaged fragment: what it has lost may be taken back from an island, and the cut waits for
-        that. But a stop does not, for those who could give it leave.
+        that. But a stop comes to nothing then, for those who could give it leave.
         """
         membership = self._membership
         cut = membership.cuts.open(membership.timeline)
