@@ -212,7 +212,8 @@ def assert_made_again(store: FragmentStore, records: list[VersionRecord]) -> Non
     assert_same(recovered.record, records[-1])
 
 
-def test_a_record_torn_at_any_border_does_not_exist(store: FragmentStore) -> None:
+def test_a_record_torn_at_any_border_was_published_and_is_lost(store: FragmentStore) -> None:
+    """All of it was durable before it had its name."""
     records = commit(store, 2)
     path = path_of(store, 2)
     data = path.read_bytes()
@@ -222,6 +223,7 @@ def test_a_record_torn_at_any_border_does_not_exist(store: FragmentStore) -> Non
     for end in sorted({0, 1, *ends.values(), *(end - 1 for end in ends.values())} - {len(data)}):
         path.write_bytes(data[:end])
         assert_previous(store, records)
+        assert (store.lost, store.is_in_doubt) == (2, False)
 
 
 def test_a_record_with_any_bit_flipped_is_made_again_or_does_not_exist(
@@ -302,6 +304,20 @@ def test_a_damaged_version_in_between_does_not_hide_the_newest(store: FragmentSt
     assert recovered is not None
     assert_same(recovered.record, records[2])
     assert sorted(recovered.past) == [1]
+
+
+def test_two_versions_in_a_row_are_made_again(store: FragmentStore) -> None:
+    records = commit(store, 3)
+    for version in (2, 3):
+        data = bytearray(path_of(store, version).read_bytes())
+        data[borders(bytes(data))["header"]] ^= 1  # of theta
+        path_of(store, version).write_bytes(data)
+
+    recovered = store.recover()
+
+    assert recovered is not None
+    assert_same(recovered.record, records[3])
+    assert store.lost == -1
 
 
 def test_what_a_killed_writer_left_is_removed_and_is_no_version(either: FragmentStore) -> None:
