@@ -110,12 +110,16 @@ def locate_version(directory: Path, version: int) -> StoredRecord:
 def headers_in(directory: Path) -> list[dict[str, Any]]:
     """Read the headers of all versions whose record, frame or header is kept, ascending.
 
-    A record or a frame whose header is damaged is passed over; its sections are not looked at.
+    What is damaged is passed over; sections of records and frames are not looked at.
     """
-    headers: dict[int, dict[str, Any]] = {
-        version_of(path): dict(durable.read_json(path) or {})
-        for path in directory.glob("v*.header")
-    }
+    headers: dict[int, dict[str, Any]] = {}
+    for path in directory.glob("v*.header"):
+        try:
+            headers[version_of(path)] = durable.read_checked_json(path)
+        except FileNotFoundError:  # a syncer forgot it meanwhile
+            continue
+        except ValueError as error:
+            logger.error("a version that was forgotten will not be on the tape: %s", error)
     for version, frame in frames_in(directory).items():
         headers[version] = dict(frame.header)
     for version in versions_in(directory):

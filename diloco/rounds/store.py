@@ -447,7 +447,7 @@ class FragmentStore:
         """Keep the header of what is forgotten until it is indexed."""
         version = stored.header["version"]
         if not self._is_indexed(version):
-            durable.write_json(header_path(self._directory, version), stored.header)
+            durable.write_checked_json(header_path(self._directory, version), stored.header)
 
     def record_expiry(
         self,

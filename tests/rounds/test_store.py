@@ -18,7 +18,7 @@ from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.log import headers_in
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest
-from diloco.rounds.record import RecordInvalid, record_path
+from diloco.rounds.record import RecordInvalid, header_path, record_path
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import Contributor, RoundKey
 from diloco.rounds.version import VersionRecord
@@ -406,6 +406,27 @@ def test_headers_outlive_their_records_until_the_coordinator_has_them(tmp_path: 
     indexed.update(range(5))
     store.commit(following(records[-1]))
     assert kept_headers(store) == []
+
+
+def test_a_header_that_rots_is_passed_over_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FragmentStore(tmp_path, FRAGMENT, RETAINED, is_indexed=lambda version: False)
+    store.recover()
+    records = commit(store, 4)
+    path = header_path(path_of(store, 0).parent, 0)
+    whole = path.read_bytes()
+
+    for at in (0, len(whole) // 2, len(whole) - 1):
+        for bit in (0, 4):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            recovered = FragmentStore(tmp_path, FRAGMENT, RETAINED).recover()
+            assert recovered is not None
+            assert list(recovered.headers) == [record.header() for record in records[1:]]
+    for rotten in (b"", b"{}", whole[:70]):
+        path.write_bytes(rotten)
+        assert headers_in(path.parent) == [record.header() for record in records[1:]]
+    assert f"{path} is damaged" in caplog.text
 
 
 def test_header_of_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
