@@ -89,12 +89,14 @@ class SyncerDesk:
         fragment_ids = self._fragments_of(request.syncer_id)
         if request.address:
             self._board.syncer_is_at(request.syncer_id, request.address, request.syncer_epoch)
+        indexed = [self._board.indexed(fragment_id) for fragment_id in fragment_ids]
         return _reply(
             SyncerHelloReply(
                 plan_json=self._membership.plan_json,
                 islands=self._membership.members,
                 fragment_ids=fragment_ids,
-                num_indexed=map(self._board.num_indexed, fragment_ids),
+                num_indexed=[num_versions for num_versions, _ in indexed],
+                indexed_digests=[digest for _, digest in indexed],
             )
         )
 

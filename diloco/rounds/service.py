@@ -135,7 +135,7 @@ class FragmentService:
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
-        self._has_warned = False
+        self._has_warned = self._is_in_doubt = False
 
     def _machine(self) -> tuple[FragmentRounds, MeasuredTiming | None]:
         rules, timing = self._rules, None
@@ -150,11 +150,13 @@ class FragmentService:
         Raises:
             ConfigError: If that state is of another outer optimizer.
         """
-        recovered = await self._hooks.worker.run(self._store.recover)
+        recovered = await self._with_room(self._store.recover)
         self._go_on(recovered, self._store.lost, attendance)
 
     def _go_on(self, recovered: Recovered | None, lost: int, attendance: Attendance) -> None:
         """Serve what was recovered, unless a version is `lost`, to who holds a grant by now."""
+        self._is_in_doubt = self._store.is_in_doubt
+        self.hold_openings(bool(self._hooks.room.waiting))
         for island, incarnation in attendance.incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
@@ -165,6 +167,13 @@ class FragmentService:
         if lost >= 0:
             self.lose(lost)
         elif recovered is not None:
+            if self._is_in_doubt:
+                logger.warning(
+                    "fragment %d: nothing opens before the coordinator has said whether version %d "
+                    "was published",
+                    self._fragment.fragment_id,
+                    recovered.record.version + 1,
+                )
             self._heed_tokens()
             is_resumed = recovered.record.timeline != self.rounds.timeline  # a run begins anew
             instructions = self.rounds.founded(
@@ -207,10 +216,26 @@ class FragmentService:
         drop(spool)
         self._hooks.on_change()
 
-    def indexed(self, num_versions: int) -> None:
-        """Hear how many versions, 0 among them, the coordinator knows of this timeline."""
-        if num_versions > (0 if self.record is None else self.record.version + 1):
-            self.lose(num_versions - 1)
+    def indexed(self, num_versions: int, digest: str) -> None:
+        """Hear how many versions, 0 among them, the coordinator knows of this timeline.
+
+        `digest` is that of the newest, in hex; empty: not known.
+        """
+        self._was_published(num_versions - 1, digest)
+        if self._is_in_doubt:
+            self._is_in_doubt = False
+            self.hold_openings(bool(self._hooks.room.waiting))
+
+    def island_knows(self, known: wire.FragmentState) -> None:
+        """Hear what an island knows: its grant says that it is ours, so what it knows was true."""
+        if known.is_founded and not known.is_damaged:
+            self._was_published(known.version, known.digest.hex())
+
+    def _was_published(self, version: int, digest: str) -> None:
+        """Serve the fragment no more if what was published is later than its record, or another."""
+        newest, own = (-1, "") if (r := self.record) is None else (r.version, r.digest.hex())
+        if version > newest or (version == newest and digest not in ("", own)):
+            self.lose(version)
 
     async def take_published(self, header: wire.UploadHeader, call: IncomingCall) -> str:
         """Take a lane of the version that was lost; returns what is wrong with it.
@@ -253,7 +278,6 @@ class FragmentService:
             self._unfetched, self._rules = {}, self._next_rules
             self.rounds, self._timing = self._machine()
             self.heard_of(attendance.roster)
-            self.hold_openings(bool(self._hooks.room.waiting))
             self._go_on(recovered, lost, attendance)
             self._hooks.on_change()
 
@@ -276,8 +300,8 @@ class FragmentService:
         self._perform(self.rounds.obey(rules.rounds, rules.timing, _now()))
 
     def hold_openings(self, is_held: bool) -> None:
-        """Let nothing open while the syncer's disk is full."""
-        self._perform(self.rounds.held(is_held, _now()))
+        """Let nothing open while the syncer's disk is full, or a version may have been lost."""
+        self._perform(self.rounds.held(is_held or self._is_in_doubt, _now()))
 
     @property
     def phase(self) -> str:

@@ -205,10 +205,16 @@ class Syncer:
         """Why a fragment is not served, and what to type; empty: it is served."""
         return self._services[fragment_id].damage.text
 
-    def indexed(self, num_versions: Mapping[int, int]) -> None:
-        """Hear how many versions of each fragment the coordinator knows; must not block."""
+    def indexed(
+        self, num_versions: Mapping[int, int], digests: Mapping[int, str] | None = None
+    ) -> None:
+        """Hear how many versions of each fragment the coordinator knows; must not block.
+
+        `digests` are those of the newest of them, in hex; None: not known.
+        """
         for fragment_id in self._services.keys() & num_versions.keys():
-            self._services[fragment_id].indexed(num_versions[fragment_id])
+            digest = (digests or {}).get(fragment_id, "")
+            self._services[fragment_id].indexed(num_versions[fragment_id], digest)
 
     def rounds_of(self, fragment_id: int) -> tuple[int, int]:
         """Rounds of a fragment published since the start, and those that count one island."""
@@ -429,6 +435,9 @@ class Syncer:
         island, incarnation = request.grant.island, request.grant.incarnation
         if not self._attendance.is_current(request.grant):
             return self._fenced(f"a newer start of island {island!r} has joined")
+        for known in request.known:
+            if (service := self._services.get(known.fragment_id)) is not None:
+                service.island_knows(known)
         reply = wire.PollReply(
             syncer_epoch=self._epoch,
             fragments=[
@@ -445,12 +454,6 @@ class Syncer:
             outcome = service and service.rounds.outcome(key, island, sender)
             if outcome:
                 reply.outcomes.append(outcome_message(outcome))
-        known = {state.fragment_id: state for state in request.known if state.is_founded}
-        for state in reply.fragments:
-            held = known.get(state.fragment_id)
-            if held is not None and _is_behind(self._services[state.fragment_id], held):
-                # One island's word: the others hear it when the coordinator's index says so.
-                state.is_damaged = True
         for state in reply.fragments:
             damage = self._services[state.fragment_id].damage
             if (wanted := damage.wanted_of(island)) is not None:
@@ -607,10 +610,6 @@ class Syncer:
                 is_fenced=is_fenced,
             )
         )
-
-
-def _is_behind(service: FragmentService, known: wire.FragmentState) -> bool:
-    return service.record is None or service.record.version < known.version
 
 
 def _insist_on_whole(service: FragmentService) -> None:
