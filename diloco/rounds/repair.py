@@ -68,8 +68,9 @@ def repair_fragment(store: FragmentStore) -> Iterator[Finding]:
     aside = set(directory.glob("v*.damaged"))
     store.recover()
     for path in sorted(set(directory.glob("v*.damaged")) - aside):
-        before.pop(segments[-1], None)
-        what = f"the frame of version {version_of(path)} is set aside, the log goes on without it"
+        version = version_of(path)
+        before.pop(max(segment for segment in segments if version_of(segment) < version), None)
+        what = f"the frame of version {version} is set aside, the log goes on without it"
         yield Finding(fragment_id, path.name, Condition.DAMAGED, what)
     for path, size in before.items():
         left = path.stat().st_size if path.exists() else 0
