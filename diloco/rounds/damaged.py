@@ -93,12 +93,16 @@ class Damage:
         """Take note that a version was lost; `newest` is what can be read."""
         self._begin()
         p, self.lost = self._fragment.fragment_id, version
-        left = "none" if newest is None else f"version {newest.version}"
+        if newest is not None and newest.version == version:
+            problem = "what is here under its number is not that"
+        else:
+            left = "none" if newest is None else f"version {newest.version}"
+            problem = f"cannot be read, the newest that can is {left}"
         self.text = self._why = (
             f"fragment {p} is damaged and not served: its version {version} was published and "
-            f"cannot be read, the newest that can is {left}. The other fragments go on. Take it "
-            f"from an island that holds it (diloco repair HOST:PORT --fragment {p} --from-island "
-            f"NAME), or resume a checkpoint (diloco coordinator RUN.toml --resume)"
+            f"{problem}. The other fragments go on. Take it from an island that holds it (diloco "
+            f"repair HOST:PORT --fragment {p} --from-island NAME), or resume a checkpoint (diloco "
+            f"coordinator RUN.toml --resume)"
         )
         logger.error("%s", self.text)
         self._on_event(FragmentDamaged(p, version, self.text))

@@ -32,6 +32,7 @@ from diloco.rounds.payloads import (
     insist_on_size,
     verify_payload,
 )
+from diloco.rounds.record import RecordInvalid
 from diloco.rounds.room import WAITING_FOR_DISK, Room
 from diloco.rounds.rules import FragmentRules
 from diloco.rounds.spool import Spool, SpooledLane
@@ -266,9 +267,9 @@ class FragmentService:
             has_second = self._rules.publication.optimizer.has_second_moment
 
             def write() -> Recovered | None:
-                self._store.commit(
-                    gift.record(self._fragment, self.record, has_second_moment=has_second)
-                )
+                before = self._older_than(gift.header["version"])
+                record = gift.record(self._fragment, before, has_second_moment=has_second)
+                self._store.commit(record)
                 return self._store.recover()
 
             recovered = await self._hooks.worker.run(write)
@@ -280,6 +281,15 @@ class FragmentService:
             self.heard_of(attendance.roster)
             self._go_on(recovered, lost, attendance)
             self._hooks.on_change()
+
+    def _older_than(self, version: int) -> VersionRecord | None:
+        """Give the newest record that leads to a version; one of its own number is another's."""
+        if self.record is None or self.record.version < version:
+            return self.record
+        try:
+            return self._store.load(version - 1)
+        except RecordInvalid:
+            return None
 
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""

@@ -365,3 +365,24 @@ def test_what_waits_for_room_is_given_up_when_the_fragment_is_repaired(
         assert not run.syncer.ended.is_set()
 
     run_virtual(scenario())
+
+
+def test_moments_of_another_version_under_the_same_number_do_not_stay(setting: Setting) -> None:
+    setting = replace(setting, optimizer=OuterOptimizer("nesterov", 0.7, 0.9, 0))
+
+    async def scenario() -> None:
+        run, islands = await begun(setting)
+        await published(run, islands, 3)
+        store = FragmentStore(setting.directory, setting.plan().fragments[0], 4)
+        header, held = json.loads(header_of(run, 0, 2)), store.load(2)
+        run.syncer.indexed({0: 4}, {0: header["digest"]})  # as if version 3 had been equal to 2
+        assert "what is here under its number is not that" in run.syncer.damage(0)
+        run.syncer.repair(0, "b", json.dumps({**header, "version": 3}))
+        for lane_id, lane in enumerate(held.lanes):
+            assert await give(islands[1], lane_id, lane.published, version=3) == ""
+        assert run.syncer.damage(0) == ""
+        for before, lane in zip(held.lanes, store.load(3).lanes, strict=True):
+            assert before.momentum.any()
+            assert torch.equal(before.momentum, lane.momentum)
+
+    run_virtual(scenario())
