@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import blake3
+
 from transport.contracts import Buffer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -81,6 +83,25 @@ def read_json(path: Path) -> Any | None:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is damaged, it does not hold JSON: {error}") from error
+
+
+def write_checked_json(path: Path, value: object) -> None:
+    """Replace `path` by a line with the blake3 of the rest, and `value` as JSON, durably."""
+    body = json.dumps(value, sort_keys=True).encode()
+    write_durably(path, [blake3.blake3(body).hexdigest().encode(), b"\n", body])
+
+
+def read_checked_json(path: Path) -> Any:
+    """Return what `write_checked_json` wrote.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it does not hold what was written.
+    """
+    checksum, _, body = path.read_bytes().partition(b"\n")
+    if blake3.blake3(body).hexdigest().encode() != checksum:
+        raise ValueError(f"{path} is damaged, it is not what its checksum is of")
+    return json.loads(body)
 
 
 def make_directory_durably(path: Path) -> None:

@@ -151,10 +151,7 @@ class _Damage(Performance):
 
 
 class Truncate(_Damage):
-    """The syncer dies while it writes: a torn temporary file, and a torn record of no version.
-
-    In a store that keeps a log, a torn frame is at its end, too.
-    """
+    """The syncer dies while it writes: a torn temporary file; of a log, a torn frame at its end."""
 
     def may(self, directory: Path) -> bool:
         """Whether there is anything to copy a part of."""
@@ -167,9 +164,9 @@ class Truncate(_Damage):
         last = frames.get(version) or locate(record_path(directory, version))
         whole = last.path.read_bytes()[last.start : last.end]
         torn = record_path(directory, version + 1)
+        torn = torn.with_name(torn.name + ".tmp")
         kept = whole[: self.fault.seed % len(whole)]
         torn.write_bytes(kept)
-        torn.with_name(torn.name + ".tmp").write_bytes(kept)
         self.note = f"{torn.name} of {directory.name} has {len(kept)} of {len(whole)} bytes"
         if frames:
             segment = segment_path(directory, segments_in(directory)[-1])

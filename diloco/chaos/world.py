@@ -94,7 +94,7 @@ class World:
 def _whole_versions(directory: Path) -> list[int]:
     found = set(frames_in(directory))
     for version in versions_in(directory):
-        with contextlib.suppress(RecordInvalid):  # torn on purpose, or forgotten meanwhile
+        with contextlib.suppress(RecordInvalid):  # damaged on purpose, or forgotten meanwhile
             insist_on_whole(record_path(directory, version))
             found.add(version)
     return sorted(found)

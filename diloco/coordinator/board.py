@@ -109,10 +109,14 @@ class Board:
             return 0  # one of several syncers has not reported yet
         return min((seen.fragment.merged_tokens for seen in self._fragments.values()), default=0)
 
-    def num_indexed(self, fragment_id: int) -> int:
-        """Count the versions of a fragment that are indexed in this timeline, from 0 on."""
-        header = self.newest(fragment_id)
-        return 1 + int(json.loads(header)["version"]) if header else 0
+    def indexed(self, fragment_id: int) -> tuple[int, str]:
+        """Count the versions of a fragment that are indexed in this timeline, from 0 on.
+
+        Returns:
+            So many, and the digest of the newest; empty: there is none.
+        """
+        header = json.loads(self.newest(fragment_id) or "{}")
+        return 1 + int(header.get("version", -1)), str(header.get("digest", ""))
 
     def newest(self, fragment_id: int) -> str:
         """Return the header of the newest version that is indexed in this timeline; empty: none."""

@@ -89,12 +89,14 @@ class SyncerDesk:
         fragment_ids = self._fragments_of(request.syncer_id)
         if request.address:
             self._board.syncer_is_at(request.syncer_id, request.address, request.syncer_epoch)
+        indexed = [self._board.indexed(fragment_id) for fragment_id in fragment_ids]
         return _reply(
             SyncerHelloReply(
                 plan_json=self._membership.plan_json,
                 islands=self._membership.members,
                 fragment_ids=fragment_ids,
-                num_indexed=map(self._board.num_indexed, fragment_ids),
+                num_indexed=[num_versions for num_versions, _ in indexed],
+                indexed_digests=[digest for _, digest in indexed],
             )
         )
 
@@ -104,6 +106,13 @@ class SyncerDesk:
         membership, known = self._membership, self._fragments_of(report.syncer_id)
         named = [f.fragment_id for f in report.fragments]
         named += [report.expiry.fragment_id] if report.HasField("expiry") else []
+        row = (*_indexed(report.record_json), report.record_json) if report.record_json else None
+        if row is not None:
+            named.append(row[1])
+            if row[0] > membership.timeline:
+                raise FrameError(
+                    f"a record of timeline {row[0]}; the run's is {membership.timeline}"
+                )
         if strangers := [fragment_id for fragment_id in named if fragment_id not in known]:
             raise FrameError(
                 f"a report of fragment {strangers[0]}; syncer {report.syncer_id} has {known[:8]}, "
@@ -115,8 +124,8 @@ class SyncerDesk:
             self._board.fragment_stands(self._bounded(fragment))
             is_damaged = bool(fragment.damage)
             self._keep(membership.repairs.stands(fragment.fragment_id, is_damaged=is_damaged))
-        if report.record_json:
-            self._index((*_indexed(report.record_json), report.record_json))
+        if row is not None:
+            self._index(row)
             if (told := told_repair(report.record_json)) is not None:
                 self._tell(told)
         if report.HasField("expiry"):
@@ -177,7 +186,7 @@ class SyncerDesk:
 
         It has to know of the cut: a report that was on its way may be older than the parts. Not of
         a damaged fragment: what it has lost may be taken back from an island, and the cut waits for
-        that. But a stop does not, for those who could give it leave.
+        that. But a stop comes to nothing then, for those who could give it leave.
         """
         membership = self._membership
         cut = membership.cuts.open(membership.timeline)

@@ -178,7 +178,11 @@ async def _serve(
             config, state, plan, secret, epoch, timeline, reporter, worker, events, clock
         )
         await worker.run(lambda: _warm_up(config, plan))
-        await syncer.start()
+        await first_of(syncer.start(), stopping.wait())  # it waits for room on its disk
+        if stopping.is_set():
+            await syncer.stop()
+            events.close()
+            return 0
         bound = read_json(state.bound)
         coordinator = read_endpoint(state.coordinator)
         server = await listen(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,42 +34,105 @@ from transport.contracts import Buffer
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Gift:
+    """A version as an island has given it back: its indexed header, and every lane."""
+
+    island: str
+    header: Mapping[str, Any]
+    lanes: Mapping[int, Buffer]
+
+    def record(
+        self, fragment: Fragment, before: VersionRecord | None, *, has_second_moment: bool
+    ) -> VersionRecord:
+        """Make its record.
+
+        Args:
+            fragment: Whose it is.
+            before: Newest older version that can be read; None: none.
+            has_second_moment: Whether the outer optimizer has one.
+        """
+
+        def moment(lane_id: int, name: str, like: Tensor) -> Tensor:
+            kept = None if before is None else before.lanes[lane_id].vectors.get(name)
+            return torch.zeros_like(like) if kept is None else kept.clone()
+
+        lanes = []
+        for lane_id in range(len(fragment.lanes)):
+            published = from_bytes(self.lanes[lane_id]).view(torch.float32)
+            momentum = moment(lane_id, "momentum", published)
+            second = moment(lane_id, "second_moment", published) if has_second_moment else None
+            lanes.append(LaneState(published.clone(), published, momentum, second))
+        header = {**self.header, "repaired": self.island}
+        return record_of(header, {}, fragment, tuple(lanes))
+
+
 class Damage:
-    """What is wrong with one fragment; `text` says it, and what to type; empty: nothing is."""
+    """What is wrong with one fragment; `text` says it, and what to type; empty: nothing is.
+
+    `lost` is the newest version that was published and cannot be read; -1: there is none.
+    `num_asked` counts how often an island was asked for one, so that each time is another.
+    """
 
     def __init__(self, fragment: Fragment, on_event: Callable[[Event], None]) -> None:
         """Begin without any."""
-        self.text = ""
         self._fragment = fragment
         self._on_event = on_event
+        self.num_asked = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.text, self.lost = "", -1
+        self._why = ""
+        self._asked = "", ""  # island and header, as they were named last
         self._island = ""
         self._header: Mapping[str, Any] = {}
         self._lanes: dict[int, Buffer] = {}
 
     def found(self, version: int, newest: VersionRecord | None) -> None:
         """Take note that a version was lost; `newest` is what can be read."""
-        p, left = self._fragment.fragment_id, "none"
-        left = "none" if newest is None else f"version {newest.version}"
-        self.text = (
+        self._begin()
+        p, self.lost = self._fragment.fragment_id, version
+        if newest is not None and newest.version == version:
+            problem = "what is here under its number is not that"
+        else:
+            left = "none" if newest is None else f"version {newest.version}"
+            problem = f"cannot be read, the newest that can is {left}"
+        self.text = self._why = (
             f"fragment {p} is damaged and not served: its version {version} was published and "
-            f"cannot be read, the newest that can is {left}. The other fragments go on. Take it "
-            f"from an island that holds it (diloco repair HOST:PORT --fragment {p} --from-island "
-            f"NAME), or resume a checkpoint (diloco coordinator RUN.toml --resume)"
+            f"{problem}. The other fragments go on. Take it from an island that holds it (diloco "
+            f"repair HOST:PORT --fragment {p} --from-island NAME), or resume a checkpoint (diloco "
+            f"coordinator RUN.toml --resume)"
         )
         logger.error("%s", self.text)
         self._on_event(FragmentDamaged(p, version, self.text))
 
-    def ask(self, island: str, record_json: str) -> None:
-        """Take the lost version from an island, as its header is indexed; repeated, it is one."""
-        if not self.text or island == self._island:
-            return
+    def ask(self, island: str, record_json: str) -> bool:
+        """Take the lost version from an island, as its header is indexed.
+
+        Returns:
+            Whether this is anything new: what is asked for is named with every report.
+        """
+        if not self.text or (island, record_json) == self._asked:
+            return False
+        self._asked = island, record_json
+        self._island, self._header, self._lanes = "", {}, {}
         header, p = json.loads(record_json or "{}"), self._fragment.fragment_id
         is_whole = len(header.get("lane_digests", ())) == len(self._fragment.lanes)
-        if not (is_whole and {"contributors", "last_included"} <= set(header)):
-            logger.error("fragment %d cannot be repaired: its header is not indexed whole", p)
-            return
-        self._island, self._header, self._lanes = island, header, {}
-        logger.info("fragment %d: version %d is asked of %s", p, header["version"], island)
+        if (indexed := header.get("version", -1)) < self.lost:
+            # What an older version is made of is whole, and nothing would be repaired by it.
+            problem = f"the newest version that the coordinator has indexed is {indexed}"
+        elif not (is_whole and {"contributors", "last_included"} <= set(header)):
+            problem = "its header is not indexed whole, so that its digests are not known"
+        else:
+            self._island, self._header = island, header
+            self.num_asked += 1
+            self.text = f"{self._why}. Version {indexed} is asked of {island}"
+            logger.info("fragment %d: version %d is asked of %s", p, indexed, island)
+            return True
+        self.text = f"{self._why}. It cannot be taken from {island}: {problem}"
+        logger.error("fragment %d cannot be repaired from %s: %s", p, island, problem)
+        return True
 
     def wanted_of(self, island: str) -> int | None:
         """Version that an island is asked for; None: nothing is."""
@@ -96,38 +160,24 @@ class Damage:
             )
 
     def take(self, header: wire.UploadHeader, payload: Buffer) -> None:
-        """Take a lane that is what its header says."""
-        if self.wanted_of(header.grant.island) == header.version:
-            self._lanes[header.lane_id] = payload
+        """Take a lane that is what its header says.
 
-    def record(
-        self, before: VersionRecord | None, *, has_second_moment: bool
-    ) -> VersionRecord | None:
-        """Make the record of the lost version, once every lane is here; None: not yet.
-
-        Args:
-            before: Newest older version that can be read; None: none.
-            has_second_moment: Whether the outer optimizer has one.
+        Raises:
+            PayloadRefused: If it is asked for no more.
         """
+        self.insist_on(header)
+        self._lanes[header.lane_id] = payload
+
+    @property
+    def gift(self) -> Gift | None:
+        """The lost version, once every lane is here; None: not yet."""
         if len(self._lanes) < len(self._fragment.lanes):
             return None
+        return Gift(self._island, self._header, dict(self._lanes))
 
-        def moment(lane_id: int, name: str, like: Tensor) -> Tensor:
-            kept = None if before is None else before.lanes[lane_id].vectors.get(name)
-            return torch.zeros_like(like) if kept is None else kept.clone()
-
-        lanes = []
-        for lane_id in range(len(self._fragment.lanes)):
-            published = from_bytes(self._lanes[lane_id]).view(torch.float32)
-            momentum = moment(lane_id, "momentum", published)
-            second = moment(lane_id, "second_moment", published) if has_second_moment else None
-            lanes.append(LaneState(published.clone(), published, momentum, second))
-        header = {**self._header, "repaired": self._island}
-        return record_of(header, {}, self._fragment, tuple(lanes))
-
-    def mended(self) -> None:
+    def mended(self, gift: Gift) -> None:
         """Take note that the version is durable again."""
-        p, version = self._fragment.fragment_id, self._header["version"]
-        logger.warning("fragment %d repaired: version %d from %s", p, version, self._island)
-        self._on_event(FragmentRepaired(p, version, self._island))
-        self.text, self._island, self._header, self._lanes = "", "", {}, {}
+        p, version = self._fragment.fragment_id, gift.header["version"]
+        logger.warning("fragment %d repaired: version %d from %s", p, version, gift.island)
+        self._on_event(FragmentRepaired(p, version, gift.island))
+        self._begin()

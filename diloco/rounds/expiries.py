@@ -9,15 +9,12 @@ Source: protocol.md section 4 (expiry).
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import blake3
-
-from diloco.durable import write_durably
+from diloco.durable import read_checked_json, write_checked_json
 from diloco.rounds.terms import RoundKey
 
 logger = logging.getLogger(__name__)
@@ -58,8 +55,7 @@ def write_expiry(
         "missing": list(missing),
         "expired_unix_s": expired_unix_s,
     }
-    body = json.dumps(noted).encode()
-    write_durably(expiry_path(directory), [blake3.blake3(body).hexdigest().encode(), b"\n", body])
+    write_checked_json(expiry_path(directory), noted)
 
 
 def standing_of(directory: Path, version: int) -> Standing:
@@ -67,11 +63,11 @@ def standing_of(directory: Path, version: int) -> Standing:
     path = expiry_path(directory)
     if not path.exists():
         return Standing()
-    checksum, _, body = path.read_bytes().partition(b"\n")
-    if blake3.blake3(body).hexdigest().encode() != checksum:
-        logger.warning("expiry record damaged, path=%s", path)
+    try:
+        noted = read_checked_json(path)
+    except ValueError as error:
+        logger.warning("what expired is not known: %s", error)
         return Standing(_LATER_ATTEMPT)
-    noted = json.loads(body)
     if noted["version"] != version:
         return Standing()
     attempt, broken = int(noted["attempt"]), int(noted["broken_in_a_row"])

@@ -2,15 +2,16 @@
 
     fragment-0003/v000000000016.record    a snapshot: the whole record of version 16
     fragment-0003/v000000000016.log       frames of versions 17, 18, ... until the next record
-    fragment-0003/v000000000023.damaged   what was the last frame of a segment and is damaged
+    fragment-0003/v000000000023.damaged   what was the last frame of a log and is torn or damaged
     fragment-0003/kept/                   segments of versions that the store has forgotten, if all
                                           are to be kept; of a snapshot, one of its own
 
 A frame is the record of its version less the sections of state: its header names the rules that
 it takes to compute that state from the version before. One write at the end of a file and
-one fsync make a version durable. What follows the last frame with a sound header and all its bytes
-is torn and never existed, unless a valid frame comes after it: then the file was damaged, and what
-it still holds is left alone. Torch is not imported, as in `record`.
+one fsync make a version durable; its header is written last. What follows the last frame with a
+sound header and all its bytes is torn, unless a valid frame comes after it: then the file was
+damaged, and what it still holds is left alone. Without a header it never existed; with one, torn or
+damaged, it may have been published, and is set aside. Torch is not imported, as in `record`.
 
 Source: protocol.md section 4 (commit point, `log`).
 """
@@ -109,12 +110,16 @@ def locate_version(directory: Path, version: int) -> StoredRecord:
 def headers_in(directory: Path) -> list[dict[str, Any]]:
     """Read the headers of all versions whose record, frame or header is kept, ascending.
 
-    A record or a frame whose header is damaged is passed over; its sections are not looked at.
+    What is damaged is passed over; sections of records and frames are not looked at.
     """
-    headers: dict[int, dict[str, Any]] = {
-        version_of(path): dict(durable.read_json(path) or {})
-        for path in directory.glob("v*.header")
-    }
+    headers: dict[int, dict[str, Any]] = {}
+    for path in directory.glob("v*.header"):
+        try:
+            headers[version_of(path)] = durable.read_checked_json(path)
+        except FileNotFoundError:  # a syncer forgot it meanwhile
+            continue
+        except ValueError as error:
+            logger.error("a version that was forgotten will not be on the tape: %s", error)
     for version, frame in frames_in(directory).items():
         headers[version] = dict(frame.header)
     for version in versions_in(directory):
@@ -162,16 +167,27 @@ def segment_after(directory: Path, version: int) -> Path | None:
 
 
 def remove_torn_tail(path: Path) -> None:
-    """Cut off what a writer that was killed left at the end of a segment; damage is left alone.
+    """Cut off what is torn at the end of a segment; damage before a whole frame is left alone.
 
-    A frame of whole length is no such thing, whatever its sections hold: its header comes last.
+    What begins with a header, or what is left of one, is set aside: it may have been published.
+
+    Raises:
+        DiskFull: If there is no room for that.
     """
-    end = max((frame.end for frame in frames_of(path)), default=0)
+    frames = list(frames_of(path))
+    end = frames[-1].end if frames else 0
     size = path.stat().st_size
     if size == end:
         return
     if _has_frame_beyond(path, end):
         logger.error("log damaged, what follows is not reached: path=%s offset=%d", path, end)
+        return
+    with path.open("rb") as file:
+        file.seek(end)
+        has_header = any(file.read(len(MAGIC)))
+    if has_header:
+        version = version_of(path) + len(frames) + 1
+        _set_aside(path, end, version, f"{size - end} bytes of {path} from {end} on are torn")
         return
     logger.warning("log torn, its last %d bytes never existed: path=%s", size - end, path)
     _cut_off(path, end)
@@ -180,9 +196,8 @@ def remove_torn_tail(path: Path) -> None:
 def set_damaged_aside(directory: Path, version: int) -> None:
     """Move the frame of a version out of its segment, if it is the last one there and is damaged.
 
-    What is left of it stays for whoever has to look: the newest such frame of a fragment. It is a
-    version that was published, or one that a power loss has torn out of order; only the
-    coordinator's index and the islands know which.
+    Raises:
+        DiskFull: If there is no room for that.
     """
     frame = frames_in(directory).get(version)
     if frame is None or frame.path.stat().st_size != frame.end:
@@ -190,19 +205,34 @@ def set_damaged_aside(directory: Path, version: int) -> None:
     try:
         frame.verify()
     except RecordInvalid as error:
-        with frame.path.open("rb") as file:
-            file.seek(frame.start)
-            durable.write_durably(damaged_path(directory, version), [file.read()])
-        for older in directory.glob("v*.damaged"):
-            if version_of(older) < version:
-                durable.unlink(older)
+        _set_aside(frame.path, frame.start, version, str(error))
+
+
+def cut_last_frame(directory: Path, version: int) -> None:
+    """Cut the frame of a version off, if it is the last one of a segment."""
+    frame = frames_in(directory).get(version)
+    if frame is not None and frame.path.stat().st_size == frame.end:
         _cut_off(frame.path, frame.start)
-        logger.error("version %d is damaged and set aside: %s", version, error)
 
 
 def damaged_path(directory: Path, version: int) -> Path:
-    """File of a frame that was set aside, in a fragment's directory."""
+    """File of a frame that was set aside, in a fragment's directory.
+
+    It is a version that was published, or one that a power loss has torn out of order; only the
+    coordinator's index and the islands know which. The newest of a fragment stays.
+    """
     return directory / f"v{version:012d}.damaged"
+
+
+def _set_aside(path: Path, start: int, version: int, problem: str) -> None:
+    with path.open("rb") as file:
+        file.seek(start)
+        durable.write_durably(damaged_path(path.parent, version), [file.read()])
+    for older in path.parent.glob("v*.damaged"):
+        if version_of(older) < version:
+            durable.unlink(older)
+    _cut_off(path, start)
+    logger.error("version %d is damaged and set aside: %s", version, problem)
 
 
 def _cut_off(path: Path, end: int) -> None:

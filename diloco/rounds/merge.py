@@ -14,7 +14,7 @@ Source: protocol.md section 4 (reduction, commit point).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,6 +75,7 @@ class Merger:
         num_threads: Lanes merged at once.
         told: What beside `rules` made a version, for its record (JSON values).
         closed_unix_s: When its round closed, for its record.
+        insist: Called when a merge begins, and before it is durable: raises what is to end it.
     """
 
     fragment: Fragment
@@ -85,6 +86,7 @@ class Merger:
     num_threads: int
     told: Mapping[str, Any] = field(default_factory=dict)
     closed_unix_s: float | None = None
+    insist: Callable[[], None] = lambda: None
 
     def publish(self, base: VersionRecord, close: Close, spool: Spooled) -> VersionRecord:
         """Compute and commit the version after `base`.
@@ -125,6 +127,7 @@ class Merger:
 
     def _published(self, base: VersionRecord, close: Close, spool: Spooled) -> VersionRecord:
         fragment_id, draft = close.key.fragment_id, None
+        self.insist()
         try:
             with (
                 self.meter.merging(fragment_id),
@@ -145,6 +148,7 @@ class Merger:
                 lanes=tuple(lane.state for lane in made),
                 payloads=tuple(lane.payload for lane in made),
             )
+            self.insist()
             with self.meter.committing(fragment_id):
                 self.store.commit(record, draft)
         except (DiskFull, AggregationError) as error:
@@ -152,7 +156,7 @@ class Merger:
                 for spooled in _lanes_of(spool) if isinstance(error, DiskFull) else ():
                     spooled.take_back()
                 draft.abandon()
-                self._restore(base)
+                self.restore(base)
             raise
         except BaseException:
             if draft is not None:
@@ -186,7 +190,12 @@ class Merger:
         counted = tuple(c for c in contributors if c.island not in rejected)
         return _Merge(counted, judged.combination, True, rejected)
 
-    def _restore(self, base: VersionRecord) -> None:
+    def restore(self, base: VersionRecord) -> None:
+        """Make theta and moments of a version again what they durably are.
+
+        Raises:
+            RecordInvalid: If they cannot be read back.
+        """
         for lane_id, state in enumerate(base.lanes):
             self.store.restore_lane_(state, base.version, lane_id)
 

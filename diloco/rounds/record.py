@@ -2,7 +2,8 @@
 
     fragment-0003/v000000000012.record    magic | header length | header digest | header | sections
     fragment-0003/v000000000012.log       the same of versions 13, 14, ... without state (`log`)
-    fragment-0003/v000000000007.header    of a version that was forgotten before it was indexed
+    fragment-0003/v000000000007.header    of a version that was forgotten before it was indexed:
+                                          blake3 of the next line | header
 
 A version exists if and only if its record is valid. Tensors are bytes here and torch is not
 imported, so that a coordinator can verify a checkpoint and index what a syncer could not report.

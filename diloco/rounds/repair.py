@@ -17,7 +17,7 @@ from pathlib import Path
 
 from diloco import durable
 from diloco.outer.fragments import Fragment
-from diloco.rounds.log import damaged_path, frames_in, frames_of, segment_path, segments_in
+from diloco.rounds.log import frames_in, frames_of, segment_path, segments_in
 from diloco.rounds.pins import pin_directory, pinned_steps
 from diloco.rounds.record import (
     RecordInvalid,
@@ -25,6 +25,7 @@ from diloco.rounds.record import (
     locate,
     record_path,
     verify,
+    version_of,
     versions_in,
 )
 from diloco.rounds.store import FragmentStore
@@ -64,12 +65,13 @@ def repair_fragment(store: FragmentStore) -> Iterator[Finding]:
     before = {path: path.stat().st_size for path in directory.glob("*.tmp")}
     segments = [segment_path(directory, start) for start in segments_in(directory)]
     before |= {path: path.stat().st_size for path in segments}
-    frames = frames_in(directory)
+    aside = set(directory.glob("v*.damaged"))
     store.recover()
-    for version in sorted(frames.keys() - frames_in(directory).keys()):
-        before.pop(frames[version].path, None)
+    for path in sorted(set(directory.glob("v*.damaged")) - aside):
+        version = version_of(path)
+        before.pop(max(segment for segment in segments if version_of(segment) < version), None)
         what = f"the frame of version {version} is set aside, the log goes on without it"
-        yield Finding(fragment_id, damaged_path(directory, version).name, Condition.DAMAGED, what)
+        yield Finding(fragment_id, path.name, Condition.DAMAGED, what)
     for path, size in before.items():
         left = path.stat().st_size if path.exists() else 0
         if left < size:

@@ -74,8 +74,11 @@ class Rounds(Protocol):
     def damage(self, fragment_id: int) -> str:
         """Why a fragment is not served, and what to type; empty: it is served."""
 
-    def indexed(self, num_versions: Mapping[int, int]) -> None:
-        """Hear how many versions of each fragment the coordinator knows; must not block."""
+    def indexed(self, num_versions: Mapping[int, int], digests: Mapping[int, str]) -> None:
+        """Hear how many versions of each fragment the coordinator knows; must not block.
+
+        `digests` are those of the newest of them, in hex.
+        """
 
     def repair(self, fragment_id: int, island: str, record_json: str) -> None:
         """Take what a damaged fragment has lost from an island; must not block.
@@ -231,7 +234,10 @@ class Reporter:
 
     async def _tell(self, rounds: Rounds, address: str) -> None:
         hello = await self._hello(address)
-        rounds.indexed(dict(zip(hello.fragment_ids, hello.num_indexed, strict=False)))
+        rounds.indexed(
+            dict(zip(hello.fragment_ids, hello.num_indexed, strict=False)),
+            dict(zip(hello.fragment_ids, hello.indexed_digests, strict=False)),
+        )
         while self._expiries:
             expired = self._expiries[0]
             await self._report(rounds, "", _expiry(expired))

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from diloco.compression.lanes import lane_codec
@@ -22,6 +23,7 @@ from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
 from diloco.refusals import Cause
+from diloco.rounds.attendance import Attendance
 from diloco.rounds.damaged import Damage
 from diloco.rounds.merge import Merger, Spooled, drop
 from diloco.rounds.payloads import (
@@ -30,11 +32,12 @@ from diloco.rounds.payloads import (
     insist_on_size,
     verify_payload,
 )
+from diloco.rounds.record import RecordInvalid
 from diloco.rounds.room import WAITING_FOR_DISK, Room
 from diloco.rounds.rules import FragmentRules
 from diloco.rounds.spool import Spool, SpooledLane
 from diloco.rounds.state import FragmentRounds
-from diloco.rounds.store import FragmentStore
+from diloco.rounds.store import FragmentStore, Recovered
 from diloco.rounds.terms import (
     Admission,
     Close,
@@ -133,7 +136,7 @@ class FragmentService:
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
-        self._has_warned = False
+        self._has_warned = self._is_in_doubt = False
 
     def _machine(self) -> tuple[FragmentRounds, MeasuredTiming | None]:
         rules, timing = self._rules, None
@@ -142,23 +145,36 @@ class FragmentService:
         p = self._fragment.fragment_id
         return FragmentRounds(p, self._timeline, rules.rounds, timing), timing
 
-    async def start(self, incarnations: Mapping[str, int]) -> None:
-        """Go on from the durable state; the islands of `incarnations` hold their grants.
+    async def start(self, attendance: Attendance) -> None:
+        """Go on from the durable state.
 
         Raises:
             ConfigError: If that state is of another outer optimizer.
         """
-        recovered = await self._hooks.worker.run(self._store.recover)
-        for island, incarnation in incarnations.items():
+        recovered = await self._with_room(self._store.recover)
+        self._go_on(recovered, self._store.lost, attendance)
+
+    def _go_on(self, recovered: Recovered | None, lost: int, attendance: Attendance) -> None:
+        """Serve what was recovered, unless a version is `lost`, to who holds a grant by now."""
+        self._is_in_doubt = self._store.is_in_doubt
+        self.hold_openings(bool(self._hooks.room.waiting))
+        for island, incarnation in attendance.incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
             _insist_on_moments(recovered.record, self._rules.publication.optimizer)
             self.record = replace(recovered.record, contributions={})
             for header in recovered.headers:
                 self._hooks.on_record(header)
-        if self._store.lost >= 0:
-            self.lose(self._store.lost)
+        if lost >= 0:
+            self.lose(lost)
         elif recovered is not None:
+            if self._is_in_doubt:
+                logger.warning(
+                    "fragment %d: nothing opens before the coordinator has said whether version %d "
+                    "was published",
+                    self._fragment.fragment_id,
+                    recovered.record.version + 1,
+                )
             self._heed_tokens()
             is_resumed = recovered.record.timeline != self.rounds.timeline  # a run begins anew
             instructions = self.rounds.founded(
@@ -193,7 +209,7 @@ class FragmentService:
 
     def lose(self, version: int) -> None:
         """Serve the fragment no more: this version was published, and cannot be read here."""
-        if self.damage.text:
+        if version <= self.damage.lost:
             return
         self.damage.found(version, self.record)
         self.stop()
@@ -201,10 +217,26 @@ class FragmentService:
         drop(spool)
         self._hooks.on_change()
 
-    def indexed(self, num_versions: int) -> None:
-        """Hear how many versions, 0 among them, the coordinator knows of this timeline."""
-        if num_versions > (0 if self.record is None else self.record.version + 1):
-            self.lose(num_versions - 1)
+    def indexed(self, num_versions: int, digest: str) -> None:
+        """Hear how many versions, 0 among them, the coordinator knows of this timeline.
+
+        `digest` is that of the newest, in hex; empty: not known.
+        """
+        self._was_published(num_versions - 1, digest)
+        if self._is_in_doubt:
+            self._is_in_doubt = False
+            self.hold_openings(bool(self._hooks.room.waiting))
+
+    def island_knows(self, known: wire.FragmentState) -> None:
+        """Hear what an island knows: its grant says that it is ours, so what it knows was true."""
+        if known.is_founded and not known.is_damaged:
+            self._was_published(known.version, known.digest.hex())
+
+    def _was_published(self, version: int, digest: str) -> None:
+        """Serve the fragment no more if what was published is later than its record, or another."""
+        newest, own = (-1, "") if (r := self.record) is None else (r.version, r.digest.hex())
+        if version > newest or (version == newest and digest not in ("", own)):
+            self.lose(version)
 
     async def take_published(self, header: wire.UploadHeader, call: IncomingCall) -> str:
         """Take a lane of the version that was lost; returns what is wrong with it.
@@ -218,26 +250,46 @@ class FragmentService:
             payload = await self._verified(
                 name, "float32", header.lane_id, header.digest, call, lambda payload: payload
             )
+            self.damage.take(header, payload)
         except PayloadRefused as error:
             self._hooks.meter.refusal(island, error.cause)
             return f"published parameters refused: {error}"
-        self.damage.take(header, payload)
         return ""
 
-    async def finish_repair(self, incarnations: Mapping[str, int], roster: Roster) -> None:
-        """Once every lane is here, write the version, and serve the fragment again."""
+    async def finish_repair(self, attendance: Attendance) -> None:
+        """Once every lane is here, write the version, and serve the fragment again.
+
+        It stays damaged until that is durable and was read back: nobody hears of one half of it.
+        """
         async with self._founding:
-            has_second = self._rules.publication.optimizer.has_second_moment
-            record = self.damage.record(self.record, has_second_moment=has_second)
-            if record is None:
+            if (gift := self.damage.gift) is None:
                 return
-            await self._hooks.worker.run(lambda: self._store.commit(record))
-            self.damage.mended()
-            self._unfetched = {}
+            has_second = self._rules.publication.optimizer.has_second_moment
+
+            def write() -> Recovered | None:
+                before = self._older_than(gift.header["version"])
+                record = gift.record(self._fragment, before, has_second_moment=has_second)
+                self._store.commit(record)
+                return self._store.recover()
+
+            recovered = await self._hooks.worker.run(write)
+            lost = self.damage.lost  # a later one may have been heard of meanwhile
+            lost = max(self._store.lost, lost if lost > gift.header["version"] else -1)
+            self.damage.mended(gift)
+            self._unfetched, self._rules = {}, self._next_rules
             self.rounds, self._timing = self._machine()
-            self.heard_of(roster)
-            await self.start(incarnations)
+            self.heard_of(attendance.roster)
+            self._go_on(recovered, lost, attendance)
             self._hooks.on_change()
+
+    def _older_than(self, version: int) -> VersionRecord | None:
+        """Give the newest record that leads to a version; one of its own number is another's."""
+        if self.record is None or self.record.version < version:
+            return self.record
+        try:
+            return self._store.load(version - 1)
+        except RecordInvalid:
+            return None
 
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
@@ -258,8 +310,8 @@ class FragmentService:
         self._perform(self.rounds.obey(rules.rounds, rules.timing, _now()))
 
     def hold_openings(self, is_held: bool) -> None:
-        """Let nothing open while the syncer's disk is full."""
-        self._perform(self.rounds.held(is_held, _now()))
+        """Let nothing open while the syncer's disk is full, or a version may have been lost."""
+        self._perform(self.rounds.held(is_held or self._is_in_doubt, _now()))
 
     @property
     def phase(self) -> str:
@@ -302,6 +354,9 @@ class FragmentService:
             except NotYet:
                 self._await_room_for(lane)
                 raise
+            if self.damage.text:
+                spooled.drop()
+                return Admission.NOT_OPEN
         admission, instructions = self.rounds.lane_received(lane, _now())
         self._count_refusal(lane, admission)
         if spooled is not None and admission is Admission.ACCEPTED:
@@ -554,17 +609,32 @@ class FragmentService:
             hooks.num_threads,
             rules.told(),
             self._unix_s,
+            partial(self._insist_on, self.rounds),
         )
+
+    def _is_overtaken(self, rounds: FragmentRounds) -> bool:
+        """Whether the fragment was damaged since, be it mended or not; in any thread."""
+        return bool(self.damage.text) or rounds is not self.rounds
+
+    def _insist_on(self, rounds: FragmentRounds) -> None:
+        if self._is_overtaken(rounds):
+            raise AggregationError("the fragment has lost a version meanwhile")
 
     async def _publish(self, close: Close) -> None:
         """Merge, commit, then announce; a result that is not finite expires the attempt."""
         spool, self._spool = self._spool, {}
         base = self.record
         assert base is not None, "a round closed before version 0"
-        merger = self._merger()
+        rounds, merger = self.rounds, self._merger()
         try:
             record = await self._with_room(lambda: merger.publish(base, close, spool))
+            if self.damage.text:  # it was durable by then, and nobody has heard of it
+                await self._hooks.worker.run(lambda: self._take_back(record.version, merger, base))
+            self._insist_on(rounds)
         except AggregationError as error:
+            if self._is_overtaken(rounds):
+                logger.warning("round comes to nothing, key=%s: %s", close.key, error)
+                return
             logger.error("result refused, key=%s: %s", close.key, error)
             self._perform(self.rounds.result_broken(close.key, str(error), _now()))
             return
@@ -577,6 +647,10 @@ class FragmentService:
         instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
+
+    def _take_back(self, version: int, merger: Merger, base: VersionRecord) -> None:
+        self._store.take_back(version)
+        merger.restore(base)
 
     def _tell_closed(self, close: Close, record: VersionRecord) -> None:
         rounds, key = self.rounds, close.key
@@ -620,21 +694,26 @@ class FragmentService:
             )
 
     async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
-        at_unix_s = self._unix_s
+        at_unix_s, rounds, key = self._unix_s, self.rounds, expiry.key
 
         def expire() -> None:
             drop(spool)
-            self._store.record_expiry(expiry.key, expiry.missing, expiry.broken_in_a_row, at_unix_s)
+            self._insist_on(rounds)
+            self._store.record_expiry(key, expiry.missing, expiry.broken_in_a_row, at_unix_s)
 
-        members = self.rounds.members
-        await self._with_room(expire)
-        key = expiry.key
+        members = rounds.members
+        try:
+            await self._with_room(expire)
+            self._insist_on(rounds)
+        except AggregationError as error:
+            logger.warning("expiry comes to nothing, key=%s: %s", key, error)
+            return
         self._hooks.meter.expired(key.fragment_id)
         expired = RoundExpired(
             key.fragment_id, key.version, key.attempt, members, expiry.missing, expiry.reason
         )
         self._hooks.on_event(expired)
-        self._perform(self.rounds.expiry_recorded(expiry.key, _now()))
+        self._perform(rounds.expiry_recorded(key, _now()))
 
     async def _with_room(self, work: Callable[[], _T]) -> _T:
         return await self._hooks.room.having(self._fragment.fragment_id, work)

@@ -77,7 +77,7 @@ class Standing:
         if self.phase is Phase.UNFOUNDED:
             return Admission.NOT_OPEN
         if key.version > self.version:
-            # The store lost a version: polls tell the island so, and end it.
+            # The store lost a version: polls say so.
             return Admission.NOT_OPEN
         if self.outcome(key, lane.island, lane.incarnation) is not None:
             return Admission.OVER

@@ -29,6 +29,8 @@ from diloco.outer.fragments import Fragment
 from diloco.rounds.expiries import standing_of, write_expiry
 from diloco.rounds.log import (
     FrameDraft,
+    cut_last_frame,
+    damaged_path,
     frames_in,
     frames_of,
     headers_in,
@@ -89,7 +91,8 @@ class FragmentStore:
 
     `written_bytes` counts what was made durable since the store was made, headers included.
     `lost` is the newest version that `recover` found something of, and could not read, later than
-    what it returned; -1: there is none such.
+    what it returned; -1: there is none such. `is_in_doubt`: whether the version after that, whose
+    frame is torn or damaged and set aside, may have been published.
     """
 
     def __init__(
@@ -128,14 +131,15 @@ class FragmentStore:
         self._num_threads = num_threads
         self.written_bytes = 0
         self.lost = -1
+        self.is_in_doubt = False
 
     # -- opening ---------------------------------------------------------------------------------
 
     def recover(self) -> Recovered | None:
         """Find the newest valid version; None when there is none.
 
-        A damaged one is made again where its contributions are whole; of a log its frame is set
-        aside where they are not.
+        A damaged one is made again where its contributions are whole; the last frame of a log is
+        set aside where they are not.
 
         Raises:
             DiskFull: If there is no room for that.
@@ -147,53 +151,70 @@ class FragmentStore:
             remove_torn_tail(segment_path(self._directory, start))
         # A writer killed between rename and fsync leaves names that a power loss would take back.
         durable.sync_directory(self._directory)
+        newest = self._newest_restored()
+        reached = -1 if newest is None else newest.version
+        last = max(self._versions(), default=-1)
+        # Only the last frame may be one that no fsync has reached: nothing was written after it.
+        if last > reached and not damaged_path(self._directory, last + 1).exists():
+            set_damaged_aside(self._directory, last)
+        self.lost = self._lost_after(reached)
+        self.is_in_doubt = damaged_path(self._directory, reached + 1).exists()
+        if newest is None:
+            return None
+        standing = standing_of(self._directory, reached)
+        # Also of what was lost: by its header it can be taken back from an island.
+        known = max(reached, self.lost)
+        headers = [h for h in headers_in(self._directory) if h["version"] <= known]
+        return Recovered(newest, *standing, self._past(newest), tuple(headers))
+
+    def _newest_restored(self) -> VersionRecord | None:
+        """Read the newest version that can be, or be made again; None: there is none.
+
+        One that was made again may lead to newer ones, so that these are looked at once more.
+        """
+        made: set[int] = set()
+        while True:
+            for version in self._versions(newest_first=True):
+                try:
+                    return self.load(version)
+                except RecordInvalid as damage:
+                    if version not in made and self._is_made_again(version, damage):
+                        made.add(version)
+                        break
+            else:
+                return None
+
+    def _is_made_again(self, version: int, damage: RecordInvalid) -> bool:
+        try:
+            self.make_again(version)
+        except RecordInvalid:
+            logger.warning("version %d skipped, %s", version, damage)
+            return False
+        logger.error("version %d made again from the one before it: %s", version, damage)
+        return True
+
+    def _past(self, newest: VersionRecord) -> dict[int, PastRound]:
+        """Give the outcomes of the rounds of retained versions, by base version."""
         past: dict[int, PastRound] = {}
-        newest: VersionRecord | None = None
-        for version in self._versions(newest_first=True):
-            if newest is not None and version < newest.version - self.retained_versions:
-                break
-            try:
-                if newest is None:
-                    newest = self._restored(version)
-                    header: Mapping[str, Any] = newest.header()
-                else:
+        oldest = max(1, newest.version - self.retained_versions)
+        for version in (v for v in self._versions() if oldest <= v <= newest.version):
+            header: Mapping[str, Any] = newest.header()
+            if version < newest.version:
+                try:
                     stored = locate_version(self._directory, version)
                     stored.verify()
                     stored.insist_on(version, self.fragment)
-                    header = stored.header
-            except RecordInvalid as error:
-                logger.warning("version %d skipped, %s", version, error)
-                set_damaged_aside(self._directory, version)
-                continue
-            if version > 0:
-                past[version - 1] = PastRound(
-                    header["attempt"],
-                    frozenset((c["island"], c["incarnation"]) for c in header["contributors"]),
-                    header["refused"],
-                    header.get("merge", {}).get("rejected", {}),
-                )
-        self.lost = self._lost_after(-1 if newest is None else newest.version)
-        if newest is None:
-            return None
-        standing = standing_of(self._directory, newest.version)
-        headers = [h for h in headers_in(self._directory) if h["version"] <= newest.version]
-        return Recovered(newest, *standing, past, tuple(headers))
-
-    def _restored(self, version: int) -> VersionRecord:
-        """Read a version, made again if it is damaged.
-
-        Raises:
-            RecordInvalid: If it cannot be made again either; says what is damaged.
-        """
-        try:
-            return self.load(version)
-        except RecordInvalid as damage:
-            try:
-                made = self.make_again(version)
-            except RecordInvalid as error:
-                raise damage from error
-            logger.error("version %d made again from the one before it: %s", version, damage)
-            return made
+                except RecordInvalid as error:
+                    logger.warning("version %d skipped, %s", version, error)
+                    continue
+                header = stored.header
+            past[version - 1] = PastRound(
+                header["attempt"],
+                frozenset((c["island"], c["incarnation"]) for c in header["contributors"]),
+                header["refused"],
+                header.get("merge", {}).get("rejected", {}),
+            )
+        return past
 
     def make_again(self, version: int) -> VersionRecord:
         """Write a version anew, out of the one before it and its own contributions.
@@ -210,28 +231,18 @@ class FragmentStore:
     def _lost_after(self, newest: int) -> int:
         """Name the newest version after this one of which there is something; -1: none.
 
-        Not what is shorter than it says, or was cut off a log's end or set aside there: a killed
-        writer, or a power loss, may leave that of a version that never existed. (If it did, the
-        coordinator's index has it.)
+        No killed writer and no power loss leaves that: a record has its name when all of it is
+        durable. (What they may leave at the end of a log was cut off, or set aside.)
         """
-        versions = [version for version in self._versions() if version > newest]
-        if newest < 0:  # whatever this is, it is not the store of a new run
-            return max(versions, default=-1)
-        lost = max(filter(self._is_whole_in_size, versions), default=-1)
-        if lost < 0 and (segments := segments_in(self._directory)):
+        if (lost := max(self._versions(), default=-1)) > newest:
+            return lost
+        if segments := segments_in(self._directory):
             path = segment_path(self._directory, segments[-1])
             frames = list(frames_of(path))
             is_end = segments[-1] + len(frames) == newest
             if is_end and path.stat().st_size > (frames[-1].end if frames else 0):
                 return newest + 1  # at least: a damaged frame hides those behind it
-        return lost
-
-    def _is_whole_in_size(self, version: int) -> bool:
-        try:
-            insist_on_whole(record_path(self._directory, version))
-        except RecordInvalid:
-            return version in frames_in(self._directory)
-        return True
+        return -1
 
     def newest(self) -> VersionRecord | None:
         """Read the newest valid version and change nothing: safe while a syncer serves the store.
@@ -368,6 +379,12 @@ class FragmentStore:
         draft.commit(record.header())
         self.written_bytes += draft.num_bytes
 
+    def take_back(self, version: int) -> None:
+        """Have the newest version, of which nobody has heard, never existed."""
+        durable.unlink(record_path(self._directory, version))
+        cut_last_frame(self._directory, version)
+        durable.sync_directory(self._directory)
+
     def adopt(self, staged: FragmentStore, version: int) -> None:
         """Take a version over that another store, on the same disk, has written durably."""
         own = record_path(self._directory, version)
@@ -439,7 +456,7 @@ class FragmentStore:
         """Keep the header of what is forgotten until it is indexed."""
         version = stored.header["version"]
         if not self._is_indexed(version):
-            durable.write_json(header_path(self._directory, version), stored.header)
+            durable.write_checked_json(header_path(self._directory, version), stored.header)
 
     def record_expiry(
         self,

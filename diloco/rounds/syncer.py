@@ -197,18 +197,24 @@ class Syncer:
 
     def repair(self, fragment_id: int, island: str, record_json: str) -> None:
         """Take what a damaged fragment has lost from an island; must not block."""
-        if (service := self._services.get(fragment_id)) is not None:
-            service.damage.ask(island, record_json)
+        service = self._services.get(fragment_id)
+        if service is not None and service.damage.ask(island, record_json):
             self._notify()
 
     def damage(self, fragment_id: int) -> str:
         """Why a fragment is not served, and what to type; empty: it is served."""
         return self._services[fragment_id].damage.text
 
-    def indexed(self, num_versions: Mapping[int, int]) -> None:
-        """Hear how many versions of each fragment the coordinator knows; must not block."""
+    def indexed(
+        self, num_versions: Mapping[int, int], digests: Mapping[int, str] | None = None
+    ) -> None:
+        """Hear how many versions of each fragment the coordinator knows; must not block.
+
+        `digests` are those of the newest of them, in hex; None: not known.
+        """
         for fragment_id in self._services.keys() & num_versions.keys():
-            self._services[fragment_id].indexed(num_versions[fragment_id])
+            digest = (digests or {}).get(fragment_id, "")
+            self._services[fragment_id].indexed(num_versions[fragment_id], digest)
 
     def rounds_of(self, fragment_id: int) -> tuple[int, int]:
         """Rounds of a fragment published since the start, and those that count one island."""
@@ -220,7 +226,7 @@ class Syncer:
         await self._attendance.start()
         await self._donations.start()
         for service in self._services.values():
-            await service.start(self._attendance.incarnations)
+            await service.start(self._attendance)
 
     def heard_of(self, orders: Orders) -> None:
         """Take the coordinator's orders: they count once they are durable; does not block."""
@@ -372,8 +378,7 @@ class Syncer:
         if header.is_published:
             problem = await service.take_published(header, call)
             if not problem:
-                attendance = self._attendance
-                await service.finish_repair(attendance.incarnations, attendance.roster)
+                await service.finish_repair(self._attendance)
                 self._notify()
             return self._ack(problem)
         _insist_on_whole(service)
@@ -430,6 +435,9 @@ class Syncer:
         island, incarnation = request.grant.island, request.grant.incarnation
         if not self._attendance.is_current(request.grant):
             return self._fenced(f"a newer start of island {island!r} has joined")
+        for known in request.known:
+            if (service := self._services.get(known.fragment_id)) is not None:
+                service.island_knows(known)
         reply = wire.PollReply(
             syncer_epoch=self._epoch,
             fragments=[
@@ -446,16 +454,10 @@ class Syncer:
             outcome = service and service.rounds.outcome(key, island, sender)
             if outcome:
                 reply.outcomes.append(outcome_message(outcome))
-        known = {state.fragment_id: state for state in request.known if state.is_founded}
         for state in reply.fragments:
-            held = known.get(state.fragment_id)
-            if held is not None and _is_behind(self._services[state.fragment_id], held):
-                # One island's word: the others hear it when the coordinator's index says so.
-                state.is_damaged = True
-        for state in reply.fragments:
-            wanted = self._services[state.fragment_id].damage.wanted_of(island)
-            if wanted is not None:
-                state.wants_published, state.wanted_version = True, wanted
+            damage = self._services[state.fragment_id].damage
+            if (wanted := damage.wanted_of(island)) is not None:
+                state.asked, state.wanted_version = damage.num_asked, wanted
         return reply
 
     def _tell_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
@@ -610,10 +612,6 @@ class Syncer:
         )
 
 
-def _is_behind(service: FragmentService, known: wire.FragmentState) -> bool:
-    return service.record is None or service.record.version < known.version
-
-
 def _insist_on_whole(service: FragmentService) -> None:
     """Have whoever calls for a fragment that is not served call again, until it is.
 
@@ -636,7 +634,7 @@ def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
 
 def _what_changes(state: wire.FragmentState) -> tuple[bool | int, ...]:
     if state.is_damaged:
-        return True, state.wants_published
+        return True, state.asked
     return state.is_founded, state.version, state.attempt, state.is_open, state.wants_initial
 
 

@@ -157,7 +157,7 @@ class CarriedFragment:
             before, self.state = self.state, wire.FragmentState()
             self.state.CopyFrom(before)
             self.state.is_open, self.state.is_damaged = False, True
-            self.state.wants_published = state.wants_published
+            self.state.asked = state.asked
             self.state.wanted_version = state.wanted_version
             return
         self.state = state
@@ -296,5 +296,5 @@ class CarriedFragment:
             is_open=state.is_open,
             wants_initial=state.wants_initial,
             is_damaged=state.is_damaged,
-            wants_published=state.wants_published,
+            asked=state.asked,
         )

@@ -55,24 +55,29 @@ class Entry:
         self._tasks = tasks
         self._epoch = epoch
         self._on_arrival = on_arrival
-        self._given: set[tuple[int, int, int]] = set()
+        # Fragment -> what the syncer asked for last and was given, or was not held here then.
+        self._given: dict[int, tuple[int, int]] = {}
+        self._lacked: dict[int, tuple[int, int]] = {}
 
     def give(self, carried: CarriedFragment) -> None:
         """Upload what this rank holds of a version that the syncer has lost, where it asks for it.
 
-        Once for each start of the syncer; what it refuses is an operator's matter.
+        Once each time that it asks, which it does again after a restart; what it refuses is an
+        operator's matter.
         """
         state, p = carried.state, carried.fragment_id
-        asked = p, state.wanted_version, self._epoch()
-        if not (state.is_damaged and state.wants_published) or asked in self._given:
+        asked = self._epoch(), state.asked
+        if not (state.is_damaged and state.asked) or self._given.get(p) == asked:
             return
-        self._given.add(asked)
-        if carried.anchor_version != state.wanted_version:
-            logger.error(
-                "fragment %d cannot be repaired from here: version %d is asked for, %d is held",
-                p, state.wanted_version, carried.anchor_version,
-            )  # fmt: skip
+        if carried.anchor_version != state.wanted_version:  # it may be merged yet
+            if self._lacked.get(p) != asked:
+                self._lacked[p] = asked
+                logger.error(
+                    "fragment %d cannot be repaired from here: version %d is asked for, %d is held",
+                    p, state.wanted_version, carried.anchor_version,
+                )  # fmt: skip
             return
+        self._given[p] = asked
         for lane_id, values in carried.anchor.items():
             self._tasks.spawn(self._give(p, state.wanted_version, lane_id, values))
 

@@ -197,7 +197,7 @@ def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
 
     assert performance.fired
     assert process.wait(30.0) == -signal.SIGKILL
-    assert record_path(scene.fragment, 3).stat().st_size == 77
+    assert scene.fragment.joinpath("v000000000003.record.tmp").stat().st_size == 77
     assert scene.world.versions() == {0: [0, 1, 2]}
     assert_same(store.recover().record, newest)
 
@@ -220,7 +220,7 @@ def test_of_several_syncers_the_one_that_is_named_is_met(scene: Scene) -> None:
     assert met.wait(30.0) == -signal.SIGKILL
     assert scene.world.serving_pid("syncer-0") == kept.pid and kept.poll() is None
     assert sorted(directories[0].iterdir()) == before
-    assert record_path(directories[1], 3).stat().st_size == 77
+    assert directories[1].joinpath("v000000000003.record.tmp").stat().st_size == 77
     assert scene.world.fragments() == directories
 
 

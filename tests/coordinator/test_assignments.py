@@ -94,6 +94,16 @@ def test_a_syncer_speaks_of_its_own_fragments_alone(tmp_path: Path) -> None:
             await desk.round_report(
                 syncer_id=1, fragments=[control.FragmentStatus(fragment_id=other[0])]
             )
+        header = {"timeline": 0, "fragment_id": own[0], "version": 7}
+        for changed, why in (
+            ({"fragment_id": other[0]}, f"a report of fragment {other[0]}; syncer 1 has"),
+            ({"timeline": 1}, "a record of timeline 1; the run's is 0"),
+        ):
+            with pytest.raises(FrameError, match=why):
+                await desk.round_report(syncer_id=1, record={**header, **changed})
+        assert list((await hello(desk, 0)).num_indexed) == [0]
+        await desk.round_report(syncer_id=1, record=header)
+        assert list((await hello(desk, 1)).num_indexed) == [8]
         with pytest.raises(FrameError, match="a word of syncer 2; the run has 2"):
             await hello(desk, 2)
         await desk.close()

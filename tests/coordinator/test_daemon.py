@@ -429,6 +429,7 @@ def test_the_states_of_islands_are_those_that_a_coordinator_knows() -> None:
 
 def test_a_version_that_is_reported_as_two_things_is_counted(play: Play) -> None:
     async def story(desk: Desk) -> None:
+        await desk.join("east")
         grant = control.Grant(run="demo", roles=[control.ROLE_SYNCER])
         for digest in ("one", "one", "other"):
             header = {"timeline": 0, "fragment_id": 0, "version": 3, "digest": digest}

@@ -25,21 +25,21 @@ CONFIG = load_config(Path(__file__).resolve().parents[2] / "configs" / "runs" / 
 
 def test_a_syncer_hears_how_many_versions_are_indexed(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
-        async def num_indexed() -> list[int]:
+        async def indexed() -> list[tuple[int, str]]:
             grant = sign(control.Grant(run="demo", roles=[control.ROLE_SYNCER]), SECRET)
             request = control.SyncerHelloRequest(protocol_version=PROTOCOL_VERSION, grant=grant)
-            reply = await desk.call("syncer_hello", request)
-            return list(control.SyncerHelloReply.FromString(reply).num_indexed)
+            reply = control.SyncerHelloReply.FromString(await desk.call("syncer_hello", request))
+            return list(zip(reply.num_indexed, reply.indexed_digests, strict=True))
 
-        assert await num_indexed() == [], "no plan yet"
+        assert await indexed() == [], "no plan yet"
         await joined(desk)
-        assert await num_indexed() == [0, 0]
+        assert await indexed() == [(0, ""), (0, "")]
         for version in (0, 1, 2):
             header = {"timeline": 0, "fragment_id": 1, "version": version}
-            await desk.round_report(record=header)
-        assert await num_indexed() == [0, 3]
+            await desk.round_report(record={**header, "digest": f"{version:064d}"})
+        assert await indexed() == [(0, ""), (3, f"{2:064d}")]
         await desk.restart()
-        assert await num_indexed() == [0, 3]
+        assert await indexed() == [(0, ""), (3, f"{2:064d}")]
 
     tell(tmp_path, story)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import blake3
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from diloco.compression.base import to_bytes
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.rounds.log import segment_path
 from diloco.rounds.record import fragment_directory, record_path, versions_in
 from diloco.rounds.replay import FragmentReplay, Verdict
 from diloco.rounds.store import FragmentStore
@@ -141,10 +144,122 @@ def test_a_version_that_only_the_coordinator_knows_of_is_lost_too(setting: Setti
         assert "version 1 was published" in run.syncer.damage(1)
         (state, damaged) = (await islands[0].poll(step_s=1.0)).fragments
         assert (state.is_damaged, damaged.is_damaged) == (False, True)
-        known = wire.FragmentState(fragment_id=0, is_founded=True, version=7)
-        alone = await islands[0].poll(step_s=1.0, known=[known])
-        assert alone.fragments[0].is_damaged, "to the island that holds more"
-        assert not run.syncer.damage(0), "one island's word stops nobody else"
+
+    run_virtual(scenario())
+
+
+async def until(islands: list[RawIsland], is_so: Callable[[], bool], *, within_s: int) -> None:
+    """Have islands call, each second, until something is so."""
+    for _ in range(within_s):
+        for island in islands:
+            await island.poll(step_s=1.0)
+        if is_so():
+            return
+        await asyncio.sleep(1.0)
+    raise AssertionError(f"not within {within_s} s")
+
+
+@pytest.fixture
+def quorum_of_one(setting: Setting) -> Setting:
+    """One fragment, whose rounds close with the first contribution."""
+    return replace(setting, num_fragments=1, initial={"u": [0.0] * NUMEL}, flush=False)
+
+
+async def published_once(setting: Setting, cut_off: int) -> tuple[VirtualRun, list[RawIsland], Any]:
+    """Publish version 1, from island a alone, and start again without the end of its file.
+
+    Returns:
+        The run, both islands, and what a was told of version 1.
+    """
+    run = VirtualRun(setting)
+    await run.start_syncer()
+    a, b = (RawIsland(run, name) for name in "ab")
+    await until([a, b], lambda: bool(run.syncer._attendance.founder()), within_s=2)
+    await a.upload()
+    await until([a, b], lambda: run.syncer.states[0].is_open, within_s=20)
+    await a.contribute()
+    await until([a, b], lambda: versions(run) == [1], within_s=20)
+    known = (await a.poll()).fragments
+    await run.kill_syncer()
+    directory = fragment_directory(setting.directory, 0)
+    path = record_path(directory, 1)
+    path = path if path.exists() else segment_path(directory, 0)
+    path.write_bytes(path.read_bytes()[:-cut_off])
+    await run.start_syncer()
+    return run, [a, b], known
+
+
+@pytest.mark.parametrize("cut_off", [1, 1000])
+def test_a_newest_record_that_is_torn_is_not_published_again_though_nobody_says_so(
+    quorum_of_one: Setting, cut_off: int
+) -> None:
+    async def scenario() -> None:
+        run, (_, b), _ = await published_once(quorum_of_one, cut_off)
+
+        assert "version 1 was published" in run.syncer.damage(0)
+        with pytest.raises(AssertionError, match="not within"):
+            await until([b], lambda: run.syncer.states[0].is_open, within_s=30)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("who_knows", ["nobody", "coordinator", "island"])
+def test_a_newest_frame_that_is_torn_is_not_published_again_before_it_is_said_never_to_have_been(
+    quorum_of_one: Setting, who_knows: str
+) -> None:
+    setting = replace(quorum_of_one, snapshot_rounds=4)
+
+    async def scenario() -> None:
+        run, (a, b), known = await published_once(setting, 1)
+        assert not run.syncer.damage(0)
+        with pytest.raises(AssertionError, match="not within"):
+            await until([a, b], lambda: run.syncer.states[0].is_open, within_s=30)
+
+        if who_knows == "island":
+            await a.poll(step_s=1.0, known=known)
+        else:
+            run.syncer.indexed({0: 2 if who_knows == "coordinator" else 1})
+        if who_knows == "nobody":
+            await until([a, b], lambda: run.syncer.states[0].is_open, within_s=30)
+        assert bool(run.syncer.damage(0)) == (who_knows != "nobody")
+
+    run_virtual(scenario())
+
+
+def test_a_full_disk_that_has_room_again_ends_no_doubt(quorum_of_one: Setting) -> None:
+    setting = replace(quorum_of_one, snapshot_rounds=4)
+
+    async def scenario() -> None:
+        run, islands, _ = await published_once(setting, 1)
+        for is_held in (True, False):
+            run.syncer._hold_openings(is_held)
+        with pytest.raises(AssertionError, match="not within"):
+            await until(islands, lambda: run.syncer.states[0].is_open, within_s=30)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("who_knows", ["coordinator", "island"])
+def test_another_version_under_the_same_number_is_not_served(
+    quorum_of_one: Setting, who_knows: str
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(quorum_of_one)
+        await run.start_syncer()
+        a, b = (RawIsland(run, name) for name in "ab")
+        await until([a, b], lambda: bool(run.syncer._attendance.founder()), within_s=2)
+        await a.upload()
+        known = (await a.poll()).fragments[0]
+        run.syncer.indexed({0: 1}, {0: known.digest.hex()})
+        await b.poll(known=[known])
+        assert not run.syncer.damage(0)
+
+        known.digest = bytes(32)
+        if who_knows == "coordinator":
+            run.syncer.indexed({0: 1}, {0: known.digest.hex()})
+        else:
+            await b.poll(known=[known])
+        assert run.syncer.damage(0)
 
     run_virtual(scenario())
 
@@ -219,6 +334,44 @@ def test_an_island_that_holds_the_lost_version_gives_it_back(
     assert all(verdicts[version] is Verdict.RECOMPUTED for version in later)
 
 
+@pytest.mark.parametrize("names", ["a", "aba"], ids=["asked-once", "asked-after-another"])
+def test_an_island_that_did_not_hold_it_when_it_was_asked_gives_it_later(
+    setting: Setting, names: str
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        islands = [run.island(name) for name in "ab"]
+        training = [asyncio.create_task(island.run()) for island in islands]
+        await asyncio.sleep(25.0)
+        lost = versions(run)[0]
+        await run.kill_syncer()
+        newest_record(setting, 0).write_bytes(b"rotten")
+        await run.start_syncer()
+        run.syncer.indexed({0: lost + 1})
+        header = header_of(run, 0, lost)
+        held = [island.exchange._carried[0] for island in islands]
+        for carried in held:
+            carried.anchor_version -= 1  # this version is staged, and merged later
+        for name in names[:-1] or names:
+            run.syncer.repair(0, name, header)
+            await asyncio.sleep(2.0)
+            assert run.syncer.damage(0)
+        held[0].anchor_version += 1
+        for _ in range(30):
+            run.syncer.repair(0, names[-1], header)
+            await asyncio.sleep(2.0)
+        assert run.syncer.damage(0) == ""
+        for task in training:
+            task.cancel()
+        await asyncio.gather(*training, return_exceptions=True)
+        for island in islands:
+            await island.exchange.stop()
+        await run.kill_syncer()
+
+    run_virtual(scenario())
+
+
 def test_moments_of_an_older_version_that_is_whole_stay(setting: Setting) -> None:
     optimizer = OuterOptimizer("nesterov", 0.7, 0.9, 0)
     run, lost = VirtualRun(replace(setting, optimizer=optimizer)), 0
@@ -252,7 +405,9 @@ def test_moments_of_an_older_version_that_is_whole_stay(setting: Setting) -> Non
     run_virtual(scenario())
 
 
-def test_what_is_not_what_was_published_repairs_nothing(setting: Setting) -> None:
+def test_what_is_not_what_was_published_repairs_nothing(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
     setting = replace(
         setting, num_fragments=1, initial={"u": [0.0] * NUMEL}, min_members=None, quorum=None,
         timing=None,
@@ -275,11 +430,14 @@ def test_what_is_not_what_was_published_repairs_nothing(setting: Setting) -> Non
             return wire.Ack.FromString(reply.header).message
 
         assert "not asked of island 'a'" in await give(a, 0, 0.0)
-        run.syncer.repair(0, "a", json.dumps({"version": 0}))
-        assert not (await a.poll()).fragments[0].wants_published, "its index was cut short"
+        for _ in range(3):  # as with every report
+            run.syncer.repair(0, "a", json.dumps({"version": 0}))
+        assert caplog.text.count("cannot be repaired from a") == 1
+        assert "cannot be taken from a: its header is not indexed whole" in run.syncer.damage(0)
+        assert not (await a.poll()).fragments[0].asked, "its index was cut short"
         run.syncer.repair(0, "a", header)
-        assert (await a.poll()).fragments[0].wants_published
-        assert not (await b.poll()).fragments[0].wants_published
+        assert (await a.poll()).fragments[0].asked
+        assert not (await b.poll()).fragments[0].asked
         assert "was published with digest" in await give(a, 0, 7.0)
         assert "not asked of island 'b'" in await give(b, 0, 0.0)
         assert "not asked of island 'a'" in await give(a, 0, 0.0, version=1)

@@ -16,6 +16,8 @@ import torch
 
 from diloco import durable
 from diloco.durable import DiskFull
+from diloco.rounds.log import locate_version
+from diloco.rounds.record import fragment_directory
 from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import OutcomeKind
@@ -295,6 +297,33 @@ def test_calls_that_need_room_are_to_be_repeated(
         await a.poll()
         await a.upload()
         assert (await pin(a, 4, {0: 0})).is_accepted
+
+    run_virtual(scenario())
+
+
+def test_a_start_waits_for_the_room_that_a_damaged_version_is_made_again_in(
+    setting: Setting, disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        await a.contribute(value=2.0)
+        await b.contribute(value=4.0)
+        await run.kill_syncer()
+        stored = locate_version(fragment_directory(setting.directory, 0), 1)
+        data = bytearray(stored.path.read_bytes())
+        data[stored.sections["payload/0"].start] ^= 1
+        stored.path.write_bytes(data)
+
+        disk.is_full = True
+        starting = asyncio.create_task(run.start_syncer())
+        await asyncio.sleep(100.0)
+        assert not starting.done()
+        assert "the disk is full" in caplog.text
+        disk.is_full = False
+        await starting
+
+        assert await a.published(1) == [-3.0, -3.0]
+        assert run.syncer.states[0].is_open
 
     run_virtual(scenario())
 

@@ -136,6 +136,7 @@ def test_a_lane_of_a_frame_is_computed_alone(store: FragmentStore, section: str)
 
 
 def test_a_segment_torn_anywhere_ends_at_the_last_whole_frame(store: FragmentStore) -> None:
+    """What is left of a frame with a header may have been published, and is in doubt."""
     records = commit(store, 3)
     path = segment(store)
     data = path.read_bytes()
@@ -145,9 +146,17 @@ def test_a_segment_torn_anywhere_ends_at_the_last_whole_frame(store: FragmentSto
 
     for end in sorted({0, 1, 8, 47, 48, *borders, *(b - 1 for b in borders)} - {len(data)}):
         path.write_bytes(data[:end])
-        recovered = FragmentStore(store.store_dir, FRAGMENT, RETAINED).recover()
+        store = FragmentStore(store.store_dir, FRAGMENT, RETAINED)
+        recovered = store.recover()
 
         whole = sum(1 for e in ends if e <= end)
+        aside = damaged_path(directory_of(store), whole + 1)
+        assert (store.lost, store.is_in_doubt) == (-1, end not in (0, *ends))
+        if store.is_in_doubt:
+            assert aside.read_bytes() == data[([0, *ends][whole]) : end]
+            store.recover()
+            assert store.is_in_doubt, "until it is published, or said not to be"
+            aside.unlink()
         assert recovered is not None
         assert_same(recovered.record, records[whole])
         assert path.stat().st_size == ([0, *ends][whole]), "what never existed is cut off"
@@ -164,14 +173,16 @@ def test_a_segment_that_is_forgotten_while_it_is_read_ends_there(store: Fragment
 
 
 @pytest.mark.parametrize("fill", [b"\x00", b"\xff", b"DILOREC2"])
-def test_what_a_killed_writer_left_after_the_last_frame_never_existed(
+def test_what_a_killed_writer_left_after_the_last_frame_has_no_header_or_is_in_doubt(
     store: FragmentStore, fill: bytes
 ) -> None:
     records = commit(store, 2)
     whole = segment(store).read_bytes()
     segment(store).write_bytes(whole + fill * 3000)
 
-    assert_same(opened(store.store_dir).recover().record, records[2])
+    again = opened(store.store_dir)
+    assert_same(again.recover().record, records[2])
+    assert (again.lost, again.is_in_doubt) == (-1, any(fill))
     assert segment(store).read_bytes() == whole
     put(store, following(records[2]))
     assert_newest(store, 3)
@@ -231,10 +242,13 @@ def test_a_newest_frame_that_cannot_be_made_again_is_set_aside(
     third = frames_in(directory_of(store))[3]
     damage(store, 3, "contribution/b/0")
     data = segment(store).read_bytes()
-    segment(store).write_bytes(data + b"torn")
 
-    assert_newest(store, 2)
+    again = FragmentStore(store.store_dir, FRAGMENT, RETAINED)
+    recovered = again.recover()
 
+    assert recovered is not None
+    assert_same(recovered.record, records[2])
+    assert (again.lost, again.is_in_doubt) == (-1, True)
     aside = damaged_path(directory_of(store), 3)
     assert aside.read_bytes() == data[third.start :]
     assert segment(store).read_bytes() == data[: third.start]
@@ -242,8 +256,51 @@ def test_a_newest_frame_that_cannot_be_made_again_is_set_aside(
     put(store, following(records[2]))
     damage(store, 3, "contribution/a/0")
     put(store, following(store.load(2)))
+    again.recover()
+    assert (again.lost, again.is_in_doubt) == (-1, False)
     assert_newest(store, 3)
     assert aside.exists(), "until there is another"
+
+
+@pytest.mark.parametrize("after_it", ["damaged", "torn"])
+def test_a_frame_that_rots_is_lost_where_another_was_begun_after_it(
+    store: FragmentStore, after_it: str
+) -> None:
+    commit(store, 3)
+    damage(store, 2, "contribution/b/0")
+    if after_it == "damaged":
+        damage(store, 3, "contribution/b/0")
+    else:
+        segment(store).write_bytes(segment(store).read_bytes()[:-1])
+
+    again = FragmentStore(store.store_dir, FRAGMENT, RETAINED)
+    recovered = again.recover()
+
+    assert recovered is not None
+    assert (recovered.record.version, again.lost, again.is_in_doubt) == (1, 2, False)
+
+
+@pytest.mark.parametrize("newest", [5, 6])
+def test_what_rots_in_a_snapshot_is_made_again_with_all_that_follows_from_it(
+    store: FragmentStore, newest: int
+) -> None:
+    records = commit(store, 4)
+    store.retained_versions = 4
+    for version in range(5, newest + 1):
+        records.append(following(records[-1]))
+        put(store, records[version])
+    path = record_path(directory_of(store), 4)
+    data = bytearray(path.read_bytes())
+    data[locate(path).sections["theta/0"].start] ^= 1
+    path.write_bytes(data)
+    damage(store, newest, "payload/0")
+
+    again = FragmentStore(store.store_dir, FRAGMENT, 4)
+    recovered = again.recover()
+
+    assert recovered is not None
+    assert_same(recovered.record, records[newest])
+    assert (again.lost, again.is_in_doubt) == (-1, False)
 
 
 def test_nothing_is_lost_after_a_resume(store: FragmentStore) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.rounds.log import locate_version
+from diloco.rounds.log import locate_version, segment_path
 from diloco.rounds.pins import valid_pins
 from diloco.rounds.record import locate, record_path
 from diloco.rounds.repair import Condition, Finding, repair_fragment
@@ -103,6 +103,22 @@ def test_a_newest_frame_without_its_contributions_is_told_as_damaged(tmp_path: P
     assert found[0].what == "version 3" and "contribution/a/0" in found[0].detail
     assert found[1].what == "v000000000003.damaged"
     assert_same(store.load(2), records[2])
+
+
+def test_the_torn_end_of_a_log_is_told_as_damaged_if_it_has_a_header(tmp_path: Path) -> None:
+    store = FragmentStore(tmp_path, FRAGMENT, 4, snapshot_rounds=4)
+    store.recover()
+    commit(store, 3)
+    path = segment_path(tmp_path / "fragment-0000", 0)
+    whole = path.read_bytes()
+
+    path.write_bytes(whole + bytes(100))
+    (finding,) = notable(store)
+    assert (finding.what, finding.condition) == (path.name, Condition.REPAIRED)
+
+    path.write_bytes(whole[:-1])
+    (finding,) = notable(store)
+    assert (finding.what, finding.condition) == ("v000000000003.damaged", Condition.DAMAGED)
 
 
 def test_version_0_is_made_of_nothing_here(

@@ -36,6 +36,7 @@ class FakeRounds:
         self.repairs: list[tuple[int, str, str]] = []
         self.orders: list[Orders] = []
         self.pinned_cut = 0
+        self.heard_indexed: tuple[dict[int, int], dict[int, str]] = {}, {}
         self.cuts: list[tuple[int, list[int]]] = []
 
     @property
@@ -60,8 +61,8 @@ class FakeRounds:
     def heard_of(self, orders: Orders) -> None:
         self.orders.append(orders)
 
-    def indexed(self, num_versions: Mapping[int, int]) -> None:
-        pass
+    def indexed(self, num_versions: Mapping[int, int], digests: Mapping[int, str]) -> None:
+        self.heard_indexed = dict(num_versions), dict(digests)
 
     def repair(self, fragment_id: int, island: str, record_json: str) -> None:
         self.repairs.append((fragment_id, island, record_json))
@@ -103,7 +104,10 @@ class FakeCoordinator:
         now = asyncio.get_running_loop().time()
         self.hellos.append((now, SyncerHelloRequest.FromString(call.header)))
         plan = "the plan" if now >= self.plan_after_s else ""
-        return Reply(SyncerHelloReply(plan_json=plan).SerializeToString())
+        reply = SyncerHelloReply(
+            plan_json=plan, fragment_ids=[0, 1], num_indexed=[0, 3], indexed_digests=["", "ab"]
+        )
+        return Reply(reply.SerializeToString())
 
     async def _report(self, call: IncomingCall) -> Reply:
         await asyncio.sleep(self.answer_s)
@@ -182,6 +186,16 @@ def test_idle_syncer_repeats_its_address_and_all_states_every_two_seconds() -> N
     assert [(f.rounds, f.solo_rounds) for f in report.fragments] == [(7, 0), (7, 1)]
     first = report.fragments[0]
     assert (first.attempt, first.digest, list(first.contributors)) == (1, "00", ["east"])
+
+
+def test_what_the_coordinator_has_indexed_is_handed_on_with_the_digest_of_the_newest() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        running = scene.run()
+        await asyncio.sleep(1.0)
+        running.cancel()
+
+    assert play(story).rounds.heard_indexed == ({0: 0, 1: 3}, {0: "", 1: "ab"})
 
 
 def test_change_is_told_at_once_and_a_burst_in_one_report() -> None:

@@ -18,7 +18,7 @@ from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.log import headers_in
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest
-from diloco.rounds.record import RecordInvalid, record_path
+from diloco.rounds.record import RecordInvalid, header_path, record_path
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import Contributor, RoundKey
 from diloco.rounds.version import VersionRecord
@@ -212,7 +212,8 @@ def assert_made_again(store: FragmentStore, records: list[VersionRecord]) -> Non
     assert_same(recovered.record, records[-1])
 
 
-def test_a_record_torn_at_any_border_does_not_exist(store: FragmentStore) -> None:
+def test_a_record_torn_at_any_border_was_published_and_is_lost(store: FragmentStore) -> None:
+    """All of it was durable before it had its name."""
     records = commit(store, 2)
     path = path_of(store, 2)
     data = path.read_bytes()
@@ -222,6 +223,7 @@ def test_a_record_torn_at_any_border_does_not_exist(store: FragmentStore) -> Non
     for end in sorted({0, 1, *ends.values(), *(end - 1 for end in ends.values())} - {len(data)}):
         path.write_bytes(data[:end])
         assert_previous(store, records)
+        assert (store.lost, store.is_in_doubt) == (2, False)
 
 
 def test_a_record_with_any_bit_flipped_is_made_again_or_does_not_exist(
@@ -302,6 +304,20 @@ def test_a_damaged_version_in_between_does_not_hide_the_newest(store: FragmentSt
     assert recovered is not None
     assert_same(recovered.record, records[2])
     assert sorted(recovered.past) == [1]
+
+
+def test_two_versions_in_a_row_are_made_again(store: FragmentStore) -> None:
+    records = commit(store, 3)
+    for version in (2, 3):
+        data = bytearray(path_of(store, version).read_bytes())
+        data[borders(bytes(data))["header"]] ^= 1  # of theta
+        path_of(store, version).write_bytes(data)
+
+    recovered = store.recover()
+
+    assert recovered is not None
+    assert_same(recovered.record, records[3])
+    assert store.lost == -1
 
 
 def test_what_a_killed_writer_left_is_removed_and_is_no_version(either: FragmentStore) -> None:
@@ -392,6 +408,27 @@ def test_headers_outlive_their_records_until_the_coordinator_has_them(tmp_path: 
     assert kept_headers(store) == []
 
 
+def test_a_header_that_rots_is_passed_over_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FragmentStore(tmp_path, FRAGMENT, RETAINED, is_indexed=lambda version: False)
+    store.recover()
+    records = commit(store, 4)
+    path = header_path(path_of(store, 0).parent, 0)
+    whole = path.read_bytes()
+
+    for at in (0, len(whole) // 2, len(whole) - 1):
+        for bit in (0, 4):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            recovered = FragmentStore(tmp_path, FRAGMENT, RETAINED).recover()
+            assert recovered is not None
+            assert list(recovered.headers) == [record.header() for record in records[1:]]
+    for rotten in (b"", b"{}", whole[:70]):
+        path.write_bytes(rotten)
+        assert headers_in(path.parent) == [record.header() for record in records[1:]]
+    assert f"{path} is damaged" in caplog.text
+
+
 def test_header_of_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
     store = FragmentStore(tmp_path, FRAGMENT, RETAINED, is_indexed=lambda version: False)
     store.recover()
@@ -412,7 +449,8 @@ def test_headers_are_read_without_a_record_being_whole(store: FragmentStore) -> 
     assert headers_in(path_of(store, 1).parent) == [record.header() for record in records]
     recovered = store.recover()
     assert recovered is not None
-    assert list(recovered.headers) == [records[0].header()], "a version that is not whole is none"
+    assert store.lost == 1
+    assert list(recovered.headers) == [record.header() for record in records], "told, though lost"
 
 
 def test_a_record_of_an_earlier_format_is_invalid_by_name(store: FragmentStore) -> None:
