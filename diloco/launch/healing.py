@@ -10,6 +10,8 @@ Source: protocol.md section 9.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
+from concurrent.futures import wait
 from typing import Any
 
 import safetensors
@@ -29,6 +31,9 @@ from diloco.sync.io_thread import IoThread
 from diloco.sync.shards import LaneShards, canonical_parameters
 from protos.control_pb2 import Grant
 from transport.contracts import Buffer
+
+#: Seconds after which the ranks hear again whether the donor is still at it.
+_LOOK_S = 0.5
 
 
 class Healing:
@@ -63,6 +68,7 @@ class Healing:
         self._talk = talk
         self._groups = groups
         self._at_most_s = at_most_s
+        self._is_given = True
 
     def take_(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
         """Give a new AdamW the moments of a donor; collective.
@@ -128,15 +134,10 @@ class Healing:
         problem = ""
         found: dict[Lane, dict[str, Tensor]] = {}
         try:
-            fetching = fetch_lanes(
-                self._ways,
-                manifest,
-                lanes,
-                at_most_s=left_s,
-                is_given=lambda: self._is_given(manifest),
-            )
-            payloads = self._io.run(fetching)
-            found = {lane: unpacked(payload, lanes[lane]) for lane, payload in payloads.items()}
+            found = {
+                lane: unpacked(payload, lanes[lane])
+                for lane, payload in self._fetched(manifest, lanes, left_s).items()
+            }
         except (NotHealed, PayloadRefused) as error:
             problem = str(error)
         insist_on_all_ranks(self._groups.start, problem, error=NotHealed)
@@ -149,11 +150,26 @@ class Healing:
                 shards.distribute(p, values, 0.0)
         return manifest
 
-    def _is_given(self, manifest: Manifest) -> bool:
-        """Whether the donor is still the one, as far as this rank hears."""
-        if not self._groups.is_leader:
-            return True
-        return self._talk.answer.donor == manifest.donor
+    def _fetched(
+        self, manifest: Manifest, lanes: Collection[Lane], left_s: float
+    ) -> dict[Lane, Buffer]:
+        """Fetch the lanes of this rank; while any rank waits, all hear whether there will be more.
+
+        Raises:
+            NotHealed: On this rank alone, see `fetch_lanes`.
+        """
+        self._is_given = True
+        fetching = self._io.begin(
+            fetch_lanes(
+                self._ways, manifest, lanes, at_most_s=left_s, is_given=lambda: self._is_given
+            )
+        )
+        while not self._groups.all_say(bool(wait([fetching], _LOOK_S).done)):
+            self._is_given = self._groups.leader_says(
+                "could not take an inner optimizer",
+                lambda: self._talk.answer.donor == manifest.donor,
+            )
+        return fetching.result()
 
 
 def unpacked(payload: Buffer, numel: int) -> dict[str, Tensor]:
