@@ -35,6 +35,7 @@ from diloco.rounds.spool import Spool
 from diloco.rounds.worker import Worker
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
+from transport.errors import NotYet
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class Donations:
 
         Raises:
             PayloadRefused: If it cannot be taken; says why.
+            NotYet: If it has to wait until another donation is not asked for any more.
         """
         try:
             await (self._put_manifest if header.is_manifest else self._put_lane)(header, call)
@@ -179,9 +181,7 @@ class Donations:
             return
         longest = min(self._all.values(), key=lambda donation: donation.touched)
         if _now() - longest.touched < IDLE_S:
-            raise PayloadRefused(
-                Cause.FULL, f"{MOST_DONATIONS} donations are under way already, and no more fit"
-            )
+            raise NotYet(f"{MOST_DONATIONS} donations are under way already: call again")
         await self._drop(longest, "another one takes its place")
 
     # -- to the island that has none ---------------------------------------------------------------

@@ -79,7 +79,8 @@ class HealTalk:
         if reply.donate != self._asked:
             if self._giving is not None:
                 self._giving.cancel()
-            self._asked = reply.donate
+            # What could not be given before may be now: only what is asked for is declined.
+            self._asked, self._declined, self._reason = reply.donate, 0, ""
             if self._asked:
                 self._giving = asyncio.get_running_loop().create_task(self._donate(self._asked))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.sync.heal import HealTalk, NotHealed
 from protos import control_pb2 as control
 from tests.coordinator.test_cuts import part_of
 from tests.coordinator_desk import Desk, tell
@@ -87,6 +89,37 @@ def test_a_donor_that_declines_is_followed_by_another_and_then_by_none(
         )
 
     tell(tmp_path, story, config=elastic)
+
+
+def test_a_donor_that_could_not_give_once_gives_when_it_is_asked_again(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        given: list[int] = []
+        failures = [NotHealed("its manifest was refused: the disk is full")]
+
+        async def give(checkpoint: int) -> None:
+            if failures:
+                raise failures.pop()
+            given.append(checkpoint)
+
+        east, west = await work(desk, *NAMES)
+        for grant in (east, west):
+            await desk.report(grant, inner_step=9, checkpoint_steps=[8])
+        talk = HealTalk(give)
+
+        async def told(start: str) -> control.HealAnswer:
+            """Answer to the wish of a start of west, after east has reported twice."""
+            west = (await desk.join("west", start)).grant
+            await desk.report(west, heal=WISH)
+            for _ in range(2):
+                talk.hear(await desk.report(east, heal=talk.say()))
+                await asyncio.sleep(0.1)
+            return (await desk.report(west, heal=WISH)).heal
+
+        assert "the disk is full" in (await told("b")).refusal
+        assert (await told("c")).donor == "east"
+        assert given == [8]
+
+    tell(tmp_path, story)
 
 
 def test_a_donor_whose_lease_has_ended_gives_no_more(tmp_path: Path, elastic: Config) -> None:
