@@ -80,12 +80,12 @@ class Healing:
             NotHealed: On all ranks, if there is none to be had; the optimizer is as it was.
             DilocoError: If the island cannot go on.
         """
-        until, problem, donor = time.monotonic() + self._at_most_s, "", ""
+        until, problem, tried = time.monotonic() + self._at_most_s, "", ("", 0)
         self._wish(is_wished=True)
         try:
             while True:
-                manifest, left_s = self._find(problem, donor, until)
-                donor = manifest.donor
+                manifest, left_s = self._find(problem, tried, until)
+                tried = manifest.donor, manifest.checkpoint
                 try:
                     return self._take_(manifest, left_s, model, optimizer)
                 except NotHealed as error:  # another donor may have been named meanwhile
@@ -97,12 +97,12 @@ class Healing:
         if self._groups.is_leader:
             self._io.post(lambda: self._talk.wish(is_wished=is_wished))
 
-    def _find(self, problem: str, donor: str, until: float) -> tuple[Manifest, float]:
-        """Let the leader find a donor that is not the one that there is a problem with."""
+    def _find(self, problem: str, tried: tuple[str, int], until: float) -> tuple[Manifest, float]:
+        """Let the leader find a donation that is not the one that there is a problem with."""
 
         def find() -> dict[str, Any]:
             left_s = until - time.monotonic()
-            if problem and (left_s <= 0 or self._talk.answer.donor == donor):
+            if problem and (left_s <= 0 or self._is_named(*tried)):
                 return {"problem": problem}
             try:
                 manifest = self._io.run(
@@ -167,9 +167,14 @@ class Healing:
         while not self._groups.all_say(bool(wait([fetching], _LOOK_S).done)):
             self._is_given = self._groups.leader_says(
                 "could not take an inner optimizer",
-                lambda: self._talk.answer.donor == manifest.donor,
+                lambda: self._is_named(manifest.donor, manifest.checkpoint),
             )
         return fetching.result()
+
+    def _is_named(self, donor: str, checkpoint: int) -> bool:
+        """Whether this is still the donation that the coordinator names; of the leader."""
+        answer = self._talk.answer
+        return (answer.donor, answer.checkpoint) == (donor, checkpoint)
 
 
 def unpacked(payload: Buffer, numel: int) -> dict[str, Tensor]:

@@ -122,6 +122,30 @@ def test_a_donor_that_could_not_give_once_gives_when_it_is_asked_again(tmp_path:
     tell(tmp_path, story)
 
 
+def test_who_wishes_first_is_given_first_and_whole(tmp_path: Path, elastic: Config) -> None:
+    async def story(desk: Desk) -> None:
+        east, guest, other = await work(desk, "east", "guest", "other")
+
+        async def cut(number: int, wishes: control.Grant) -> control.HealAnswer:
+            """Have the cut that is named for a wish written by east, and kept by the syncer."""
+            await desk.report(wishes, heal=WISH)
+            await desk.report(east, cut=part_of(number, 3, 3))
+            await desk.report(guest, cut=part_of(number), heal=WISH)
+            await desk.report(other, cut=part_of(number), heal=WISH if wishes is other else None)
+            status = [control.FragmentStatus(fragment_id=p, version=3) for p in (0, 1)]
+            await desk.round_report(fragments=status, pinned_cut=number)
+            return (await desk.report(wishes, heal=WISH)).heal
+
+        assert (await cut(1, guest)).checkpoint == 1
+        assert (await desk.report(east)).donate == 1
+        assert (await cut(2, other)).checkpoint == 2
+        assert (await desk.report(east)).donate == 1, "what is under way is not broken off"
+        await desk.report(guest)
+        assert (await desk.report(east)).donate == 2
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_a_donor_whose_lease_has_ended_gives_no_more(tmp_path: Path, elastic: Config) -> None:
     async def story(desk: Desk) -> None:
         east, guest = await work(desk, "east", "guest")

@@ -119,11 +119,11 @@ class Island:
     def donor(self, directory: Path, plan: Plan) -> Donor:
         return Donor(directory, self.grant, plan, self.ways)
 
-    def told(self, donor: str = "", refusal: str = "") -> None:
+    def told(self, donor: str = "", refusal: str = "", checkpoint: int = CUT) -> None:
         """Hear an answer to the wish, as often as one would be reported."""
 
         def hear() -> None:
-            answer = HealAnswer(donor=donor, checkpoint=CUT if donor else 0, refusal=refusal)
+            answer = HealAnswer(donor=donor, checkpoint=checkpoint, refusal=refusal)
             self.talk.hear(ReportReply(heal=answer))
 
         self.io.post(hear)
@@ -137,7 +137,7 @@ def heal(
     island: Island,
     trained: Trained,
     at_most_s: float = 20.0,
-    *answers: tuple[float | threading.Event, dict[str, str]],
+    *answers: tuple[float | threading.Event, dict[str, Any]],
 ) -> Any:
     """Wish; each of the answers comes after some seconds, or when something has happened."""
 
@@ -187,8 +187,8 @@ def source(tmp_path: Path) -> Path:
     return with_versions(tmp_path / "checkpoints")
 
 
-def with_versions(directory: Path) -> Path:
-    path = step_directory(directory, ISLAND, CUT, is_cut=True) / "manifest.json"
+def with_versions(directory: Path, cut: int = CUT) -> Path:
+    path = step_directory(directory, ISLAND, cut, is_cut=True) / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "versions": [5, 6]}))
     return directory
 
@@ -323,6 +323,26 @@ def test_another_donor_that_is_named_meanwhile_is_taken_from(tmp_path: Path, sou
             of_rank = {name: torch.tensor(values) for name, values in taken.items()}
             expected = {n: values.flatten() for n, values in of_checkpoint(source).items()}
             assert_equal(of_rank, expected)
+
+
+def test_a_donor_that_is_asked_for_another_checkpoint_is_taken_from(
+    tmp_path: Path, source: Path
+) -> None:
+    trained = Trained(num_steps=AGE + 1)
+    trained.write(source, INNER_STEP + 1, CUT + 1)
+    with_versions(source, CUT + 1)
+    plan = trained.plan()
+    with served(tmp_path / "store", plan) as address:
+        east, west = Island(address, ISLAND), Island(address, "west")
+        give_some(east, source, plan, num_lanes=1)
+        east.io.run(east.donor(source, plan).give(CUT + 1))
+        joiner = Trained(seed=2, num_steps=0)
+
+        second = {"donor": ISLAND, "checkpoint": CUT + 1}
+        answers = (0.1, {"donor": ISLAND}), (a_lane_was_missed(west), second)
+        taken = heal(west, joiner, 10.0, *answers)
+    assert taken.checkpoint == CUT + 1
+    assert_equal(of_optimizer(joiner), of_optimizer(trained))
 
 
 def test_nobody_is_waited_for_beyond_the_bound(tmp_path: Path, source: Path) -> None:
