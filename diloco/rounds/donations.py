@@ -6,8 +6,8 @@
 The manifest comes first and says what may follow; a lane that is here already is not read once
 more, so a donor that starts again goes on where it was, as it does after this process did. There
 are at most `MOST_DONATIONS`, each of 8 bytes a parameter: a new one takes the place of one that
-nobody has asked for lately, and what is not asked for expires. Rounds go first: where a donation
-finds no room on the disk, all of them are let go.
+nobody has asked for lately, and what is not asked for expires. Rounds go first: where anything at
+the syncer finds no room on the disk, all donations are let go.
 
 Source: protocol.md section 9.
 """
@@ -99,6 +99,11 @@ class Donations:
         if self._alarm is not None:
             self._alarm.cancel()
 
+    def let_go(self) -> None:
+        """Remove all of them soon: there is no room on the disk."""
+        for donation in list(self._all.values()):
+            self._spawn(self._drop(donation, "the disk is full"))
+
     # -- from the donor ----------------------------------------------------------------------------
 
     async def put(self, header: wire.HealPutHeader, call: IncomingCall) -> None:
@@ -111,8 +116,7 @@ class Donations:
         try:
             await (self._put_manifest if header.is_manifest else self._put_lane)(header, call)
         except DiskFull as error:
-            for donation in list(self._all.values()):
-                await self._drop(donation, "the disk is full")
+            self.let_go()
             raise PayloadRefused(Cause.FULL, f"the syncer's disk is full: {error}") from error
 
     async def _put_manifest(self, header: wire.HealPutHeader, call: IncomingCall) -> None:

@@ -130,7 +130,7 @@ class Syncer:
             self._notify,
             self._lose,
             on_event,
-            Room(worker, self.meter, self._hold_openings),
+            Room(worker, self.meter, self._hold_openings, self._donations.let_go),
             self.meter,
             self._spool,
             rules.num_threads,
@@ -582,6 +582,7 @@ class Syncer:
             try:
                 return await handler(call)
             except DiskFull as error:
+                self._donations.let_go()
                 raise Overloaded(f"the syncer's disk is full, call again: {error}") from error
             except OSError as error:
                 self._fail(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +15,11 @@ import blake3
 import pytest
 
 from diloco import durable
+from diloco.durable import DiskFull
 from diloco.rounds import donations
 from diloco.rounds.donation import LaneGiven, Manifest, lane_name
 from protos import fragment_pb2 as wire
-from tests.raw_island import NUMEL, RawIsland, founded, restart
+from tests.raw_island import KEY, NUMEL, RawIsland, founded, restart
 from tests.rounds.test_disk_full import FullDisk
 from tests.virtual_run import RUN, Setting, VirtualRun
 from transport.loopback import run_virtual
@@ -216,6 +219,46 @@ def test_a_full_disk_lets_donations_go_and_not_the_syncer(
         assert await put(a, manifest_of(run).to_json()) == ""
         await a.contribute()
         assert run.syncer.failure is None
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("spool_bytes", [1 << 20, 0], ids=["version", "lane"])
+def test_what_finds_no_room_has_that_of_donations(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, spool_bytes: int
+) -> None:
+    setting.spool_bytes = spool_bytes
+    of_donations = setting.directory / "donations"
+    reserve, write_bytes = durable.reserve, Path.write_bytes
+
+    def insist_on_room() -> None:
+        if list(of_donations.glob("*/*.safetensors")):
+            raise DiskFull(errno.ENOSPC, "no room beside a donation")
+
+    def reserve_if_room(*arguments: Any) -> None:
+        insist_on_room()
+        reserve(*arguments)
+
+    def write_if_room(path: Path, data: bytes) -> int:
+        insist_on_room()
+        return write_bytes(path, data)
+
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        await put(a, manifest_of(run).to_json())
+        await put(a, lane_bytes(run, 0), 0)
+        monkeypatch.setattr(durable, "reserve", reserve_if_room)
+        monkeypatch.setattr(Path, "write_bytes", write_if_room)
+
+        async with asyncio.timeout(30.0):  # of virtual time; donations expire much later
+            for island, lane_id in itertools.product((a, b), (0, 1)):
+                while (await island.submit(KEY, lane_id)).status != wire.SUBMIT_STATUS_RECEIVED:
+                    await asyncio.sleep(0.5)
+        await asyncio.sleep(5.0)
+
+        assert run.syncer.states[0].version == 1
+        assert not list(of_donations.iterdir())
+        assert await get(b) is None
 
     run_virtual(scenario())
 
