@@ -86,6 +86,7 @@ class Donations:
         self._spool = spool
         self._spawn = spawn
         self._all: dict[Path, _Donation] = {}
+        self._placing = asyncio.Lock()
         self._alarm: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
@@ -127,19 +128,16 @@ class Donations:
         text = bytes(await call.read_payload())
         manifest = await self._worker.run(lambda: self._verified_manifest(header, text))
         path = self._path(header.grant.island, header.checkpoint)
-        before = self._all.get(path)
-        if before is not None and before.text == text:
-            self._touch(before)
-            return
-        if before is not None:  # of a start that came to another checkpoint of that number
-            await self._drop(before, "replaced")
-        await self._make_place()
-        donation = self._all[path] = _Donation(path, manifest, text, _now())
-        try:
+        async with self._placing:  # or two took the place of one
+            before = self._all.get(path)
+            if before is not None and before.text == text:
+                self._touch(before)
+                return
+            if before is not None:  # of a start that came to another checkpoint of that number
+                await self._drop(before, "replaced")
+            await self._make_place()
+            donation = self._all[path] = _Donation(path, manifest, text, _now())
             await self._worker.run(lambda: _write(path, _MANIFEST, text))
-        except OSError:
-            self._all.pop(path, None)
-            raise
         self._touch(donation)
         logger.info(
             "donation of the inner optimizer, donor=%s checkpoint=%d begins",
@@ -232,8 +230,9 @@ class Donations:
         self._set_alarm()
 
     async def _drop(self, donation: _Donation, why: str) -> None:
-        if self._all.get(donation.path) is donation:
-            del self._all[donation.path]
+        if self._all.get(donation.path) is not donation:
+            return  # by now the files are another's
+        del self._all[donation.path]
         logger.info("donation removed, %s: %s", donation.path.name, why)
         await self._worker.run(lambda: _remove(donation.path))
 

@@ -19,7 +19,7 @@ from diloco.durable import DiskFull
 from diloco.rounds import donations
 from diloco.rounds.donation import LaneGiven, Manifest, lane_name
 from protos import fragment_pb2 as wire
-from tests.raw_island import KEY, NUMEL, RawIsland, founded, restart
+from tests.raw_island import KEY, NUMEL, RawIsland, SlowWorker, founded, restart
 from tests.rounds.test_disk_full import FullDisk
 from tests.virtual_run import RUN, Setting, VirtualRun
 from transport.loopback import run_virtual
@@ -196,6 +196,27 @@ def test_no_more_than_two_are_kept_and_none_for_ever(setting: Setting) -> None:
         assert await get(b, checkpoint=5) is not None
         await asyncio.sleep(donations.EXPIRES_S + 1.0)
         assert not list((setting.directory / "donations").iterdir())
+
+    run_virtual(scenario())
+
+
+def test_two_that_come_at_once_do_not_take_the_place_of_one(setting: Setting) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        run.worker = SlowWorker(before_s=0.1)
+        await run.start_syncer()
+        a, b = RawIsland(run, "a"), RawIsland(run, "b")
+
+        async def begin(number: int) -> str:
+            return await put(a, manifest_of(run, "a", number).to_json(), checkpoint=number)
+
+        assert [await begin(3), await begin(4)] == ["", ""]
+        await asyncio.sleep(donations.IDLE_S)
+        assert await get(b, checkpoint=4) is not None
+
+        assert await asyncio.gather(begin(5), begin(6)) == ["", ""]
+
+        assert len(list((setting.directory / "donations").iterdir())) == donations.MOST_DONATIONS
 
     run_virtual(scenario())
 
