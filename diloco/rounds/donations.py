@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import mmap
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ class Donations:
             directory: Of this syncer alone.
             plan: Of the run.
             timeline: Of the run; what is of another is removed.
-            worker: Reads and writes.
+            worker: Reads and writes; rounds do not wait for it.
             spool: Bounds what arrives at once.
             spawn: Runs a piece of work beside the handlers; its failure ends the process.
         """
@@ -192,20 +193,20 @@ class Donations:
         """Return a manifest or a lane, and the reply that goes before it; unknown: not here yet."""
         donation = self._all.get(self._path(header.donor, header.checkpoint))
         payload: Buffer | None = None
+        digest = b""
         if donation is not None:
             self._touch(donation)
-            payload = donation.text if header.is_manifest else await self._lane(donation, header)
+            if header.is_manifest:
+                payload, digest = donation.text, blake3.blake3(donation.text).digest()
+            elif given := donation.manifest.lanes.get(
+                lane_name(header.fragment_id, header.lane_id)
+            ):
+                file = donation.path / _lane_file(header.fragment_id, header.lane_id)
+                payload = await self._worker.run(lambda: _read(file, given.blake3))
+                digest = bytes.fromhex(given.blake3)
         if payload is None:
             return wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message="not here yet"), b""
-        digest = blake3.blake3(payload).digest()
         return wire.FetchReply(status=wire.FETCH_STATUS_OK, digest=digest), payload
-
-    async def _lane(self, donation: _Donation, header: wire.HealGetHeader) -> Buffer | None:
-        given = donation.manifest.lanes.get(lane_name(header.fragment_id, header.lane_id))
-        if given is None:
-            return None
-        file = donation.path / _lane_file(header.fragment_id, header.lane_id)
-        return await self._worker.run(lambda: _read(file, given.blake3))
 
     # -- what expires ------------------------------------------------------------------------------
 
@@ -270,16 +271,22 @@ def _remove(path: Path) -> None:
 
 
 def _read(file: Path, digest: str) -> Buffer | None:
-    """Return a lane; None: it is not here, or not what was written, and then it is removed."""
-    try:
-        payload = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    if blake3.blake3(payload).hexdigest() != digest:
-        logger.warning("a lane of a donation is damaged, and removed: %s", file)
-        durable.unlink(file)
-        return None
-    return payload
+    """Return a lane; None: it is not here, or not what was written, and then it is removed.
+
+    It is the file itself, in no memory of this process, however many replies send it; what is
+    removed meanwhile takes its room until the last of them is done with.
+    """
+    with contextlib.suppress(ValueError):  # an empty file is not mapped
+        try:
+            with file.open("rb") as opened:
+                content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            return None
+        if blake3.blake3(content).hexdigest() == digest:
+            return memoryview(content)
+    logger.warning("a lane of a donation is damaged, and removed: %s", file)
+    durable.unlink(file)
+    return None
 
 
 def _insist_on_digest(payload: Buffer, digest: bytes) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import json
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -150,14 +151,17 @@ def test_a_lane_that_is_not_what_the_manifest_says_is_refused(setting: Setting) 
     run_virtual(scenario())
 
 
-def test_a_syncer_that_starts_again_has_what_it_had_but_what_is_damaged(setting: Setting) -> None:
+@pytest.mark.parametrize("num_left", [100, 0])
+def test_a_syncer_that_starts_again_has_what_it_had_but_what_is_damaged(
+    setting: Setting, num_left: int
+) -> None:
     async def scenario() -> None:
         run, (a, b) = await founded(setting)
         await put(a, manifest_of(run).to_json())
         for lane_id in (0, 1):
             await put(a, lane_bytes(run, lane_id), lane_id)
         (torn,) = (setting.directory / "donations").glob("*/0-1.safetensors")
-        torn.write_bytes(torn.read_bytes()[:100])
+        torn.write_bytes(torn.read_bytes()[:num_left])
         left = setting.directory / "donations" / "half"
         left.mkdir()
 
@@ -217,6 +221,47 @@ def test_two_that_come_at_once_do_not_take_the_place_of_one(setting: Setting) ->
         assert await asyncio.gather(begin(5), begin(6)) == ["", ""]
 
         assert len(list((setting.directory / "donations").iterdir())) == donations.MOST_DONATIONS
+
+    run_virtual(scenario())
+
+
+def test_rounds_and_donations_do_not_wait_for_each_other(setting: Setting) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        run.worker, run.beside = SlowWorker(before_s=1.0), SlowWorker(before_s=20.0)
+        await run.start_syncer()
+        a, b = (RawIsland(run, name) for name in "ab")
+        loop = asyncio.get_running_loop()
+        await put(a, manifest_of(run).to_json())
+        await put(a, lane_bytes(run, 0), 0)
+        for island in (a, b):
+            await island.poll()
+        taking, began = asyncio.ensure_future(get(b, 0)), loop.time()
+        await a.upload()
+        for island in (a, b):
+            await island.contribute()
+        while run.syncer.states[0].version == 0:
+            await asyncio.sleep(0.1)
+        assert loop.time() - began < 20.0
+
+        assert await taking == lane_bytes(run, 0)
+
+    run_virtual(scenario())
+
+
+def test_a_lane_takes_no_memory_while_it_is_sent(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, _) = await founded(setting)
+        await put(a, manifest_of(run).to_json())
+        await put(a, lane_bytes(run, 0), 0)
+        header = wire.HealGetHeader(donor="a", checkpoint=CHECKPOINT)
+
+        reply, payload = await run.syncer._donations.get(header)
+
+        assert isinstance(payload, memoryview) and isinstance(payload.obj, mmap.mmap)
+        for path in (setting.directory / "donations").glob("*/*.safetensors"):
+            path.unlink()
+        assert blake3.blake3(payload).digest() == reply.digest
 
     run_virtual(scenario())
 
