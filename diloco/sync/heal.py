@@ -4,8 +4,9 @@
     leader of the donor     hears that in the answers to its own, and puts it at the syncers
     ranks of the joiner     fetch the lanes that they carry, as they come
 
-All of it runs in the loop of the network, below the payloads of rounds; no training waits for it
-but the joiner's, as long as it is told to.
+All of it runs in the loop of the network, below the payloads of rounds. The joiner's training waits
+for it, as long as it is told to; in a scheduled run the others then wait for the joiner, at their
+merges, as for any island that returns.
 
 Source: protocol.md section 9; Decoupled DiLoCo (arXiv 2604.21428, App. E.3).
 """
