@@ -367,6 +367,7 @@ class VirtualRun:
         self.events: list[Event] = []
         self.records: list[Mapping[str, Any]] = []
         self.worker: Worker = InlineWorker()
+        self.beside: Worker | None = None
         self.epoch = 0
         self.timeline = 0
         self.retained_versions = 4
@@ -393,6 +394,7 @@ class VirtualRun:
             incarnations=self.incarnations,
             is_granted=lambda held: held.run == RUN,
             worker=self.worker,
+            beside=self.beside,
             on_record=self.records.append,
             on_change=lambda: None,
             orders=self.orders,

@@ -78,8 +78,9 @@ class IslandConfig(Section):
         "arrival of the next cut",
     )
     heal_wait: Local[Deadline] = Field(
-        default="60s",
-        description="Time for which such a start waits for that before it begins with a new one",
+        default="45s",
+        description="Time for which such a start waits for that before it begins with a new one; "
+        "shorter than outer.round_deadline with merge scheduled, where the others wait for it",
     )
     peer_listen: Local[str] = Field(
         default="127.0.0.1:0",
@@ -188,6 +189,15 @@ def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[P
     """Check what an island's batch, mesh and addresses owe to the sections that were valid."""
     if "outer" in data and "transport" in data:
         yield from _peer_problems(island, data["outer"], data["transport"])
+    if "outer" in data and island.heal_optimizer and not data["outer"].is_on_arrival:
+        outer = data["outer"]
+        if island.heal_wait_s >= outer.round_deadline_s:
+            yield (
+                "heal_wait",
+                island.heal_wait,
+                "the others wait for it, and their rounds would end without a result: it must be "
+                f"shorter than outer.round_deadline = {outer.round_deadline}",
+            )
     tokens, mesh = island.tokens_per_inner_step, island.mesh
     if "data" in data:
         length = data["data"].sequence_length

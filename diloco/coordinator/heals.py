@@ -64,8 +64,9 @@ class Heals:
         if (wish := self._wishes.get(island)) is not None:
             reply.heal.CopyFrom(self._answer(island, wish))
         self._membership.cuts.given = {w.checkpoint for w in self._wishes.values()}
+        # One after the other: a later wish breaks off nothing that is under way.
         asked = [w.checkpoint for w in self._wishes.values() if w.donor == island]
-        reply.donate = max(asked, default=0)
+        reply.donate = min(asked, default=0)
 
     def _declined(self, donor: str, checkpoint: int, reason: str) -> None:
         for island, wish in self._wishes.items():

@@ -10,6 +10,8 @@ Source: protocol.md section 9.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
+from concurrent.futures import wait
 from typing import Any
 
 import safetensors
@@ -29,6 +31,9 @@ from diloco.sync.io_thread import IoThread
 from diloco.sync.shards import LaneShards, canonical_parameters
 from protos.control_pb2 import Grant
 from transport.contracts import Buffer
+
+#: Seconds after which the ranks hear again whether the donor is still at it.
+_LOOK_S = 0.5
 
 
 class Healing:
@@ -63,6 +68,7 @@ class Healing:
         self._talk = talk
         self._groups = groups
         self._at_most_s = at_most_s
+        self._is_given = True
 
     def take_(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
         """Give a new AdamW the moments of a donor; collective.
@@ -74,12 +80,12 @@ class Healing:
             NotHealed: On all ranks, if there is none to be had; the optimizer is as it was.
             DilocoError: If the island cannot go on.
         """
-        until, problem, donor = time.monotonic() + self._at_most_s, "", ""
+        until, problem, tried = time.monotonic() + self._at_most_s, "", ("", 0)
         self._wish(is_wished=True)
         try:
             while True:
-                manifest, left_s = self._find(problem, donor, until)
-                donor = manifest.donor
+                manifest, left_s = self._find(problem, tried, until)
+                tried = manifest.donor, manifest.checkpoint
                 try:
                     return self._take_(manifest, left_s, model, optimizer)
                 except NotHealed as error:  # another donor may have been named meanwhile
@@ -91,12 +97,12 @@ class Healing:
         if self._groups.is_leader:
             self._io.post(lambda: self._talk.wish(is_wished=is_wished))
 
-    def _find(self, problem: str, donor: str, until: float) -> tuple[Manifest, float]:
-        """Let the leader find a donor that is not the one that there is a problem with."""
+    def _find(self, problem: str, tried: tuple[str, int], until: float) -> tuple[Manifest, float]:
+        """Let the leader find a donation that is not the one that there is a problem with."""
 
         def find() -> dict[str, Any]:
             left_s = until - time.monotonic()
-            if problem and (left_s <= 0 or self._talk.answer.donor == donor):
+            if problem and (left_s <= 0 or self._is_named(*tried)):
                 return {"problem": problem}
             try:
                 manifest = self._io.run(
@@ -128,15 +134,10 @@ class Healing:
         problem = ""
         found: dict[Lane, dict[str, Tensor]] = {}
         try:
-            fetching = fetch_lanes(
-                self._ways,
-                manifest,
-                lanes,
-                at_most_s=left_s,
-                is_given=lambda: self._is_given(manifest),
-            )
-            payloads = self._io.run(fetching)
-            found = {lane: unpacked(payload, lanes[lane]) for lane, payload in payloads.items()}
+            found = {
+                lane: unpacked(payload, lanes[lane])
+                for lane, payload in self._fetched(manifest, lanes, left_s).items()
+            }
         except (NotHealed, PayloadRefused) as error:
             problem = str(error)
         insist_on_all_ranks(self._groups.start, problem, error=NotHealed)
@@ -149,11 +150,31 @@ class Healing:
                 shards.distribute(p, values, 0.0)
         return manifest
 
-    def _is_given(self, manifest: Manifest) -> bool:
-        """Whether the donor is still the one, as far as this rank hears."""
-        if not self._groups.is_leader:
-            return True
-        return self._talk.answer.donor == manifest.donor
+    def _fetched(
+        self, manifest: Manifest, lanes: Collection[Lane], left_s: float
+    ) -> dict[Lane, Buffer]:
+        """Fetch the lanes of this rank; while any rank waits, all hear whether there will be more.
+
+        Raises:
+            NotHealed: On this rank alone, see `fetch_lanes`.
+        """
+        self._is_given = True
+        fetching = self._io.begin(
+            fetch_lanes(
+                self._ways, manifest, lanes, at_most_s=left_s, is_given=lambda: self._is_given
+            )
+        )
+        while not self._groups.all_say(bool(wait([fetching], _LOOK_S).done)):
+            self._is_given = self._groups.leader_says(
+                "could not take an inner optimizer",
+                lambda: self._is_named(manifest.donor, manifest.checkpoint),
+            )
+        return fetching.result()
+
+    def _is_named(self, donor: str, checkpoint: int) -> bool:
+        """Whether this is still the donation that the coordinator names; of the leader."""
+        answer = self._talk.answer
+        return (answer.donor, answer.checkpoint) == (donor, checkpoint)
 
 
 def unpacked(payload: Buffer, numel: int) -> dict[str, Tensor]:

@@ -279,13 +279,17 @@ class IslandCheckpoints:
                     checkpoint=taken.checkpoint,
                 )
                 return
+        every = "every_tokens" if config.outer.is_on_arrival else "every_inner_steps"
+        unset = [f"checkpoint.{every}"]
+        if self._memory is None:
+            unset.append(f"islands.{config.island_id}.memory_checkpoint_steps")
+        if self._healing is None and config.outer.exchange == "syncer":
+            unset.append(f"islands.{config.island_id}.heal_optimizer")
         logger.warning(
             "no checkpoint of island %s in %s, no copy in memory%s: its inner optimizer begins "
-            "anew (set checkpoint.%s, islands.%s.memory_checkpoint_steps or "
-            "islands.%s.heal_optimizer to keep it over a restart)",
+            "anew (set %s to keep it over a restart)",
             config.island_id, config.checkpoint_dir, reason and f", none of another: {reason}",
-            "every_tokens" if config.outer.is_on_arrival else "every_inner_steps",
-            config.island_id, config.island_id,
+            " or ".join(unset),
         )  # fmt: skip
         self._tell(began, 0, "fresh", reason=reason)
 

@@ -167,7 +167,7 @@ async def _serve(
     stopping: asyncio.Event,
 ) -> int:
     plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
-    with TensorThread() as worker:
+    with TensorThread() as worker, TensorThread() as beside:
         await worker.run(lambda: take_to_timeline(state, plan, timeline))
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
             num_parameters = sum(tensor.numel for tensor in plan.tensors)
@@ -175,7 +175,7 @@ async def _serve(
         clock = wall_clock(os.environ, state.syncer_name)
         events = _open_events(config, state, epoch, timeline, clock)
         syncer = _build_syncer(
-            config, state, plan, secret, epoch, timeline, reporter, worker, events, clock
+            config, state, plan, secret, epoch, timeline, reporter, worker, beside, events, clock
         )
         await worker.run(lambda: _warm_up(config, plan))
         await first_of(syncer.start(), stopping.wait())  # it waits for room on its disk
@@ -308,6 +308,7 @@ def _build_syncer(
     timeline: Timeline,
     reporter: Reporter,
     worker: TensorThread,
+    beside: TensorThread,
     events: Sink,
     clock: Callable[[], float],
 ) -> Syncer:
@@ -343,6 +344,7 @@ def _build_syncer(
             grant, secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=clock()
         ),
         worker=worker,
+        beside=beside,
         on_record=reporter.add_record,
         on_change=reporter.changed,
         orders=_Orders(state.orders, config, rules),

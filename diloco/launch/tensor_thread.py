@@ -1,4 +1,4 @@
-"""The one thread of a syncer or a peer that touches tensors and files."""
+"""The one thread of a syncer or a peer that touches the tensors and files of its rounds."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
 The manifest comes first and says what may follow; a lane that is here already is not read once
 more, so a donor that starts again goes on where it was, as it does after this process did. There
 are at most `MOST_DONATIONS`, each of 8 bytes a parameter: a new one takes the place of one that
-nobody has asked for lately, and what is not asked for expires. Rounds go first: where a donation
-finds no room on the disk, all of them are let go.
+nobody has asked for lately, and what is not asked for expires. Rounds go first: where anything at
+the syncer finds no room on the disk, all donations are let go.
 
 Source: protocol.md section 9.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import mmap
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from diloco.rounds.spool import Spool
 from diloco.rounds.worker import Worker
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
+from transport.errors import NotYet
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class Donations:
             directory: Of this syncer alone.
             plan: Of the run.
             timeline: Of the run; what is of another is removed.
-            worker: Reads and writes.
+            worker: Reads and writes; rounds do not wait for it.
             spool: Bounds what arrives at once.
             spawn: Runs a piece of work beside the handlers; its failure ends the process.
         """
@@ -85,6 +87,7 @@ class Donations:
         self._spool = spool
         self._spawn = spawn
         self._all: dict[Path, _Donation] = {}
+        self._placing = asyncio.Lock()
         self._alarm: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
@@ -98,6 +101,11 @@ class Donations:
         if self._alarm is not None:
             self._alarm.cancel()
 
+    def let_go(self) -> None:
+        """Remove all of them soon: there is no room on the disk."""
+        for donation in list(self._all.values()):
+            self._spawn(self._drop(donation, "the disk is full"))
+
     # -- from the donor ----------------------------------------------------------------------------
 
     async def put(self, header: wire.HealPutHeader, call: IncomingCall) -> None:
@@ -105,12 +113,12 @@ class Donations:
 
         Raises:
             PayloadRefused: If it cannot be taken; says why.
+            NotYet: If it has to wait until another donation is not asked for any more.
         """
         try:
             await (self._put_manifest if header.is_manifest else self._put_lane)(header, call)
         except DiskFull as error:
-            for donation in list(self._all.values()):
-                await self._drop(donation, "the disk is full")
+            self.let_go()
             raise PayloadRefused(Cause.FULL, f"the syncer's disk is full: {error}") from error
 
     async def _put_manifest(self, header: wire.HealPutHeader, call: IncomingCall) -> None:
@@ -121,19 +129,16 @@ class Donations:
         text = bytes(await call.read_payload())
         manifest = await self._worker.run(lambda: self._verified_manifest(header, text))
         path = self._path(header.grant.island, header.checkpoint)
-        before = self._all.get(path)
-        if before is not None and before.text == text:
-            self._touch(before)
-            return
-        if before is not None:  # of a start that came to another checkpoint of that number
-            await self._drop(before, "replaced")
-        await self._make_place()
-        donation = self._all[path] = _Donation(path, manifest, text, _now())
-        try:
+        async with self._placing:  # or two took the place of one
+            before = self._all.get(path)
+            if before is not None and before.text == text:
+                self._touch(before)
+                return
+            if before is not None:  # of a start that came to another checkpoint of that number
+                await self._drop(before, "replaced")
+            await self._make_place()
+            donation = self._all[path] = _Donation(path, manifest, text, _now())
             await self._worker.run(lambda: _write(path, _MANIFEST, text))
-        except OSError:
-            self._all.pop(path, None)
-            raise
         self._touch(donation)
         logger.info(
             "donation of the inner optimizer, donor=%s checkpoint=%d begins",
@@ -179,9 +184,7 @@ class Donations:
             return
         longest = min(self._all.values(), key=lambda donation: donation.touched)
         if _now() - longest.touched < IDLE_S:
-            raise PayloadRefused(
-                Cause.FULL, f"{MOST_DONATIONS} donations are under way already, and no more fit"
-            )
+            raise NotYet(f"{MOST_DONATIONS} donations are under way already: call again")
         await self._drop(longest, "another one takes its place")
 
     # -- to the island that has none ---------------------------------------------------------------
@@ -190,20 +193,20 @@ class Donations:
         """Return a manifest or a lane, and the reply that goes before it; unknown: not here yet."""
         donation = self._all.get(self._path(header.donor, header.checkpoint))
         payload: Buffer | None = None
+        digest = b""
         if donation is not None:
             self._touch(donation)
-            payload = donation.text if header.is_manifest else await self._lane(donation, header)
+            if header.is_manifest:
+                payload, digest = donation.text, blake3.blake3(donation.text).digest()
+            elif given := donation.manifest.lanes.get(
+                lane_name(header.fragment_id, header.lane_id)
+            ):
+                file = donation.path / _lane_file(header.fragment_id, header.lane_id)
+                payload = await self._worker.run(lambda: _read(file, given.blake3))
+                digest = bytes.fromhex(given.blake3)
         if payload is None:
             return wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message="not here yet"), b""
-        digest = blake3.blake3(payload).digest()
         return wire.FetchReply(status=wire.FETCH_STATUS_OK, digest=digest), payload
-
-    async def _lane(self, donation: _Donation, header: wire.HealGetHeader) -> Buffer | None:
-        given = donation.manifest.lanes.get(lane_name(header.fragment_id, header.lane_id))
-        if given is None:
-            return None
-        file = donation.path / _lane_file(header.fragment_id, header.lane_id)
-        return await self._worker.run(lambda: _read(file, given.blake3))
 
     # -- what expires ------------------------------------------------------------------------------
 
@@ -228,8 +231,9 @@ class Donations:
         self._set_alarm()
 
     async def _drop(self, donation: _Donation, why: str) -> None:
-        if self._all.get(donation.path) is donation:
-            del self._all[donation.path]
+        if self._all.get(donation.path) is not donation:
+            return  # by now the files are another's
+        del self._all[donation.path]
         logger.info("donation removed, %s: %s", donation.path.name, why)
         await self._worker.run(lambda: _remove(donation.path))
 
@@ -267,16 +271,22 @@ def _remove(path: Path) -> None:
 
 
 def _read(file: Path, digest: str) -> Buffer | None:
-    """Return a lane; None: it is not here, or not what was written, and then it is removed."""
-    try:
-        payload = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    if blake3.blake3(payload).hexdigest() != digest:
-        logger.warning("a lane of a donation is damaged, and removed: %s", file)
-        durable.unlink(file)
-        return None
-    return payload
+    """Return a lane; None: it is not here, or not what was written, and then it is removed.
+
+    It is the file itself, in no memory of this process, however many replies send it; what is
+    removed meanwhile takes its room until the last of them is done with.
+    """
+    with contextlib.suppress(ValueError):  # an empty file is not mapped
+        try:
+            with file.open("rb") as opened:
+                content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            return None
+        if blake3.blake3(content).hexdigest() == digest:
+            return memoryview(content)
+    logger.warning("a lane of a donation is damaged, and removed: %s", file)
+    durable.unlink(file)
+    return None
 
 
 def _insist_on_digest(payload: Buffer, digest: bytes) -> None:

@@ -30,15 +30,23 @@ _AGAIN_S = 1.0
 
 
 class Room:
-    """Fragments of a syncer that wait for room; `on_change` hears when the first or last does."""
+    """Fragments of a syncer that wait for room; `on_change` hears when the first or last does.
+
+    `let_go` hears of every want of room, and makes some if it can; it must not block.
+    """
 
     def __init__(
-        self, worker: Worker, meter: SyncerMeter, on_change: Callable[[bool], None]
+        self,
+        worker: Worker,
+        meter: SyncerMeter,
+        on_change: Callable[[bool], None],
+        let_go: Callable[[], None],
     ) -> None:
         """Assign only."""
         self._worker = worker
         self._meter = meter
         self._on_change = on_change
+        self._let_go = let_go
         self.waiting: set[int] = set()
         self._refused: RoundKey | None = None
 
@@ -49,6 +57,7 @@ class Room:
                 try:
                     return await self._worker.run(work)
                 except DiskFull as error:
+                    self._let_go()
                     self._lack(fragment_id, error)
                 await asyncio.sleep(_AGAIN_S)
         finally:
@@ -56,6 +65,7 @@ class Room:
 
     def refuse_lane(self, key: RoundKey, error: DiskFull) -> None:
         """Say, once a round, that contributions beyond the spool's memory find no room."""
+        self._let_go()
         if key != self._refused:
             self._refused = key
             logger.error("the disk is full, lanes are not taken now, key=%s: %s", key, error)

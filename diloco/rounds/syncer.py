@@ -69,7 +69,8 @@ class Syncer:
     change of state, `on_event` of what happens to rounds; none may block. `ended` is set when the
     run cannot go on: `fatal` says why, or `failure` is what broke in this process (a restart
     recovers the durable truth). `meter` counts what was done, for metrics. `pinned_cut` is the cut
-    for which a version of every fragment is kept; 0: none since the start.
+    for which a version of every fragment is kept; 0: none since the start. What rounds do not wait
+    for is read and written by `beside`; None: by `worker`.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Syncer:
         orders: OrderStore | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
         unix_clock: Callable[[], float] = time.time,
+        beside: Worker | None = None,
     ) -> None:
         """Assign only; `start` reads the stores. No `orders`: there is no coordinator.
 
@@ -119,7 +121,7 @@ class Syncer:
             stores[0].store_dir / "donations",
             plan,
             rules.timeline,
-            worker=worker,
+            worker=beside or worker,
             spool=self._spool,
             spawn=self._spawn,
         )
@@ -130,7 +132,7 @@ class Syncer:
             self._notify,
             self._lose,
             on_event,
-            Room(worker, self.meter, self._hold_openings),
+            Room(worker, self.meter, self._hold_openings, self._donations.let_go),
             self.meter,
             self._spool,
             rules.num_threads,
@@ -584,6 +586,7 @@ class Syncer:
             try:
                 return await handler(call)
             except DiskFull as error:
+                self._donations.let_go()
                 raise Overloaded(f"the syncer's disk is full, call again: {error}") from error
             except OSError as error:
                 self._fail(error)

@@ -4,8 +4,9 @@
     leader of the donor     hears that in the answers to its own, and puts it at the syncers
     ranks of the joiner     fetch the lanes that they carry, as they come
 
-All of it runs in the loop of the network, below the payloads of rounds; no training waits for it
-but the joiner's, as long as it is told to.
+All of it runs in the loop of the network, below the payloads of rounds. The joiner's training waits
+for it, as long as it is told to; in a scheduled run the others then wait for the joiner, at their
+merges, as for any island that returns.
 
 Source: protocol.md section 9; Decoupled DiLoCo (arXiv 2604.21428, App. E.3).
 """
@@ -79,7 +80,8 @@ class HealTalk:
         if reply.donate != self._asked:
             if self._giving is not None:
                 self._giving.cancel()
-            self._asked = reply.donate
+            # What could not be given before may be now: only what is asked for is declined.
+            self._asked, self._declined, self._reason = reply.donate, 0, ""
             if self._asked:
                 self._giving = asyncio.get_running_loop().create_task(self._donate(self._asked))
 

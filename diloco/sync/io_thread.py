@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -46,13 +47,17 @@ class IoThread:
         """
         self._loop.call_soon_threadsafe(self._perform, action, arguments)
 
+    def begin(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run `work` in the loop, after what was posted; the caller goes on."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run `work` in the loop, after what was posted, and wait for its result.
 
         Raises:
             RuntimeError: If a posted action raised before; its error is the cause.
         """
-        result = asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        result = self.begin(work).result()
         broken, self._broken = self._broken, None  # told once: the rank still says farewell
         if broken is not None:
             raise RuntimeError("an action posted to the IO thread failed") from broken

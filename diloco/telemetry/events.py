@@ -222,12 +222,12 @@ class MemoryCopyFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class InnerStateTaken(Event):
-    """An island that joins or returns has taken its inner optimizer, `taken_step` inner steps old.
+    """An island that joins or returns has taken its inner optimizer, as of inner step `taken_step`.
 
     `source` is "memory" (copies in host memory), "checkpoint" (storage), "donor" (another island,
-    `donor`, as its `checkpoint` has it), or "fresh": it begins anew, and `reason` says why it was
-    given none where it wished for one. `received_bytes` is what came from other hosts' memory, of
-    all ranks.
+    `donor`, as its `checkpoint` has it, by its own count of inner steps), or "fresh": it begins
+    anew, and `reason` says why it was given none where it wished for one. `received_bytes` is what
+    came from other hosts' memory, of all ranks.
     """
 
     kind: ClassVar[str] = "inner_state_taken"

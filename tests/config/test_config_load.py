@@ -386,6 +386,10 @@ REFUSALS = [
     ("outer.reject_norm_ratio=9", ["islands:", "outer.reject_norm_ratio = 9", "leave it out"]),
     ("islands.a.memory_copies=3", ["islands.a.memory_copies: 3: memory_checkpoint_steps = 0"]),
     ("islands.a.heal_wait=5s", ['islands.a.heal_wait: "5s": heal_optimizer = false']),
+    (
+        "islands.a={ranks=1, tokens_per_inner_step=64, heal_optimizer=true, heal_wait='60s'}",
+        ['islands.a.heal_wait: "60s"', "shorter than outer.round_deadline = 60s"],
+    ),
     ("run.inner_steps=99999999999999", ["run.inner_steps: 99999999999999:", "<= 1000000000"]),
     ("outer.inner_steps_per_round=9999999999", ["inner_steps_per_round:", "<= 1000000000"]),
     ("transport.rpc_timeout=1us", ['transport.rpc_timeout: "1us": is out of', "100ms to 168h"]),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.sync.heal import HealTalk, NotHealed
 from protos import control_pb2 as control
 from tests.coordinator.test_cuts import part_of
 from tests.coordinator_desk import Desk, tell
@@ -85,6 +87,61 @@ def test_a_donor_that_declines_is_followed_by_another_and_then_by_none(
         assert told.refusal == (
             "no island at work can give that of cut 1. east: so is mine; west: its disk is broken"
         )
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_a_donor_that_could_not_give_once_gives_when_it_is_asked_again(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        given: list[int] = []
+        failures = [NotHealed("its manifest was refused: the disk is full")]
+
+        async def give(checkpoint: int) -> None:
+            if failures:
+                raise failures.pop()
+            given.append(checkpoint)
+
+        east, west = await work(desk, *NAMES)
+        for grant in (east, west):
+            await desk.report(grant, inner_step=9, checkpoint_steps=[8])
+        talk = HealTalk(give)
+
+        async def told(start: str) -> control.HealAnswer:
+            """Answer to the wish of a start of west, after east has reported twice."""
+            west = (await desk.join("west", start)).grant
+            await desk.report(west, heal=WISH)
+            for _ in range(2):
+                talk.hear(await desk.report(east, heal=talk.say()))
+                await asyncio.sleep(0.1)
+            return (await desk.report(west, heal=WISH)).heal
+
+        assert "the disk is full" in (await told("b")).refusal
+        assert (await told("c")).donor == "east"
+        assert given == [8]
+
+    tell(tmp_path, story)
+
+
+def test_who_wishes_first_is_given_first_and_whole(tmp_path: Path, elastic: Config) -> None:
+    async def story(desk: Desk) -> None:
+        east, guest, other = await work(desk, "east", "guest", "other")
+
+        async def cut(number: int, wishes: control.Grant) -> control.HealAnswer:
+            """Have the cut that is named for a wish written by east, and kept by the syncer."""
+            await desk.report(wishes, heal=WISH)
+            await desk.report(east, cut=part_of(number, 3, 3))
+            await desk.report(guest, cut=part_of(number), heal=WISH)
+            await desk.report(other, cut=part_of(number), heal=WISH if wishes is other else None)
+            status = [control.FragmentStatus(fragment_id=p, version=3) for p in (0, 1)]
+            await desk.round_report(fragments=status, pinned_cut=number)
+            return (await desk.report(wishes, heal=WISH)).heal
+
+        assert (await cut(1, guest)).checkpoint == 1
+        assert (await desk.report(east)).donate == 1
+        assert (await cut(2, other)).checkpoint == 2
+        assert (await desk.report(east)).donate == 1, "what is under way is not broken off"
+        await desk.report(guest)
+        assert (await desk.report(east)).donate == 2
 
     tell(tmp_path, story, config=elastic)
 

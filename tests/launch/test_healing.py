@@ -31,6 +31,7 @@ from diloco.sync.calls import SyncerCalls
 from diloco.sync.groups import make_groups
 from diloco.sync.heal import HealTalk, NotHealed
 from diloco.sync.io_thread import IoThread
+from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, HealAnswer, ReportReply
 from tests.distributed import run_ranks
 from tests.launch.small_checkpoint import ISLAND, Trained, make_optimizer
@@ -118,11 +119,11 @@ class Island:
     def donor(self, directory: Path, plan: Plan) -> Donor:
         return Donor(directory, self.grant, plan, self.ways)
 
-    def told(self, donor: str = "", refusal: str = "") -> None:
+    def told(self, donor: str = "", refusal: str = "", checkpoint: int = CUT) -> None:
         """Hear an answer to the wish, as often as one would be reported."""
 
         def hear() -> None:
-            answer = HealAnswer(donor=donor, checkpoint=CUT if donor else 0, refusal=refusal)
+            answer = HealAnswer(donor=donor, checkpoint=checkpoint, refusal=refusal)
             self.talk.hear(ReportReply(heal=answer))
 
         self.io.post(hear)
@@ -136,13 +137,16 @@ def heal(
     island: Island,
     trained: Trained,
     at_most_s: float = 20.0,
-    *answers: tuple[float, dict[str, str]],
+    *answers: tuple[float | threading.Event, dict[str, Any]],
 ) -> Any:
-    """Wish; each of the answers comes after some seconds."""
+    """Wish; each of the answers comes after some seconds, or when something has happened."""
 
     def answer() -> None:
-        for after_s, said in answers or ((0.2, {"donor": ISLAND}),):
-            time.sleep(after_s)
+        for after, said in answers or ((0.2, {"donor": ISLAND}),):
+            if isinstance(after, threading.Event):
+                assert after.wait(40.0)
+            else:
+                time.sleep(after)
             island.told(**said)
 
     telling = threading.Thread(target=answer)
@@ -183,8 +187,8 @@ def source(tmp_path: Path) -> Path:
     return with_versions(tmp_path / "checkpoints")
 
 
-def with_versions(directory: Path) -> Path:
-    path = step_directory(directory, ISLAND, CUT, is_cut=True) / "manifest.json"
+def with_versions(directory: Path, cut: int = CUT) -> Path:
+    path = step_directory(directory, ISLAND, cut, is_cut=True) / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "versions": [5, 6]}))
     return directory
 
@@ -208,18 +212,36 @@ def test_moments_arrive_bit_for_bit_as_the_donors_checkpoint_has_them(
     assert optimizer_step(joiner.optimizer) == AGE + 1
 
 
-def take_as_a_rank(island_rank: int, address: str) -> dict[str, list[float]]:
+def take_as_a_rank(island_rank: int, address: str, second: str = "") -> dict[str, list[float]]:
+    """Take what `ISLAND` gives; or the `second`, named when the leader has missed a lane of it."""
     trained = Trained(seed=2, num_steps=0)
     fully_shard(trained.model, mesh=init_device_mesh("cpu", (2,)))
     trained.optimizer = make_optimizer(trained.model)
     island = Island(address, "west")
     if island_rank == 0:
-        heal(island, trained)
+        answers: list[Any] = [(0.1, {"donor": ISLAND})]
+        if second:
+            answers.append((a_lane_was_missed(island), {"donor": second}))
+        heal(island, trained, 40.0, *answers)
     else:
-        island.healing(trained.plan(), 20.0).take_(trained.model, trained.optimizer)
+        island.healing(trained.plan(), 40.0).take_(trained.model, trained.optimizer)
     island.io.stop()
     assert optimizer_step(trained.optimizer) == AGE
     return {name: values.flatten().tolist() for name, values in of_optimizer(trained).items()}
+
+
+def a_lane_was_missed(island: Island) -> threading.Event:
+    calls = island.ways.calls_of(0)
+    get, is_missed = calls.get, threading.Event()
+
+    async def watched(donor: str, checkpoint: int, lane: Any, *, max_reply_bytes: int) -> Any:
+        reply, payload = await get(donor, checkpoint, lane, max_reply_bytes=max_reply_bytes)
+        if lane is not None and reply.status != wire.FETCH_STATUS_OK:
+            is_missed.set()
+        return reply, payload
+
+    calls.get = watched  # type: ignore[method-assign]
+    return is_missed
 
 
 def test_an_island_of_another_layout_takes_the_same(tmp_path: Path, source: Path) -> None:
@@ -291,16 +313,36 @@ def give_some(island: Island, source: Path, plan: Plan, num_lanes: int) -> None:
 def test_another_donor_that_is_named_meanwhile_is_taken_from(tmp_path: Path, source: Path) -> None:
     plan = Trained().plan()
     with served(tmp_path / "store", plan) as address:
-        east, west = Island(address, ISLAND), Island(address, "west")
+        east = Island(address, ISLAND)
         north = Island(address, "west")  # gives under its name
         give_some(east, source, plan, num_lanes=1)
         (source / "west").symlink_to(source / ISLAND)
         north.io.run(north.donor(source, plan).give(CUT))
+
+        for taken in run_ranks(take_as_a_rank, 2, address, "west"):
+            of_rank = {name: torch.tensor(values) for name, values in taken.items()}
+            expected = {n: values.flatten() for n, values in of_checkpoint(source).items()}
+            assert_equal(of_rank, expected)
+
+
+def test_a_donor_that_is_asked_for_another_checkpoint_is_taken_from(
+    tmp_path: Path, source: Path
+) -> None:
+    trained = Trained(num_steps=AGE + 1)
+    trained.write(source, INNER_STEP + 1, CUT + 1)
+    with_versions(source, CUT + 1)
+    plan = trained.plan()
+    with served(tmp_path / "store", plan) as address:
+        east, west = Island(address, ISLAND), Island(address, "west")
+        give_some(east, source, plan, num_lanes=1)
+        east.io.run(east.donor(source, plan).give(CUT + 1))
         joiner = Trained(seed=2, num_steps=0)
 
-        taken = heal(west, joiner, 60.0, (0.1, {"donor": ISLAND}), (0.4, {"donor": "west"}))
-    assert taken.donor == "west"
-    assert_equal(of_optimizer(joiner), of_checkpoint(source))
+        second = {"donor": ISLAND, "checkpoint": CUT + 1}
+        answers = (0.1, {"donor": ISLAND}), (a_lane_was_missed(west), second)
+        taken = heal(west, joiner, 10.0, *answers)
+    assert taken.checkpoint == CUT + 1
+    assert_equal(of_optimizer(joiner), of_optimizer(trained))
 
 
 def test_nobody_is_waited_for_beyond_the_bound(tmp_path: Path, source: Path) -> None:

@@ -69,13 +69,14 @@ def take_up(
     *,
     on_arrival: bool,
     other: Any = None,
+    exchange: str = "syncer",
 ) -> None:
     """Return at `START_STEP`."""
     site: Any = SimpleNamespace(
         config=SimpleNamespace(
             checkpoint_dir=directory,
             island_id=ISLAND,
-            outer=SimpleNamespace(is_on_arrival=on_arrival),
+            outer=SimpleNamespace(is_on_arrival=on_arrival, exchange=exchange),
         ),
         report_checkpoints=lambda steps: None,
     )
@@ -127,6 +128,31 @@ def test_the_newer_of_memory_and_storage_is_taken(
     assert memory.has_loaded == (expected[0] == "memory")
     is_from_storage = expected[0] == "checkpoint"
     assert optimizer_step(trained.optimizer) == (AGE if is_from_storage else 0)
+
+
+@pytest.mark.parametrize(
+    ("memory", "other", "exchange", "unset"),
+    [
+        (None, None, "syncer", ["memory_checkpoint_steps", "heal_optimizer"]),
+        (None, None, "allreduce", ["memory_checkpoint_steps"]),
+        (Memory(None), Other("it is away"), "syncer", []),
+    ],
+)
+def test_who_begins_anew_hears_what_it_has_not_set(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    memory: Memory | None,
+    other: Other | None,
+    exchange: str,
+    unset: list[str],
+) -> None:
+    take_up(
+        tmp_path, Trained(num_steps=0), Batches(), memory, [],
+        on_arrival=False, other=other, exchange=exchange,
+    )  # fmt: skip
+
+    settings = ["checkpoint.every_inner_steps", *(f"islands.{ISLAND}.{name}" for name in unset)]
+    assert f"(set {' or '.join(settings)} to keep it" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import json
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +16,11 @@ import blake3
 import pytest
 
 from diloco import durable
+from diloco.durable import DiskFull
 from diloco.rounds import donations
 from diloco.rounds.donation import LaneGiven, Manifest, lane_name
 from protos import fragment_pb2 as wire
-from tests.raw_island import NUMEL, RawIsland, founded, restart
+from tests.raw_island import KEY, NUMEL, RawIsland, SlowWorker, founded, restart
 from tests.rounds.test_disk_full import FullDisk
 from tests.virtual_run import RUN, Setting, VirtualRun
 from transport.loopback import run_virtual
@@ -147,14 +151,17 @@ def test_a_lane_that_is_not_what_the_manifest_says_is_refused(setting: Setting) 
     run_virtual(scenario())
 
 
-def test_a_syncer_that_starts_again_has_what_it_had_but_what_is_damaged(setting: Setting) -> None:
+@pytest.mark.parametrize("num_left", [100, 0])
+def test_a_syncer_that_starts_again_has_what_it_had_but_what_is_damaged(
+    setting: Setting, num_left: int
+) -> None:
     async def scenario() -> None:
         run, (a, b) = await founded(setting)
         await put(a, manifest_of(run).to_json())
         for lane_id in (0, 1):
             await put(a, lane_bytes(run, lane_id), lane_id)
         (torn,) = (setting.directory / "donations").glob("*/0-1.safetensors")
-        torn.write_bytes(torn.read_bytes()[:100])
+        torn.write_bytes(torn.read_bytes()[:num_left])
         left = setting.directory / "donations" / "half"
         left.mkdir()
 
@@ -177,11 +184,12 @@ def test_no_more_than_two_are_kept_and_none_for_ever(setting: Setting) -> None:
             text = manifest_of(run, checkpoint=number).to_json()
             assert await put(a, text, checkpoint=number) == ""
         text = manifest_of(run, checkpoint=5).to_json()
-        assert "are under way already" in await put(a, text, checkpoint=5)
+        third = asyncio.ensure_future(put(a, text, checkpoint=5))
 
-        await asyncio.sleep(donations.IDLE_S)
+        await asyncio.sleep(donations.IDLE_S / 2)
         assert await get(b, checkpoint=4) is not None
-        assert await put(a, text, checkpoint=5) == "", "in the place of what nobody asks for"
+        assert not third.done(), "told to call again, not refused"
+        assert await third == "", "in the place of what nobody asks for"
         assert await get(b, checkpoint=3) is None
         assert await get(b, checkpoint=4) is not None
 
@@ -192,6 +200,68 @@ def test_no_more_than_two_are_kept_and_none_for_ever(setting: Setting) -> None:
         assert await get(b, checkpoint=5) is not None
         await asyncio.sleep(donations.EXPIRES_S + 1.0)
         assert not list((setting.directory / "donations").iterdir())
+
+    run_virtual(scenario())
+
+
+def test_two_that_come_at_once_do_not_take_the_place_of_one(setting: Setting) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        run.worker = SlowWorker(before_s=0.1)
+        await run.start_syncer()
+        a, b = RawIsland(run, "a"), RawIsland(run, "b")
+
+        async def begin(number: int) -> str:
+            return await put(a, manifest_of(run, "a", number).to_json(), checkpoint=number)
+
+        assert [await begin(3), await begin(4)] == ["", ""]
+        await asyncio.sleep(donations.IDLE_S)
+        assert await get(b, checkpoint=4) is not None
+
+        assert await asyncio.gather(begin(5), begin(6)) == ["", ""]
+
+        assert len(list((setting.directory / "donations").iterdir())) == donations.MOST_DONATIONS
+
+    run_virtual(scenario())
+
+
+def test_rounds_and_donations_do_not_wait_for_each_other(setting: Setting) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        run.worker, run.beside = SlowWorker(before_s=1.0), SlowWorker(before_s=20.0)
+        await run.start_syncer()
+        a, b = (RawIsland(run, name) for name in "ab")
+        loop = asyncio.get_running_loop()
+        await put(a, manifest_of(run).to_json())
+        await put(a, lane_bytes(run, 0), 0)
+        for island in (a, b):
+            await island.poll()
+        taking, began = asyncio.ensure_future(get(b, 0)), loop.time()
+        await a.upload()
+        for island in (a, b):
+            await island.contribute()
+        while run.syncer.states[0].version == 0:
+            await asyncio.sleep(0.1)
+        assert loop.time() - began < 20.0
+
+        assert await taking == lane_bytes(run, 0)
+
+    run_virtual(scenario())
+
+
+def test_a_lane_takes_no_memory_while_it_is_sent(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, _) = await founded(setting)
+        await put(a, manifest_of(run).to_json())
+        await put(a, lane_bytes(run, 0), 0)
+        header = wire.HealGetHeader(donor="a", checkpoint=CHECKPOINT)
+
+        reply, payload = await run.syncer._donations.get(header)
+
+        assert isinstance(payload, memoryview) and isinstance(payload.obj, mmap.mmap)
+        for path in (setting.directory / "donations").glob("*/*.safetensors"):
+            path.unlink()
+        assert blake3.blake3(payload).digest() == reply.digest
 
     run_virtual(scenario())
 
@@ -215,6 +285,46 @@ def test_a_full_disk_lets_donations_go_and_not_the_syncer(
         assert await put(a, manifest_of(run).to_json()) == ""
         await a.contribute()
         assert run.syncer.failure is None
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("spool_bytes", [1 << 20, 0], ids=["version", "lane"])
+def test_what_finds_no_room_has_that_of_donations(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, spool_bytes: int
+) -> None:
+    setting.spool_bytes = spool_bytes
+    of_donations = setting.directory / "donations"
+    reserve, write_bytes = durable.reserve, Path.write_bytes
+
+    def insist_on_room() -> None:
+        if list(of_donations.glob("*/*.safetensors")):
+            raise DiskFull(errno.ENOSPC, "no room beside a donation")
+
+    def reserve_if_room(*arguments: Any) -> None:
+        insist_on_room()
+        reserve(*arguments)
+
+    def write_if_room(path: Path, data: bytes) -> int:
+        insist_on_room()
+        return write_bytes(path, data)
+
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        await put(a, manifest_of(run).to_json())
+        await put(a, lane_bytes(run, 0), 0)
+        monkeypatch.setattr(durable, "reserve", reserve_if_room)
+        monkeypatch.setattr(Path, "write_bytes", write_if_room)
+
+        async with asyncio.timeout(30.0):  # of virtual time; donations expire much later
+            for island, lane_id in itertools.product((a, b), (0, 1)):
+                while (await island.submit(KEY, lane_id)).status != wire.SUBMIT_STATUS_RECEIVED:
+                    await asyncio.sleep(0.5)
+        await asyncio.sleep(5.0)
+
+        assert run.syncer.states[0].version == 1
+        assert not list(of_donations.iterdir())
+        assert await get(b) is None
 
     run_virtual(scenario())
 
