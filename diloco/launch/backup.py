@@ -24,6 +24,7 @@ from pathlib import Path
 from diloco.durable import sync_directory
 from diloco.errors import ConfigError
 from diloco.launch.state_dir import StateDir
+from diloco.launch.stores import insist_on_stores
 from transport.units import format_bytes
 
 #: Of the syncer's store: a lock, where one process listened, and what only that process reads.
@@ -85,6 +86,7 @@ def _told(directory: Path, num_bytes: int, with_secret: bool) -> str:
 
 
 def _copy_run(state: StateDir, directory: Path, with_secret: bool) -> int:
+    insist_on_stores(state)
     directory.mkdir(mode=0o700, parents=True)  # never over another one
     copy = StateDir(directory)
     with contextlib.closing(sqlite3.connect(state.journal)) as journal:

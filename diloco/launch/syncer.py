@@ -143,13 +143,16 @@ async def _run_syncer(state: StateDir) -> int:
 
 async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Event) -> None:
     """Have the plan in the store, and what of it is ours: a restart needs no coordinator."""
-    is_one_of_several = state.syncer_name != ONLY_SYNCER
-    if state.plan.exists() and (state.fragments.exists() or not is_one_of_several):
-        return
+    if state.plan.exists():
+        try:
+            part_of(state, Plan.from_json(state.plan.read_text(encoding="utf-8")))
+            return
+        except DilocoError as error:
+            logger.warning("asking the coordinator: %s", error)
     reply = await reporter.learn_plan()
 
     def keep() -> None:
-        if is_one_of_several:
+        if state.syncer_name != ONLY_SYNCER:
             write_json(state.fragments, list(reply.fragment_ids))
         write_durably(state.plan, [reply.plan_json.encode()])
 
