@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ class SyncerWord:
 
     address: str = ""
     epoch: int = 0
-    at: float = 0.0
+    at: float = -math.inf
     refusals: list[RefusalCount] = field(default_factory=list)
 
 
@@ -149,7 +150,10 @@ class Board:
 
     def status(self) -> StatusReply:
         """Everything an operator sees: islands, fragments, the syncer, the run's state."""
-        membership, now, words = self._membership, _now(), sorted(self.syncers.items())
+        membership, now = self._membership, _now()
+        # Of all there are: one that is lost must not be missed because nothing was heard of it.
+        num_syncers = 0 if self.instead_of_syncer else membership.assignment.num_syncers
+        words = [(n, self.syncers.get(n, SyncerWord())) for n in range(num_syncers)]
         reply = StatusReply(
             run=membership.run,
             timeline=membership.timeline,
