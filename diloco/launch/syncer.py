@@ -173,8 +173,8 @@ async def _serve(
     with TensorThread() as worker:
         await worker.run(lambda: take_to_timeline(state, plan, timeline))
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
-            num_parameters = sum(tensor.numel for tensor in plan.tensors)
-            insist_on_room(config, num_parameters, islands=(), is_new=True)
+            num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
+            insist_on_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
         clock = wall_clock(os.environ, state.syncer_name)
         events = _open_events(config, state, epoch, timeline, clock)
         syncer = _build_syncer(
