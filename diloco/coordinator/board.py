@@ -150,10 +150,7 @@ class Board:
 
     def status(self) -> StatusReply:
         """Everything an operator sees: islands, fragments, the syncer, the run's state."""
-        membership, now = self._membership, _now()
-        # Of all there are: one that is lost must not be missed because nothing was heard of it.
-        num_syncers = 0 if self.instead_of_syncer else membership.assignment.num_syncers
-        words = [(n, self.syncers.get(n, SyncerWord())) for n in range(num_syncers)]
+        membership, now, words = self._membership, _now(), self._words
         reply = StatusReply(
             run=membership.run,
             timeline=membership.timeline,
@@ -193,6 +190,12 @@ class Board:
             reply.refusals.add(service="syncer", island=island, cause=said, count=count)
         return reply
 
+    @property
+    def _words(self) -> list[tuple[int, SyncerWord]]:
+        """Of all syncers there are: one that is lost was perhaps never heard of."""
+        number = 0 if self.instead_of_syncer else self._membership.assignment.num_syncers
+        return [(n, self.syncers.get(n, SyncerWord())) for n in range(number)]
+
     def _fragments_of(self, syncer_id: int) -> list[int]:
         return self._membership.assignment.of(syncer_id, self._membership.plan_json)
 
@@ -206,7 +209,7 @@ class Board:
             start_step=membership.start_step,
             has_published=self._journal.has_rounds(membership.timeline),
             inner_steps=self.inner_steps,
-            syncer_address=next((w.address for _, w in sorted(self.syncers.items())), ""),
+            syncer_addresses=[word.address for _, word in self._words],
         )
 
     def island_status(self, island: str) -> IslandStatus:

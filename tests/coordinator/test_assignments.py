@@ -14,6 +14,7 @@ from diloco.coordinator.grants import sign
 from diloco.outer.fragments import Plan
 from protos import control_pb2 as control
 from tests.coordinator_desk import SECRET, Desk
+from transport.contracts import PROTOCOL_VERSION
 from transport.errors import FrameError
 
 
@@ -70,6 +71,9 @@ def test_an_island_is_sent_to_all_syncers_or_to_none(tmp_path: Path) -> None:
             list(each.fragment_ids) for each in told
         ]
         assert status.syncer_address == "127.0.0.1:4712, 127.0.0.1:4713"
+        request = control.StandingRequest(protocol_version=PROTOCOL_VERSION)
+        standing = control.StandingReply.FromString(await desk.call("standing", request))
+        assert list(standing.syncer_addresses) == ["127.0.0.1:4712", "127.0.0.1:4713"]
         await desk.close()
 
     asyncio.run(story())
