@@ -98,7 +98,7 @@ def objection(
             )
         num_fragments = len(Plan.from_json(there.plan_json).fragments)
         here_num = json.loads(here.identity_json).get("outer.num_fragments", num_fragments)
-        if num_fragments != here_num:  # the first to join decides the plan of all
+        if not here.plan_json and num_fragments != here_num:  # it would be the plan of all
             raise PlanMismatch(
                 f"it has {num_fragments} fragments (there), outer.num_fragments = {here_num} (here)"
             )
