@@ -395,7 +395,7 @@ class StandingRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., island: _Optional[str] = ...) -> None: ...
 
 class StandingReply(_message.Message):
-    __slots__ = ("run", "timeline", "state", "start_step", "has_published", "inner_steps", "island", "syncer_address")
+    __slots__ = ("run", "timeline", "state", "start_step", "has_published", "inner_steps", "island", "syncer_addresses")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -403,7 +403,7 @@ class StandingReply(_message.Message):
     HAS_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
     ISLAND_FIELD_NUMBER: _ClassVar[int]
-    SYNCER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SYNCER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     state: str
@@ -411,8 +411,8 @@ class StandingReply(_message.Message):
     has_published: bool
     inner_steps: int
     island: IslandStatus
-    syncer_address: str
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., state: _Optional[str] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., inner_steps: _Optional[int] = ..., island: _Optional[_Union[IslandStatus, _Mapping]] = ..., syncer_address: _Optional[str] = ...) -> None: ...
+    syncer_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., state: _Optional[str] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., inner_steps: _Optional[int] = ..., island: _Optional[_Union[IslandStatus, _Mapping]] = ..., syncer_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SyncerHelloRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid", "syncer_id")

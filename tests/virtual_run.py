@@ -109,6 +109,7 @@ class Setting:
     downlink_codec: str = "float32"
     error_feedback: bool = False
     round_deadline_s: float = 60.0
+    unreachable_s: float = 600.0
     num_unsure_pins: int = 4
     spool_bytes: int = 1 << 30
     step_s: float = 1.0
@@ -221,7 +222,7 @@ class VirtualIsland:
                 setting.uplink_codec,
                 setting.error_feedback,
                 60.0,
-                600.0,
+                setting.unreachable_s,
                 seed=0,
                 on_arrival=setting.min_members is not None,
                 is_carried=setting.late == "carry",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -75,9 +77,16 @@ def islands_table(reply: StatusReply) -> Table:
 def fragments_table(reply: StatusReply) -> Table:
     """Show one row a fragment: its newest published version and its current attempt."""
     table = _table("fragment", "version", "attempt", "phase", "published", "digest", "contributors")
-    for fragment in reply.fragments:
-        table.add_row(*_fragment_cells(fragment))
+    for fragment_id, fragment in _fragments(reply):
+        table.add_row(str(fragment_id), *_fragment_cells(fragment))
     return table
+
+
+def _fragments(reply: StatusReply) -> list[tuple[int, FragmentStatus | None]]:
+    """Give every fragment of the run, None where its syncer has not been heard of."""
+    known = {fragment.fragment_id: fragment for fragment in reply.fragments}
+    there = known.keys() | {p for syncer in reply.syncers for p in syncer.fragment_ids}
+    return [(p, known.get(p)) for p in sorted(there)]
 
 
 def syncers_table(reply: StatusReply) -> Table:
@@ -87,9 +96,9 @@ def syncers_table(reply: StatusReply) -> Table:
         table.add_row(
             str(syncer.syncer_id),
             syncer.address or _UNKNOWN,
-            str(syncer.syncer_epoch),
+            str(syncer.syncer_epoch or _UNKNOWN),
             ", ".join(map(str, syncer.fragment_ids)) or _UNKNOWN,
-            f"{_seconds(syncer.age_s)} ago",
+            f"{_seconds(syncer.age_s)} ago" if syncer.age_s < math.inf else "never",
         )
     return table
 
@@ -111,7 +120,8 @@ def run_text(reply: StatusReply) -> str:
         f"{island.island} {island_text(island, reply.inner_steps)}"
         for island in sorted(reply.islands, key=lambda island: island.island_slot)
     )
-    versions = ", ".join(str(fragment.version) for fragment in reply.fragments)
+    stands = [fragment for _, fragment in _fragments(reply)]
+    versions = ", ".join(str(f.version) if f else _UNKNOWN for f in stands if any(stands))
     tokens = f"; tokens merged {_tokens_text(reply)}" if reply.total_tokens else ""
     return f"{reply.state}: {islands}; versions {versions or 'none yet'}{tokens}"
 
@@ -119,10 +129,13 @@ def run_text(reply: StatusReply) -> str:
 def _tokens_text(reply: StatusReply) -> str:
     """Say how far a run is that tokens end: the least that a fragment has merged, and solo rounds.
 
-    The share of these is of the rounds since the syncer's start; there is none before the first.
+    Nobody knows the least while a fragment has not been heard of. The share of solo rounds is of
+    the rounds since the syncer's start; there is none before the first.
     """
-    merged = min((fragment.merged_tokens for fragment in reply.fragments), default=0)
-    text = f"{merged:,} of {reply.total_tokens:,}"
+    merged = [fragment.merged_tokens for _, fragment in _fragments(reply) if fragment]
+    is_known = len(merged) == len(_fragments(reply))
+    least = f"{min(merged, default=0):,}" if is_known else _UNKNOWN
+    text = f"{least} of {reply.total_tokens:,}"
     if rounds := sum(fragment.rounds for fragment in reply.fragments):
         solo = sum(fragment.solo_rounds for fragment in reply.fragments) / rounds
         text += f" ({solo:.0%} of rounds solo)"
@@ -190,9 +203,10 @@ def _lease(island: IslandStatus) -> str:
     return f"{island.lease} {_seconds(island.lease_left_s)}"
 
 
-def _fragment_cells(fragment: FragmentStatus) -> tuple[str, ...]:
+def _fragment_cells(fragment: FragmentStatus | None) -> tuple[str, ...]:
+    if fragment is None:
+        return (_UNKNOWN, _UNKNOWN, "not heard of", _UNKNOWN, _UNKNOWN, _UNKNOWN)
     return (
-        str(fragment.fragment_id),
         str(fragment.version),
         str(fragment.attempt),
         fragment.phase,

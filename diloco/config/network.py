@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -196,6 +196,7 @@ class TransportConfig(Section):
 
 
 _MOST_PORT = 65535
+_ANY_HOST = ("0.0.0.0", "[::]")
 #: Processes on one machine, each with a core for its rounds.
 MOST_SYNCERS = 64
 
@@ -271,12 +272,40 @@ def syncer_problems(value: CoordinatorConfig, num_fragments: int, kind: str) -> 
     if kind == "hivemind":
         yield "num_syncers", num_syncers, 'comes later with transport.kind = "hivemind": leave it 1'
         return
-    for name in ("syncer_listen", "syncer_address"):
-        for address in filter(None, getattr(value, name).split(",")):
-            _, port = split_address(address.strip())
-            if port and port + num_syncers - 1 > _MOST_PORT:
-                message = f"the last of {num_syncers} syncers has port {port + num_syncers - 1}"
-                yield name, getattr(value, name), f"{message}; {_MOST_PORT} is the highest"
+    for address in filter(None, value.syncer_address.split(",")):
+        if message := _beyond_ports(address.strip(), num_syncers):
+            yield "syncer_address", value.syncer_address, message
+
+
+def port_problems(listeners: Iterable[tuple[str, str, int]]) -> Iterator[Problem]:
+    """Name those listeners of one machine that have no port, or that of another one before them.
+
+    Args:
+        listeners: Dotted key, HOST:PORT (empty: nowhere) and number of each: so many listen there
+            and at the ports behind. Port 0 is drawn, and nobody's.
+    """
+    taken: list[tuple[str, str, range]] = []
+    for key, address, number in listeners:
+        if not address:
+            continue
+        host, port = split_address(address)
+        name, ports = key.rpartition(".")[2], range(port, port + number if port else port)
+        if message := _beyond_ports(address, number):
+            yield name, address, message
+        for other_host, other, theirs in taken:
+            is_shared = host == other_host or not {host, other_host}.isdisjoint(_ANY_HOST)
+            if is_shared and (both := sorted({*ports}.intersection(theirs))):
+                whose = f"{number} syncers have {ports[0]} to {ports[-1]}; " if number > 1 else ""
+                yield name, address, f"{whose}port {both[0]} is {other}'s too: give it another one"
+        taken.append((host, key, ports))
+
+
+def _beyond_ports(address: str, number: int) -> str:
+    _, port = split_address(address)
+    if not port or port + number - 1 <= _MOST_PORT:
+        return ""
+    last = f"the last of {number} syncers has port {port + number - 1}"
+    return f"{last}; {_MOST_PORT} is the highest"
 
 
 def host_of(address: str) -> str:

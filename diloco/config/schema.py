@@ -34,6 +34,7 @@ from diloco.config.network import (
     CoordinatorConfig,
     TransportConfig,
     beyond_loopback,
+    port_problems,
     syncer_problems,
 )
 from diloco.config.outer import FEWEST_OF_A_MEDIAN, OuterConfig
@@ -202,6 +203,7 @@ class Config(Section):
         problems += _of_a_syncer(value, of_syncers, info)
         if has_syncer and outer is not None and transport is not None:
             problems += syncer_problems(value, outer.num_fragments, transport.kind)
+        problems += port_problems(_listeners(value))
         if problems:
             raise several_problems(problems)
         return value
@@ -243,6 +245,12 @@ class Config(Section):
         if not value.metrics_token:
             problems += [(n, getattr(value, n), NO_TOKEN) for n in beyond_loopback(value, names)]
         problems += _of_a_syncer(value, ("syncer_metrics",), info)
+        if (coordinator := info.data.get("coordinator")) is not None:
+            listeners = [*_listeners(coordinator)]
+            listeners += [("telemetry.coordinator_metrics", value.coordinator_metrics, 1)]
+            number = coordinator.num_syncers
+            listeners += [("telemetry.syncer_metrics", value.syncer_metrics, number)]
+            problems += port_problems(listeners)
         if problems:
             raise several_problems(problems)
         return value
@@ -310,6 +318,14 @@ class Config(Section):
             message = f"is not an island of this file; islands: {', '.join(sorted(self.islands))}"
             raise several_problems([("island_id", self.island_id, message)])
         return self
+
+
+def _listeners(value: CoordinatorConfig) -> list[tuple[str, str, int]]:
+    """Give key and address of each listener of the coordinator's machine, and how many it has."""
+    return [
+        ("coordinator.listen", value.listen, 1),
+        ("coordinator.syncer_listen", value.syncer_listen, value.num_syncers),
+    ]
 
 
 def _unprotected(section: Section, names: Sequence[str], info: ValidationInfo) -> list[Problem]:

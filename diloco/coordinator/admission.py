@@ -96,7 +96,12 @@ def objection(
             raise PlanMismatch(
                 f"its manifest has {len(there.plan_json)} bytes; {MOST_PLAN_BYTES} are allowed"
             )
-        Plan.from_json(there.plan_json)
+        num_fragments = len(Plan.from_json(there.plan_json).fragments)
+        here_num = json.loads(here.identity_json).get("outer.num_fragments", num_fragments)
+        if not here.plan_json and num_fragments != here_num:  # it would be the plan of all
+            raise PlanMismatch(
+                f"it has {num_fragments} fragments (there), outer.num_fragments = {here_num} (here)"
+            )
     except PlanMismatch as error:
         message = f"island {island!r} sent no usable plan: {error}"
         return Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ class SyncerWord:
 
     address: str = ""
     epoch: int = 0
-    at: float = 0.0
+    at: float = -math.inf
     refusals: list[RefusalCount] = field(default_factory=list)
 
 
@@ -160,7 +161,7 @@ class Board:
 
     def status(self) -> StatusReply:
         """Everything an operator sees: islands, fragments, the syncer, the run's state."""
-        membership, now, words = self._membership, _now(), sorted(self.syncers.items())
+        membership, now, words = self._membership, _now(), self._words
         reply = StatusReply(
             run=membership.run,
             timeline=membership.timeline,
@@ -200,6 +201,12 @@ class Board:
             reply.refusals.add(service="syncer", island=island, cause=said, count=count)
         return reply
 
+    @property
+    def _words(self) -> list[tuple[int, SyncerWord]]:
+        """Of all syncers there are: one that is lost was perhaps never heard of."""
+        number = 0 if self.instead_of_syncer else self._membership.assignment.num_syncers
+        return [(n, self.syncers.get(n, SyncerWord())) for n in range(number)]
+
     def _fragments_of(self, syncer_id: int) -> list[int]:
         return self._membership.assignment.of(syncer_id, self._membership.plan_json)
 
@@ -213,7 +220,7 @@ class Board:
             start_step=membership.start_step,
             has_published=self._journal.has_rounds(membership.timeline),
             inner_steps=self.inner_steps,
-            syncer_address=next((w.address for _, w in sorted(self.syncers.items())), ""),
+            syncer_addresses=[word.address for _, word in self._words],
         )
 
     def island_status(self, island: str) -> IslandStatus:

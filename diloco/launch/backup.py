@@ -5,8 +5,8 @@
                several syncers syncer-N/, each with its own fragments
 
 The journal comes first and as one: what the records say beyond it is indexed when a run is started
-from the copy. The syncer goes on and lets records go, so its files are linked first, which takes an
-instant, and copied from there. Imports no torch, and runs beside the coordinator's loop.
+from the copy. The syncers go on and let records go, so the files of all are linked first, which
+takes an instant, and copied from there. Imports no torch, and runs beside the coordinator's loop.
 
 Source: protocol.md sections 4 and 8.
 """
@@ -24,12 +24,14 @@ from pathlib import Path
 from diloco.durable import sync_directory
 from diloco.errors import ConfigError
 from diloco.launch.state_dir import StateDir
+from diloco.launch.stores import insist_on_stores
 from transport.units import format_bytes
 
 #: Of the syncer's store: a lock, where one process listened, and what only that process reads.
 _NOT_COPIED = frozenset({"lock", "address.json", "spool"})
 #: Times that the files are linked anew because one was let go of meanwhile.
 _ATTEMPTS = 20
+_COMPLETE = "SELECT value FROM entries WHERE key = 'checkpoint'"
 
 
 class Backups:
@@ -85,21 +87,20 @@ def _told(directory: Path, num_bytes: int, with_secret: bool) -> str:
 
 
 def _copy_run(state: StateDir, directory: Path, with_secret: bool) -> int:
+    insist_on_stores(state)
     directory.mkdir(mode=0o700, parents=True)  # never over another one
     copy = StateDir(directory)
-    with contextlib.closing(sqlite3.connect(state.journal)) as journal:
-        journal.execute("VACUUM INTO ?", (str(copy.journal),))
+    links = state.root / "backup"
+    try:
+        _take(state, copy, links)
+        for each in state.syncers:
+            shutil.copytree(links / each.syncer_name, StateDir(directory, each.syncer_name).store)
+    finally:
+        shutil.rmtree(links, ignore_errors=True)
     for source in (state.resolved, state.fingerprint, state.timeline):
         shutil.copy2(source, directory)
     if with_secret:
         shutil.copy2(state.secret, directory)
-    links = state.root / "backup"
-    for each in state.syncers:
-        try:
-            _link(each.store, links)
-            shutil.copytree(links, StateDir(directory, each.syncer_name).store)
-        finally:
-            shutil.rmtree(links, ignore_errors=True)
     files = [path for path in directory.rglob("*") if path.is_file()]
     for path in files:
         with open(path, "rb") as file:
@@ -109,11 +110,29 @@ def _copy_run(state: StateDir, directory: Path, with_secret: bool) -> int:
     return sum(path.stat().st_size for path in files)
 
 
+def _take(state: StateDir, copy: StateDir, links: Path) -> None:
+    """Copy the journal and link all stores as of one instant: again, where a checkpoint completed.
+
+    The older one that it replaces may have been let go of by some stores and not by others.
+    """
+    with contextlib.closing(sqlite3.connect(state.journal)) as journal:
+        for _ in range(_ATTEMPTS):
+            shutil.rmtree(links, ignore_errors=True)  # of a process that was killed, too
+            copy.journal.unlink(missing_ok=True)
+            complete = journal.execute(_COMPLETE).fetchall()
+            journal.execute("VACUUM INTO ?", (str(copy.journal),))
+            for each in state.syncers:
+                _link(each.store, links / each.syncer_name)
+            if journal.execute(_COMPLETE).fetchall() == complete:
+                return
+    raise OSError("one checkpoint after the other completed meanwhile: try again")
+
+
 def _link(source: Path, target: Path) -> None:
     """Link every file of a store at one instant: again, while one is let go of meanwhile."""
     for attempt in range(_ATTEMPTS):
-        shutil.rmtree(target, ignore_errors=True)  # of a process that was killed, too
-        target.mkdir(mode=0o700)
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(mode=0o700, parents=True)
         try:
             for path in sorted(source.rglob("*")):
                 name = path.relative_to(source)

@@ -165,18 +165,18 @@ def _syncer_findings(facts: Facts) -> Iterator[Finding]:
     call = facts.call
     if not facts.asks_syncer or call is None or call.error:
         return
-    if not call.syncer:
-        found = "the coordinator does not know yet where it is: look again when it has started one"
-        yield Finding("syncer", State.UNKNOWN, found)
-    elif facts.is_proxied:
-        found = f"{call.syncer}: calls to it go through grpc_proxy, which was not tried"
-        yield Finding("syncer", State.UNKNOWN, found)
-    elif not facts.syncer_paths:
-        found = f"{call.syncer} is reached through the libp2p network, which was not tried"
-        yield Finding("syncer", State.UNKNOWN, found)
-    else:
-        key = "coordinator.syncer_address"
-        yield from _path_findings("syncer", key, facts, facts.syncer_paths)
+    for address, paths in zip(call.syncers, facts.syncer_paths, strict=True):
+        if not address:
+            found = "the coordinator does not know yet where it is: look again when it has started"
+            yield Finding("syncer", State.UNKNOWN, found)
+        elif facts.is_proxied:
+            found = f"{address}: calls to it go through grpc_proxy, which was not tried"
+            yield Finding("syncer", State.UNKNOWN, found)
+        elif not paths:
+            found = f"{address} is reached through the libp2p network, which was not tried"
+            yield Finding("syncer", State.UNKNOWN, found)
+        else:
+            yield from _path_findings("syncer", "coordinator.syncer_address", facts, paths)
 
 
 def _path_findings(
@@ -306,7 +306,7 @@ def _stranger_findings(facts: Facts) -> Iterator[Finding]:
         return
     is_found_only = bool(facts.coordinator) and not facts.paths  # by its identity, or a relay
     hosts = [split_address(port.address)[0] for port in facts.ports]
-    hosts += [split_address(path.address)[0] for path in (*facts.paths, *facts.syncer_paths)]
+    hosts += [split_address(path.address)[0] for path in facts.all_paths]
     mend = "diloco certs init RUN.toml"
     if facts.insecure:
         found = "transport.insecure = true: "

@@ -134,15 +134,21 @@ def _num_pinned_versions(config: Config, num_checkpoints: int) -> int:
 
 
 def insist_on_room(
-    config: Config, num_parameters: int, *, islands: Collection[str], is_new: bool
+    config: Config,
+    num_parameters: int,
+    *,
+    islands: Collection[str],
+    is_new: bool,
+    own_store: Path | None = None,
 ) -> None:
     """Refuse a run that cannot keep on this machine what it must.
 
     Args:
         config: The run.
-        num_parameters: Trained parameters.
+        num_parameters: Trained parameters; of one syncer those that it has.
         islands: Islands whose checkpoints are written on this machine; the syncer's store is.
         is_new: Whether the run begins; else what is in its directories is counted as written.
+        own_store: Of one syncer, whose part alone is looked at; None: the stores of all.
 
     Raises:
         ConfigError: Naming what is needed, what is free and what to change; or the place in which
@@ -153,7 +159,8 @@ def insist_on_room(
         _insist_on_writable(config.checkpoint_dir, "checkpoint.dir")
     planned = forecast_disk(config, num_parameters)
     state = StateDir(Path(config.coordinator.state_dir))
-    stores = [each.store for each in state.of_syncers(config.coordinator.num_syncers)]
+    syncers = state.of_syncers(config.coordinator.num_syncers)
+    stores = [own_store] if own_store is not None else [each.store for each in syncers]
     whose = "the syncer's store" if len(stores) == 1 else "the syncers' stores"
     needs = [(stores, whose, planned.store_bytes)]
     for island in sorted(islands):

@@ -355,9 +355,7 @@ def insist_on_place(state_dir: Path, *, fresh: bool) -> None:
             f"a run is under way in {state_dir} (coordinator: process {pid}). Watch it with diloco "
             f"status, stop it, or give another coordinator.state_dir"
         )
-    has_begun = not state.resolved.exists() or any(
-        any(each.store.glob("fragment-*/*.record")) for each in state.holding_records
-    )
+    has_begun = not state.resolved.exists() or any(state.root.rglob("fragment-*/*.record"))
     if has_begun and not fresh:
         raise ConfigError(
             f"{state_dir} already holds a run. Go on with it from its newest checkpoint with "

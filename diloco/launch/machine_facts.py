@@ -126,7 +126,7 @@ def gather(config: Config | None, *, coordinator: str = "") -> Facts:
         call = _try_call(config, address)
     else:
         address = ""
-    syncer = call.syncer if call is not None else ""
+    syncers = call.syncers if call is not None else ()
     return Facts(
         tcp=read_tcp(),
         is_clock_kept=_is_clock_kept(),
@@ -139,7 +139,7 @@ def gather(config: Config | None, *, coordinator: str = "") -> Facts:
         paths=tuple(map(try_path, _hosts_of(address))),
         call=call,
         asks_syncer=bool(config.island_id) and _has_syncer(config),
-        syncer_paths=tuple(map(try_path, _hosts_of(syncer))),
+        syncer_paths=tuple(tuple(map(try_path, _hosts_of(syncer))) for syncer in syncers),
     )
 
 
@@ -274,7 +274,7 @@ def _echo_request(kind: int, number: int, num_bytes: int) -> bytes:
 def _try_call(config: Config, address: str) -> CallFacts | None:
     """Ask the coordinator what time it is, as this site's process would call it; None: none would.
 
-    An island also asks where the syncer is.
+    An island also asks where the syncers are.
     """
     role = Role.ISLAND if config.island_id else Role.SYNCER
     if role is Role.SYNCER and not _has_syncer(config):
@@ -297,7 +297,7 @@ async def _ask(security: Security, address: str, island: str) -> CallFacts:
         began = time.time()
         reply = await transport.call("control.clock", request, deadline_s=_CALL_S)
         took_s = time.time() - began
-        syncer = (await ask_standing(transport, island)).syncer_address if island else ""
+        syncers = (await ask_standing(transport, island)).syncer_addresses if island else ()
     except TransportError as error:
         return CallFacts(address, error=str(error))
     except CoordinatorUnavailable as error:
@@ -306,7 +306,7 @@ async def _ask(security: Security, address: str, island: str) -> CallFacts:
         await transport.close()
     theirs = ClockReply.FromString(reply.header).unix_s
     return CallFacts(
-        address, clock_s=began + took_s / 2 - theirs, uncertain_s=took_s / 2, syncer=syncer
+        address, clock_s=began + took_s / 2 - theirs, uncertain_s=took_s / 2, syncers=tuple(syncers)
     )
 
 

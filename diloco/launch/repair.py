@@ -16,8 +16,7 @@ from diloco.coordinator.journal import Journal, Told
 from diloco.durable import read_json
 from diloco.errors import ConfigError
 from diloco.launch.state_dir import ONLY_SYNCER, Held, StateDir, hold, read_timeline
-from diloco.launch.stores import part_of
-from diloco.outer.fragments import Plan
+from diloco.launch.stores import Part, known_plan, parts_of
 from diloco.rounds.repair import Condition, Finding, repair_fragment
 from diloco.rounds.store import FragmentStore
 
@@ -38,19 +37,20 @@ def repair_run(
         ConfigError: If there is no store, or a syncer serves it.
         DiskFull: If there is no room for what is made again.
     """
-    for each in state.syncers:
-        if not each.plan.is_file():
-            raise ConfigError(
-                f"{state.root} holds no store of a syncer (there is no {each.plan}): give the run "
-                "file, or the coordinator.state_dir of a run that was started"
-            )
+    if state.holding_records != state.syncers or (plan := known_plan(state)) is None:
+        raise ConfigError(
+            f"{state.root} holds no store of a syncer (there is no {state.syncers[0].plan}): give "
+            "the run file, or the coordinator.state_dir of a run that was started"
+        )
+    config, parts = load_config(state.resolved), parts_of(state, plan)
     try:
         with contextlib.ExitStack() as held:
-            for each in state.syncers:
-                held.enter_context(hold(each.store_lock))
+            for part in parts:
+                if part.state.store.is_dir():
+                    held.enter_context(hold(part.state.store_lock))
             found = []
-            for each in state.syncers:
-                for finding in _findings(each, load_config(state.resolved)):
+            for part in parts:
+                for finding in _findings(part, config):
                     found.append(finding)
                     on_finding(finding)
             _tell(state, found)
@@ -82,7 +82,19 @@ def _tell(state: StateDir, found: Sequence[Finding]) -> None:
             journal.close()
 
 
-def _findings(state: StateDir, config: Config) -> Iterator[Finding]:
+def _findings(part: Part, config: Config) -> Iterator[Finding]:
+    state = part.state
+    if not state.store.is_dir():
+        for fragment in part.fragments:
+            yield Finding(
+                fragment.fragment_id,
+                state.store.name,
+                Condition.DAMAGED,
+                "the store is gone: bring it back from a copy. Without one start the coordinator, "
+                "and give the fragment back from an island that holds it: diloco repair HOST:PORT "
+                f"--fragment {fragment.fragment_id} --from-island NAME",
+            )
+        return
     for path in (state.syncer_epoch, state.incarnations, state.store_timeline, state.bound):
         with _told(path) as problem:
             read_json(path)
@@ -90,9 +102,8 @@ def _findings(state: StateDir, config: Config) -> Iterator[Finding]:
             place = state.store if state.syncer_name == ONLY_SYNCER else state.root
             name = str(path.relative_to(place))
             yield Finding(ALL_FRAGMENTS, name, Condition.DAMAGED, problem[0])
-    plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
     outer = config.outer
-    for fragment in part_of(state, plan).fragments:
+    for fragment in part.fragments:
         store = FragmentStore(
             state.store,
             fragment,

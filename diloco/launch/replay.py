@@ -53,9 +53,8 @@ def replay_run(
     """
     holding = state.holding_records
     if (plan := read_plan(state)) is None:
-        missing = next(each.plan for each in holding if not each.plan.is_file())
         raise ConfigError(
-            f"{state.root} holds no records (there is no {missing}): give the run file, or "
+            f"{state.root} holds no records (there is no {holding[0].plan}): give the run file, or "
             "the coordinator.state_dir of a run that was started"
         )
     last = len(plan.fragments) - 1

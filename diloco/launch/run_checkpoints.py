@@ -27,7 +27,7 @@ from diloco.errors import ConfigError
 from diloco.launch.checkpoints import found_directory, verify
 from diloco.launch.progress import progress_bar
 from diloco.launch.state_dir import StateDir
-from diloco.launch.stores import part_of
+from diloco.launch.stores import Part, assigned_parts
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import pinned_steps, verify_pin
 from diloco.rounds.record import RecordInvalid
@@ -228,10 +228,12 @@ def _problems(
     what = f"verifying the checkpoint of {membership.checkpoint_name(step)}"
     islands = membership.cuts[step].parts if membership.rules.is_elastic else config.islands
     is_allreduce = config.outer.exchange == "allreduce"
-    parts = {f"the {each.syncer_name}'s part": part_of(each, plan) for each in state.syncers}
     if is_allreduce:
         peers = {f"the peer of island {name}": state.peer(name) for name in sorted(config.islands)}
-        parts = {whose: part_of(p, plan) for whose, p in peers.items() if p.store.is_dir()}
+        parts = {w: Part(p, plan.fragments) for w, p in peers.items() if p.store.is_dir()}
+    else:
+        of_each = assigned_parts(state, plan, membership.assignment)
+        parts = {f"the {part.state.syncer_name}'s part": part for part in of_each}
     torn: list[str] = []
     for whose, part in parts.items():
         try:

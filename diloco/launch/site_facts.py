@@ -57,14 +57,15 @@ class CallFacts:
         error: Why there was no answer; empty: there was one.
         clock_s: How far this clock is ahead of the coordinator's.
         uncertain_s: By how much `clock_s` may be off: half of the call's duration.
-        syncer: Where islands are told that the syncer is; empty: not known yet, or not asked.
+        syncers: Where islands are told that each syncer is, empty if that is not known yet; none:
+            not asked.
     """
 
     address: str
     error: str = ""
     clock_s: float = 0.0
     uncertain_s: float = 0.0
-    syncer: str = ""
+    syncers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Facts:
         paths: To every address of the coordinator; over libp2p those without a relay.
         call: To the coordinator.
         asks_syncer: Whether this site's processes call a syncer.
-        syncer_paths: To every address of the syncer; as `paths`.
+        syncer_paths: To every address of each of `call.syncers`; as `paths`.
     """
 
     tcp: TcpFacts | None = None
@@ -146,12 +147,17 @@ class Facts:
     paths: tuple[PathFacts, ...] = ()
     call: CallFacts | None = None
     asks_syncer: bool = False
-    syncer_paths: tuple[PathFacts, ...] = ()
+    syncer_paths: tuple[tuple[PathFacts, ...], ...] = ()
 
     @property
     def reached(self) -> list[PathFacts]:
         """The ways on which a connection was made."""
-        return [path for path in (*self.paths, *self.syncer_paths) if not path.error]
+        return [path for path in self.all_paths if not path.error]
+
+    @property
+    def all_paths(self) -> tuple[PathFacts, ...]:
+        """The ways to the coordinator, and to every syncer."""
+        return (*self.paths, *(path for paths in self.syncer_paths for path in paths))
 
     @property
     def is_proxied(self) -> bool:

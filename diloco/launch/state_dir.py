@@ -30,6 +30,7 @@ import logging
 import os
 import signal
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +77,18 @@ class StateDir:
 
     @property
     def syncers(self) -> tuple[StateDir, ...]:
-        """What each syncer sees whose store is here, in order."""
-        num_syncers = 0
-        while (self.root / _numbered(num_syncers)).is_dir():
-            num_syncers += 1
-        return self.of_syncers(num_syncers or 1)
+        """What each syncer of the run sees, in order, whether its store is still here or not.
+
+        Raises:
+            ConfigError: If the file that says how many there are is damaged.
+        """
+        if not self.resolved.exists():
+            return self.of_syncers(1)
+        try:
+            resolved = tomllib.loads(self.resolved.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"cannot read {self.resolved}: {error}: bring it back") from error
+        return self.of_syncers(resolved.get("coordinator", {}).get("num_syncers", 1))
 
     @property
     def syncer_id(self) -> int:
@@ -319,9 +327,9 @@ def holder(path: Path) -> int | None:
 
 
 def stop_syncers(state: StateDir) -> None:
-    """Stop all syncers of a run, one after the other; blocks."""
-    for each in state.syncers:
-        stop_syncer(each)
+    """Stop whatever serves a store of a run, one after the other; blocks."""
+    for lock in sorted(state.root.glob(f"{ONLY_SYNCER}*/lock")):
+        stop_syncer(StateDir(state.root, lock.parent.name))
 
 
 def stop_syncer(state: StateDir) -> None:

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from diloco.coordinator.assignment import Assignment
+from diloco.coordinator.journal import Journal
 from diloco.durable import read_json
 from diloco.errors import ConfigError
 from diloco.launch.state_dir import ONLY_SYNCER, StateDir
@@ -36,29 +38,88 @@ def part_of(state: StateDir, plan: Plan) -> Part:
     own: object = None
     with contextlib.suppress(ValueError):
         own = read_json(state.fragments)
-    if not isinstance(own, list):
+    there = [fragment.fragment_id for fragment in plan.fragments]
+    if isinstance(own, list) and own and all(p in there for p in own):
+        return Part(state, tuple(plan.fragments[p] for p in own))
+    raise ConfigError(
+        f"{state.fragments}, which says which fragments {state.syncer_name} has, is missing or "
+        f"damaged. Start the coordinator, which tells that syncer again: diloco coordinator "
+        f"RUN.toml"
+    )
+
+
+def assigned_parts(state: StateDir, plan: Plan, assignment: Assignment) -> tuple[Part, ...]:
+    """Give each syncer's part, or that of the island's peer that holds records here.
+
+    Raises:
+        ConfigError: If nothing says which fragments each of several syncers has.
+    """
+    parts = tuple(
+        Part(each, tuple(plan.fragments[p] for p in assignment.of(each.syncer_id, plan.to_json())))
+        for each in state.holding_records
+    )
+    if not all(part.fragments for part in parts):
         raise ConfigError(
-            f"{state.fragments}, which says which fragments {state.syncer_name} has, is missing or "
-            f"damaged. Remove it and start the coordinator, which tells that syncer again: diloco "
-            f"coordinator RUN.toml"
+            f"{state.journal}, which says which fragments each of {len(parts)} syncers has, is "
+            f"missing or does not say it: bring it back from a copy of that day"
         )
-    return Part(state, tuple(plan.fragments[fragment_id] for fragment_id in own))
+    return parts
 
 
 def parts_of(state: StateDir, plan: Plan) -> tuple[Part, ...]:
-    """Read it of every syncer, or of the island's peer that holds records here."""
-    return tuple(part_of(each, plan) for each in state.holding_records)
+    """Do that as the coordinator's journal has it, which is beside the stores of several syncers.
+
+    Raises:
+        ConfigError: If nothing says which fragments each of several syncers has.
+    """
+    assignment = Assignment(len(state.holding_records))
+    if assignment.num_syncers > 1 and state.journal.is_file():
+        journal = Journal(state.journal)
+        journal.open()
+        try:
+            assignment.apply(journal.entries())
+        finally:
+            journal.close()
+    return assigned_parts(state, plan, assignment)
+
+
+def known_plan(state: StateDir) -> Plan | None:
+    """Read the plan of a run from any of its stores; None if none of them has learned it.
+
+    Raises:
+        PlanMismatch: If the file is damaged.
+    """
+    for each in state.holding_records:
+        if each.plan.is_file():
+            return Plan.from_json(each.plan.read_text(encoding="utf-8"))
+    return None
 
 
 def read_plan(state: StateDir) -> Plan | None:
-    """Read the plan of a run; None until all its syncers have learned it.
+    """Read the plan of a run whose stores are all here; None until a syncer has learned it.
 
     Raises:
-        PlanMismatch: If a file of it is damaged.
+        ConfigError: If a store is gone.
+        PlanMismatch: If the file is damaged.
     """
-    if not all(each.plan.is_file() for each in state.holding_records):
-        return None
-    return Plan.from_json(state.holding_records[0].plan.read_text(encoding="utf-8"))
+    insist_on_stores(state)
+    return known_plan(state)
+
+
+def insist_on_stores(state: StateDir) -> None:
+    """Refuse to take what is left of several stores for all of a run.
+
+    Raises:
+        ConfigError: If some of them are here and others not.
+    """
+    holding = state.holding_records
+    gone = [str(each.store) for each in holding if not each.store.is_dir()]
+    if gone and len(gone) < len(holding):
+        raise ConfigError(
+            f"the run in {state.root} has {len(holding)} syncers, and there is no "
+            f"{', no '.join(gone)}: bring it back from a copy; what is lost otherwise: diloco "
+            f"repair {state.root}"
+        )
 
 
 def state_by_fragment(state: StateDir, plan: Plan) -> Mapping[int, StateDir]:

@@ -143,13 +143,16 @@ async def _run_syncer(state: StateDir) -> int:
 
 async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Event) -> None:
     """Have the plan in the store, and what of it is ours: a restart needs no coordinator."""
-    is_one_of_several = state.syncer_name != ONLY_SYNCER
-    if state.plan.exists() and (state.fragments.exists() or not is_one_of_several):
-        return
+    if state.plan.exists():
+        try:
+            part_of(state, Plan.from_json(state.plan.read_text(encoding="utf-8")))
+            return
+        except DilocoError as error:
+            logger.warning("asking the coordinator: %s", error)
     reply = await reporter.learn_plan()
 
     def keep() -> None:
-        if is_one_of_several:
+        if state.syncer_name != ONLY_SYNCER:
             write_json(state.fragments, list(reply.fragment_ids))
         write_durably(state.plan, [reply.plan_json.encode()])
 
@@ -170,8 +173,8 @@ async def _serve(
     with TensorThread() as worker, TensorThread() as beside:
         await worker.run(lambda: take_to_timeline(state, plan, timeline))
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
-            num_parameters = sum(tensor.numel for tensor in plan.tensors)
-            insist_on_room(config, num_parameters, islands=(), is_new=True)
+            num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
+            insist_on_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
         clock = wall_clock(os.environ, state.syncer_name)
         events = _open_events(config, state, epoch, timeline, clock)
         syncer = _build_syncer(

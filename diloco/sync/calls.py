@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import blake3
 from google.protobuf.message import Message
@@ -26,6 +28,8 @@ from transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
 from transport.errors import HandlerFailed, NotYet, TransportError
 from transport.retry import RetryPolicy, retry
 from transport.transfer import Transfer
+
+logger = logging.getLogger(__name__)
 
 #: A payload that moves more slowly has its call broken off, and made again.
 SLOWEST_BPS = 1e6
@@ -67,6 +71,23 @@ class _Progress:
         return self._count
 
 
+class Reach:
+    """When each of those that a rank calls has answered last: syncers, and the coordinator."""
+
+    def __init__(self) -> None:
+        """Assign only."""
+        self._at: dict[Hashable, float] = {}
+
+    def answered(self, who: Hashable) -> None:
+        """Take note of an answer; in the loop, by whose clock it counts."""
+        self._at[who] = asyncio.get_running_loop().time()
+
+    def since_another_s(self, who: Hashable) -> float:
+        """Seconds since the last answer of anybody but one; infinite: there was none."""
+        last = max((at for each, at in self._at.items() if each != who), default=float("-inf"))
+        return asyncio.get_running_loop().time() - last
+
+
 class SyncerCalls:
     """One rank's way to the syncer, over a control and a data transport.
 
@@ -86,11 +107,14 @@ class SyncerCalls:
         rpc_deadline_s: float,
         policy: RetryPolicy,
         rng: random.Random,
+        reach: Reach | None = None,
     ) -> None:
         """Assign only.
 
         One call may take `rpc_deadline_s`, besides its payload's time at `SLOWEST_BPS`; all its
-        repetitions the budget, from the last progress of any call over the same transport on.
+        repetitions the budget, from the last progress of any call over the same transport on. A
+        syncer that is not there at all is called on, as long as others of the `reach` answer: its
+        fragments alone wait.
         """
         self._control = control
         self._data = data
@@ -98,6 +122,8 @@ class SyncerCalls:
         self._rpc_deadline_s = rpc_deadline_s
         self._policy = policy
         self._rng = rng
+        self._reach = reach or Reach()
+        self._is_away = False  # nothing answers, not even on the way for control
         self._progress = {transport: _Progress() for transport in (control, data)}
         self._uploading = asyncio.Semaphore(MOST_UPLOADS)
         self._asks_first = False  # the newest word of the syncer
@@ -290,8 +316,8 @@ class SyncerCalls:
         """Call until it is answered.
 
         Raises:
-            CoordinatorUnavailable: If no answer came within the policy's budget, or one that no
-                repetition can mend.
+            CoordinatorUnavailable: If no answer came within the policy's budget, nor from anybody
+                else where the syncer is not there at all; or one that no repetition can mend.
             DilocoError: If the syncer's program failed at the call: it is reached, and has a
                 defect.
         """
@@ -316,28 +342,53 @@ class SyncerCalls:
                     transfer=transfer if payload_bytes else None,
                 )
             except NotYet:
-                progress.answered()  # reached, however long the queue is there
+                answered()  # however long the queue is there
                 transfer.asks_first = True
+                raise
+            except TransportError:
+                self._is_away = self._is_away or transport is self._control
                 raise
             finally:
                 self.bytes_up += transfer.sent_bytes - sent
                 self.bytes_down += transfer.received_bytes - received
                 if transfer.sent_bytes > sent:
                     untold.add(transfer.moved_bytes)
-            progress.answered()
+            answered()
             self.bytes_down += len(reply.header)
             return reply
 
+        def answered() -> None:
+            progress.answered()
+            self._reach.answered(self)
+            self._is_away = False
+
+        async def until_nobody_answers() -> Reply:
+            left_s = self._policy.budget_s
+            while True:
+                policy = replace(self._policy, budget_s=left_s)
+                try:
+                    return await retry(
+                        attempt, policy, self._rng, lambda: progress.count() + len(untold)
+                    )
+                except TransportError as error:
+                    left_s = self._policy.budget_s - self._reach.since_another_s(self)
+                    # Less than one wait would be no time at all, again and again.
+                    is_worth_it = left_s > self._policy.max_wait_s
+                    if not (error.is_retryable and self._is_away and is_worth_it):
+                        raise
+                    logger.warning(
+                        "others answer, the syncer at %s does not: its fragments wait: %s",
+                        transport.peer, error,
+                    )  # fmt: skip
+
         try:
             with progress.of(transfer):
-                return await retry(
-                    attempt, self._policy, self._rng, lambda: progress.count() + len(untold)
-                )
+                return await until_nobody_answers()
         except HandlerFailed as error:
             raise DilocoError(
                 f"the syncer at {transport.peer} was reached, and its program failed at {method}: "
                 f"{error}. This is a defect, which another start may meet again: report it with "
-                f"syncer.log of coordinator.state_dir; if the versions of diloco differ between "
+                f"syncer*.log of coordinator.state_dir; if the versions of diloco differ between "
                 f"the sites, install the same everywhere",
                 island_id=self._grant.island,
             ) from error

@@ -289,6 +289,7 @@ class Connection:
         """Report to the coordinator once a second; the leader alone does."""
         if self._registration is not None:
             assert self._exchange is not None
+            self._registration.on_answer = self._exchange.coordinator_answered
             start = self._registration.start_reporting
             self.io.post(start, lambda: self.progress(), self._exchange.fail, stop_line)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from diloco.errors import DilocoError
 from diloco.outer.fragments import Plan
 from diloco.outer.pseudo_gradient import pseudo_gradient_
-from diloco.sync.calls import SyncerCalls
+from diloco.sync.calls import Reach, SyncerCalls
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.carried import CarriedFragment, FragmentView
 from diloco.sync.contributions import ContributionRules
@@ -42,7 +42,8 @@ class ExchangeRules:
         uplink_codec: Codec of contributions (`lane_codec`).
         error_feedback: Whether the quantisation error joins the next contribution.
         rpc_deadline_s: Bound of one call; a call may wait for a slow link.
-        unreachable_s: Seconds without any answer after which the island gives up (exit 30).
+        unreachable_s: Seconds without any answer, of syncers or coordinator, after which the island
+            gives up (exit 30).
         seed: Of the run; stochastic rounding draws from it.
         first_wait_s: Wait after the first call without an answer, at most.
         max_wait_s: Longest wait between two calls.
@@ -128,6 +129,7 @@ class Exchange:
         self._carried = {p: CarriedFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
         self._views = {p: FragmentView() for p in self._carried}
         self._tasks = Tasks(self._show)
+        self._reach = Reach()
         self._links = [self._link(way, rng) for way in ways]
         self._link_of = {p: link for link in self._links for p in link.carried}
         self._moved: Moved = moved or _OfAll([link.calls for link in self._links])
@@ -149,6 +151,7 @@ class Exchange:
                     budget_s=rules.unreachable_s,
                 ),
                 rng=rng,
+                reach=self._reach,
             ),
             grant=grant,
             rules=ContributionRules(
@@ -352,6 +355,10 @@ class Exchange:
     def fail(self, error: DilocoError) -> None:
         """Stop being able to go on; the first error stays."""
         self._tasks.fail(error)
+
+    def coordinator_answered(self) -> None:
+        """Take note that this rank reaches the coordinator: who is away is waited for longer."""
+        self._reach.answered("coordinator")
 
     # -- entering the run ------------------------------------------------------------------------
 

@@ -128,8 +128,9 @@ class Registration:
     `checkpoint_steps` are the complete checkpoints that the island keeps, ascending, as its reports
     say; whoever keeps them replaces the tuple, from any thread. `cut` is what they say of the last
     cut, replaced whole, too. `text` is what they say of the island's text, if anything, and `heal`
-    what of inner optimizers that are given. `complete_checkpoints` are those of the run that every
-    island has, as the coordinator last said; None before it has.
+    what of inner optimizers that are given. `on_answer` is called when a report is answered.
+    `complete_checkpoints` are those of the run that every island has, as the coordinator last said;
+    None before it has.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Registration:
         self._told_cut = 0
         self.text: TextWord | None = None
         self.heal: HealTalk | None = None
+        self.on_answer: Callable[[], None] = lambda: None
         self._grant = Grant()
         self._stop_line: StopLine | None = None
         self._is_held = False
@@ -312,6 +314,7 @@ class Registration:
             "control.report", request.SerializeToString(), deadline_s=self._rpc_deadline_s
         )
         reply = ReportReply.FromString(answer.header)
+        self.on_answer()
         self._told_cut = cut.number
         if text is not None and not reply.stop:
             text.hear(reply.claims_json)

@@ -297,7 +297,8 @@ def coordinator_metrics(status: StatusReply) -> Iterator[Metric]:
     epochs = [(labels, float(each.syncer_epoch)) for labels, each in syncers]
     yield _gauge("run_syncer_epoch", "Starts of the syncer", ["syncer"], epochs)
     ages = [(labels, each.age_s) for labels, each in syncers]
-    yield _gauge("run_syncer_age_seconds", "Since the syncer's last word", ["syncer"], ages)
+    what = "Since the syncer's last word; +Inf: none since the coordinator's start"
+    yield _gauge("run_syncer_age_seconds", what, ["syncer"], ages)
     yield from _island_metrics(status.islands)
     own = [r for r in status.refusals if r.service == "coordinator"]
     refusals = [([r.island, r.cause], float(r.count)) for r in own]

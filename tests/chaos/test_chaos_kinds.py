@@ -66,7 +66,7 @@ class Scene:
         run.state.create(num_syncers)
         self.world = World(run, root / "chaos")
         self.world.chaos_dir.mkdir()
-        self.fragment = fragment_directory(run.state.syncers[0].store, 0)
+        self.fragment = fragment_directory(run.state.of_syncers(num_syncers)[0].store, 0)
         self.fragment.mkdir()
         self.processes: list[subprocess.Popen[bytes]] = []
 

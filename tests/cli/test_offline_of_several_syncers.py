@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,13 @@ from diloco.cli import repair, replay
 from diloco.config.load import load_config, resolved_toml
 from diloco.coordinator.journal import Journal
 from diloco.errors import ConfigError
+from diloco.launch.backup import Backups
+from diloco.launch.published import read_published
 from diloco.launch.state_dir import StateDir, hold
+from diloco.launch.stores import known_plan, part_of, state_by_fragment
 from diloco.rounds.log import KEPT, frames_in
 from diloco.rounds.record import locate, record_path, versions_in
+from diloco.rounds.store import FragmentStore
 from tests.run_files import write_run
 from tests.several_syncers import Several, killing
 from tests.virtual_run import Setting
@@ -57,6 +63,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     assert run.parts[1].epoch > 2
     journal = Journal(state.journal)
     journal.open()
+    journal.write([("syncers", json.dumps([part.own for part in run.parts]))])
     for h in run.records:
         journal.write((), [(h["timeline"], h["fragment_id"], h["version"], json.dumps(h))])
     journal.close()
@@ -122,15 +129,46 @@ def test_what_one_of_them_lacks_is_made_again_from_its_own(state: StateDir) -> N
 
 
 @pytest.mark.parametrize("command", ["replay", "repair"])
-def test_nothing_is_done_while_one_of_them_is_served_or_is_not_known(
-    state: StateDir, command: str
-) -> None:
+def test_nothing_is_done_while_one_of_them_is_served(state: StateDir, command: str) -> None:
     second, _ = of_second(state)
     with hold(second.store_lock):
         served = invoke(command, state.root)
-    second.fragments.write_text("[0,")
-    damaged = invoke(command, state.root)
 
     assert isinstance(served.exception, ConfigError) and "in use" in str(served.exception)
-    assert isinstance(damaged.exception, ConfigError)
-    assert str(damaged.exception).startswith(f"{second.fragments}, which says which fragments")
+
+
+def test_which_fragments_each_has_is_known_from_the_journal(state: StateDir) -> None:
+    whole = invoke("repair", state.root, "--json").stdout
+    (_, second), plan = state.syncers, known_plan(state)
+    for rotten in ("[0,", "[7]", '["x"]', "{}", "[]"):
+        second.fragments.write_text(rotten)
+
+        with pytest.raises(ConfigError, match=r"is missing or damaged\. Start the coordinator"):
+            part_of(second, plan)  # as that syncer does, which then asks the coordinator
+        stored = state_by_fragment(state, plan)
+        for fragment in plan.fragments:
+            newest = FragmentStore(stored[fragment.fragment_id].store, fragment, 4).newest()
+            assert newest is not None and newest.version > 3
+    assert invoke("repair", state.root, "--json").stdout == whole
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_store_that_is_gone_is_missed(state: StateDir, tmp_path: Path, number: int) -> None:
+    gone = state.syncers[number]
+    own = set(json.loads(gone.fragments.read_text()))
+    shutil.rmtree(gone.store)
+
+    repaired, replayed = invoke("repair", state.root, "--json"), invoke("replay", state.root)
+
+    found = [f for f in json.loads(repaired.stdout)["findings"] if f["condition"] == "damaged"]
+    assert repaired.exit_code == 1
+    assert {(f["fragment_id"], f["what"]) for f in found} == {(p, gone.store.name) for p in own}
+    missed = f"has 2 syncers, and there is no {gone.store}"
+    assert isinstance(replayed.exception, ConfigError) and missed in str(replayed.exception)
+    for reader in (
+        lambda: read_published(state),
+        lambda: asyncio.run(Backups(state).make({"directory": str(tmp_path / "copy")})),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(missed)):
+            reader()
+    assert not (tmp_path / "copy").exists()

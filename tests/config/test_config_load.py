@@ -556,6 +556,26 @@ def test_syncer_that_other_sites_cannot_reach_is_refused(tmp_path: Path) -> None
         (["transport.kind=hivemind"], 'comes later with transport.kind = "hivemind"'),
         (["coordinator.syncer_listen=127.0.0.1:65535"], "the last of 2 syncers has port 65536"),
         (["coordinator.syncer_address=host:65535"], "the last of 2 syncers has port 65536"),
+        (["telemetry.syncer_metrics=127.0.0.1:65535"], "syncer_metrics.*has port 65536"),
+        (
+            ["coordinator.listen=127.0.0.1:4712", "coordinator.syncer_listen=127.0.0.1:4711"],
+            r"syncer_listen.*4711 to 4712; port 4712 is coordinator\.listen's too",
+        ),
+        (
+            [
+                "telemetry.coordinator_metrics=127.0.0.1:9101",
+                "telemetry.syncer_metrics=127.0.0.1:9100",
+            ],
+            r"syncer_metrics.*port 9101 is telemetry\.coordinator_metrics's too",
+        ),
+        (
+            [
+                "coordinator.syncer_listen=0.0.0.0:4711",
+                "telemetry.syncer_metrics=127.0.0.1:4712",
+                "transport.insecure=true",
+            ],
+            r"syncer_metrics.*port 4712 is coordinator\.syncer_listen's too",
+        ),
     ],
 )
 def test_several_syncers_that_cannot_be_are_refused(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
 
+from diloco.cli.tables import fragments_table, run_text, syncers_table
 from diloco.coordinator import assignment
 from diloco.coordinator.grants import sign
 from diloco.outer.fragments import Plan
 from protos import control_pb2 as control
 from tests.coordinator_desk import SECRET, Desk
+from transport.contracts import PROTOCOL_VERSION
 from transport.errors import FrameError
 
 
@@ -68,6 +71,9 @@ def test_an_island_is_sent_to_all_syncers_or_to_none(tmp_path: Path) -> None:
             list(each.fragment_ids) for each in told
         ]
         assert status.syncer_address == "127.0.0.1:4712, 127.0.0.1:4713"
+        request = control.StandingRequest(protocol_version=PROTOCOL_VERSION)
+        standing = control.StandingReply.FromString(await desk.call("standing", request))
+        assert list(standing.syncer_addresses) == ["127.0.0.1:4712", "127.0.0.1:4713"]
         await desk.close()
 
     asyncio.run(story())
@@ -106,6 +112,43 @@ def test_a_syncer_speaks_of_its_own_fragments_alone(tmp_path: Path) -> None:
         assert list((await hello(desk, 1)).num_indexed) == [8]
         with pytest.raises(FrameError, match="a word of syncer 2; the run has 2"):
             await hello(desk, 2)
+        await desk.close()
+
+    asyncio.run(story())
+
+
+def test_a_syncer_that_is_lost_is_missed_by_a_coordinator_that_never_heard_of_it(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        desk = Desk(tmp_path, num_syncers=2)
+        await desk.start()
+        await desk.join("east")
+        for number in (0, 1):
+            (own,) = (await hello(desk, number, f"127.0.0.1:{number}")).fragment_ids
+            await desk.round_report(
+                syncer_id=number, fragments=[control.FragmentStatus(fragment_id=own, version=4)]
+            )
+        await desk.restart()
+        assert [s.age_s for s in desk.coordinator.status().syncers] == [math.inf] * 2
+        (kept,) = (await hello(desk, 0, "127.0.0.1:0")).fragment_ids
+        stands = control.FragmentStatus(fragment_id=kept, version=9, merged_tokens=70)
+        await desk.round_report(syncer_id=0, fragments=[stands])
+
+        status = desk.coordinator.status()
+        status.total_tokens = 100
+
+        assert [(s.syncer_id, list(s.fragment_ids)) for s in status.syncers] == [
+            (0, [kept]),
+            (1, [1 - kept]),
+        ]
+        assert status.syncers[0].age_s < 60 and status.syncers[1].age_s == math.inf
+        assert list(syncers_table(status).columns[4].cells)[1] == "never"
+        versions = ["9", "-"] if kept == 0 else ["-", "9"]
+        assert list(fragments_table(status).columns[1].cells) == versions
+        assert run_text(status).endswith(
+            f"; versions {', '.join(versions)}; tokens merged - of 100"
+        )
         await desk.close()
 
     asyncio.run(story())

@@ -8,9 +8,11 @@ import pytest
 
 from diloco.config.classes import identity_difference
 from diloco.coordinator.admission import Entries, Joined, JoinVerdict
+from diloco.coordinator.assignment import Assignment
 from diloco.coordinator.members import REMEMBERED_STARTS
 from diloco.coordinator.membership import Membership
 from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.refusals import Cause
 
 PLAN = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=2).to_json()
 OTHER_PLAN = make_plan([TensorSpec("a", (3, 6)), TensorSpec("b", (7,))], num_fragments=2).to_json()
@@ -205,6 +207,23 @@ def test_malformed_plan_cannot_found_a_run() -> None:
 
     assert refused.verdict is JoinVerdict.PLAN_MISMATCH
     assert membership.plan_json == ""
+
+
+def test_a_plan_of_another_number_of_fragments_cannot_found_a_run() -> None:
+    identity = json.dumps({"outer.num_fragments": 2})
+    membership = Membership(
+        "demo", ("east", "west"), identity, identity_difference, 100, num_checkpoints=2,
+        assignment=Assignment(2),
+    )  # fmt: skip
+    of_one = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=1).to_json()
+
+    refused = join(membership, identity_json=identity, plan_json=of_one)
+    accepted = join(membership, "west", identity_json=identity)
+
+    assert refused.verdict is JoinVerdict.PLAN_MISMATCH
+    assert "1 fragments (there), outer.num_fragments = 2 (here)" in refused.message
+    assert (refused.cause, refused.entries) == (Cause.PLAN, ())
+    assert accepted.verdict is JoinVerdict.ACCEPTED
 
 
 def test_restart_takes_back_plan_incarnations_and_departures() -> None:

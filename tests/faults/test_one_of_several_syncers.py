@@ -181,6 +181,7 @@ def test_a_run_with_two_syncers_is_stopped_and_resumed(tmp_path: Path) -> None:
         run.wait_for_coordinator()
         assert code == 0 and run.is_stopped, all_logs(run.state.root)
     places = [each.fragments.read_text() for each in run.state.syncers]
+    run.state.syncers[1].fragments.write_text("[7]")  # rotten; that syncer is told again
     step = find_resume_step(config, None, print, start="diloco local")
     with LocalRun(config, resume_step=step) as resumed:
         resumed.start()

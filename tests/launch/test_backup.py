@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal
 from diloco.errors import ConfigError
+from diloco.launch import backup
 from diloco.launch.backup import Backups
 from diloco.launch.state_dir import StateDir, Timeline
+from diloco.rounds.pins import forget_pins, pin_directory, pinned_steps
 
 
 @pytest.fixture
@@ -92,6 +97,60 @@ def test_a_copy_is_a_state_directory_with_what_is_durable(
     assert "Not in it: the islands' checkpoints" in told
     assert f"--set coordinator.state_dir={copy.root}" in told
     assert not (state.root / "backup").exists()
+
+
+def test_a_checkpoint_that_completes_meanwhile_is_in_the_copies_of_all_stores_or_of_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = StateDir(tmp_path / "state")
+    state.create(num_syncers=2)
+    state.resolved.write_text("[coordinator]\nnum_syncers = 2\n")
+    state.fingerprint.write_text("5a")
+    Timeline().write(state.timeline)
+    journal = Journal(state.journal)
+    journal.open()
+    pending: list[tuple[str, int]] = []
+
+    def complete(step: int) -> None:
+        """Pin it everywhere, and let the one before it go, as the syncers of a run do."""
+        for each in state.syncers:
+            pin = pin_directory(each.store, step) / "fragment-0000"
+            pin.mkdir(parents=True)
+            (pin / name_of(0)).write_text("record")
+        of_coordinator = Journal(state.journal)
+        of_coordinator.open()
+        of_coordinator.write([("checkpoint", f"[{step}]")])
+        of_coordinator.close()
+        for each in state.syncers:
+            forget_pins(each.store, complete=[step], num_unsure=0)
+
+    def completing(module: ModuleType, name: str) -> None:
+        """Have checkpoints complete after calls of a function."""
+        function = getattr(module, name)
+
+        def called(*arguments: Any, **options: Any) -> object:
+            result = function(*arguments, **options)
+            if pending and pending[0][0] == name:
+                complete(pending.pop(0)[1])
+            return result
+
+        monkeypatch.setattr(module, name, called)
+
+    complete(100)
+    completing(backup, "_link")
+    completing(shutil, "copytree")
+    pending += [("_link", 200), ("_link", 300), ("copytree", 400)]
+
+    make(state, tmp_path / "copy")
+
+    assert not pending
+    copy = StateDir(tmp_path / "copy")
+    copied = Journal(copy.journal)
+    copied.open()
+    assert copied.entries() == {"checkpoint": "[300]"}
+    copied.close()
+    assert [list(pinned_steps(each.store)) for each in copy.syncers] == [[300], [300]]
+    journal.close()
 
 
 def test_the_secret_is_copied_when_it_is_asked_for(

@@ -19,15 +19,16 @@ from diloco.launch.site_facts import (
 
 GOOD_TCP = TcpFacts("bbr", ("reno", "bbr"), False, 64 << 20, 64 << 20, 0)
 PATH = PathFacts("10.0.0.5:4711", "", 0.1, "bbr", 1500, 1500)
+CALL = CallFacts(PATH.address, clock_s=0.01, uncertain_s=0.05, syncers=("10.0.0.5:4712",))
 GOOD = Facts(
     tcp=GOOD_TCP,
     is_clock_kept=True,
     certificates=(CertificateFacts("island/east", "certs", days_left=90),),
     coordinator=PATH.address,
     paths=(PATH,),
-    call=CallFacts(PATH.address, clock_s=0.01, uncertain_s=0.05, syncer="10.0.0.5:4712"),
+    call=CALL,
     asks_syncer=True,
-    syncer_paths=(replace(PATH, address="10.0.0.5:4712"),),
+    syncer_paths=((replace(PATH, address="10.0.0.5:4712"),),),
 )
 LIBP2P = replace(GOOD, certificates=(), is_libp2p=True)
 
@@ -53,8 +54,8 @@ def path(**changes: object) -> Facts:
 
 
 def syncer(**changes: object) -> Facts:
-    (reached,) = GOOD.syncer_paths
-    return replace(GOOD, syncer_paths=(replace(reached, **changes),))  # type: ignore[arg-type]
+    ((reached,),) = GOOD.syncer_paths
+    return replace(GOOD, syncer_paths=((replace(reached, **changes),),))  # type: ignore[arg-type]
 
 
 def test_the_way_to_a_host_is_judged_once_and_an_all_reduce_has_no_syncer() -> None:
@@ -64,15 +65,26 @@ def test_the_way_to_a_host_is_judged_once_and_an_all_reduce_has_no_syncer() -> N
         return [finding.what for finding in diagnose(facts)]
 
     assert found(GOOD).count("MTU") == 1
-    assert found(replace(GOOD, syncer_paths=(elsewhere,))).count("MTU") == 2
+    assert found(replace(GOOD, syncer_paths=((elsewhere,),))).count("MTU") == 2
     assert "syncer" not in found(replace(GOOD, asks_syncer=False, syncer_paths=()))
+
+
+def test_one_syncer_that_is_reached_stands_for_no_other() -> None:
+    call = replace(CALL, syncers=("a:1,b:1", "c:2", ""))
+    away = replace(PATH, address="c:2", error="Connection refused after 0.1 s")
+    first = (replace(away, address="a:1"), replace(PATH, address="b:1"))
+
+    found = diagnose(replace(GOOD, call=call, syncer_paths=(first, (away,), ())))
+
+    states = [finding.state for finding in found if finding.what == "syncer"]
+    assert states == [State.SLOW, State.OK, State.BROKEN, State.UNKNOWN]
 
 
 def test_no_proxy_is_named_over_libp2p_which_heeds_none() -> None:
     unreached = (replace(PATH, error="timed out after 5.0 s"),)
 
     for call in (GOOD.call, CallFacts(PATH.address, error="no way to it")):
-        findings = diagnose(replace(LIBP2P, paths=unreached, syncer_paths=unreached, call=call))
+        findings = diagnose(replace(LIBP2P, paths=unreached, syncer_paths=(unreached,), call=call))
         assert not any("grpc_proxy" in finding.as_text() for finding in findings)
 
 
@@ -113,7 +125,7 @@ def port(**changes: object) -> Facts:
         ),
         pytest.param(
             replace(
-                tcp(send_bytes=4 << 20), paths=(replace(PATH, rtt_s=0.01),), syncer_paths=()
+                tcp(send_bytes=4 << 20), paths=(replace(PATH, rtt_s=0.01),), syncer_paths=((),)
             ),
             "send buffer", State.OK, "over 10 ms", "", id="enough-for-a-short-path",
         ),
@@ -161,17 +173,17 @@ def port(**changes: object) -> Facts:
             State.BROKEN, "revoked", "diloco certs show", id="refused-call",
         ),
         pytest.param(
-            replace(GOOD, call=CallFacts("a:1", clock_s=-30.0, uncertain_s=0.1)), "clock",
+            replace(GOOD, call=replace(CALL, clock_s=-30.0, uncertain_s=0.1)), "clock",
             State.SLOW, "30 s behind the coordinator's", "sudo timedatectl set-ntp true",
             id="clock-behind",
         ),
         pytest.param(
-            replace(GOOD, call=CallFacts("a:1", clock_s=3600.0, uncertain_s=0.1)), "clock",
+            replace(GOOD, call=replace(CALL, clock_s=3600.0, uncertain_s=0.1)), "clock",
             State.BROKEN, "ahead of the coordinator's", "sudo timedatectl set-ntp true",
             id="clock-wrong",
         ),
         pytest.param(
-            replace(GOOD, call=CallFacts("a:1", clock_s=6.0, uncertain_s=4.0)), "clock", State.OK,
+            replace(GOOD, call=replace(CALL, clock_s=6.0, uncertain_s=4.0)), "clock", State.OK,
             "6 s ahead", "", id="a-slow-call-proves-nothing",
         ),
         pytest.param(
@@ -208,7 +220,7 @@ def port(**changes: object) -> Facts:
         pytest.param(
             replace(
                 GOOD, certificates=(), paths=(replace(PATH, address="127.0.0.1:1"),),
-                syncer_paths=(),
+                syncer_paths=((),),
             ),
             "certificate", State.OK, "on this machine's loopback", "", id="loopback",
         ),
@@ -222,17 +234,18 @@ def port(**changes: object) -> Facts:
             "correct coordinator.syncer_address", id="syncer-elsewhere",
         ),
         pytest.param(
-            replace(GOOD, call=CallFacts("a:1"), syncer_paths=()), "syncer", State.UNKNOWN,
+            replace(GOOD, call=CallFacts("a:1", syncers=("",)), syncer_paths=((),)), "syncer",
+            State.UNKNOWN,
             "does not know yet where it is", "", id="no-syncer-yet",
         ),
         pytest.param(
-            replace(path(error="timed out"), syncer_paths=(replace(PATH, error="timed out"),)),
+            replace(path(error="timed out"), syncer_paths=((replace(PATH, error="timed out"),),)),
             "syncer", State.UNKNOWN, "go through grpc_proxy, which was not tried", "",
             id="syncer-behind-a-proxy",
         ),
         pytest.param(
-            replace(GOOD, call=CallFacts("a:1", syncer="/p2p/QmQ"), syncer_paths=()), "syncer",
-            State.UNKNOWN, "through the libp2p network", "", id="syncer-by-its-identity",
+            replace(GOOD, call=CallFacts("a:1", syncers=("/p2p/QmQ",)), syncer_paths=((),)),
+            "syncer", State.UNKNOWN, "through the libp2p network", "", id="syncer-by-its-identity",
         ),
         pytest.param(
             replace(GOOD, tokens=(TokenFacts("island/a", "c", "it is open to all"),)), "token",
@@ -244,7 +257,7 @@ def port(**changes: object) -> Facts:
             "nc -vz 10.0.0.5 4711 tries it)", id="libp2p-finds-another-way",
         ),
         pytest.param(
-            replace(LIBP2P, syncer_paths=(replace(PATH, error="timed out"),)), "syncer",
+            replace(LIBP2P, syncer_paths=((replace(PATH, error="timed out"),),)), "syncer",
             State.UNKNOWN, "is not reached directly", "open TCP port",
             id="libp2p-finds-another-way-to-the-syncer",
         ),
@@ -255,7 +268,8 @@ def port(**changes: object) -> Facts:
             id="libp2p-finds-no-way",
         ),
         pytest.param(
-            replace(LIBP2P, paths=(), syncer_paths=()), "token", State.BROKEN, "knows no callers",
+            replace(LIBP2P, paths=(), syncer_paths=((),)), "token", State.BROKEN,
+            "knows no callers",
             "transport.tokens", id="libp2p-by-a-relay-is-no-loopback",
         ),
         pytest.param(

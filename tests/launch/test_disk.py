@@ -158,3 +158,29 @@ def test_what_a_resumed_run_has_written_needs_no_more_room(
 
     with pytest.raises(ConfigError, match="Make room"):
         insist_on_room(config, MILLION, islands=(), is_new=True)
+
+
+def test_one_of_several_syncers_needs_room_for_its_own_part_on_its_own_disk(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = config.coordinator.model_copy(update={"num_syncers": 2})
+    config = config.model_copy(update={"coordinator": coordinator})
+    own, other = (s.store for s in StateDir(Path(coordinator.state_dir)).of_syncers(2)[::-1])
+    needed = forecast_disk(config, MILLION // 4).store_bytes
+    asked: list[Path] = []
+
+    def usage(path: Path) -> Usage:
+        asked.append(path)
+        return Usage(0, 0, free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    for each in (own, other):
+        each.mkdir(parents=True)
+
+    free = needed
+    insist_on_room(config, MILLION // 4, islands=(), is_new=True, own_store=own)
+    free = needed - 1
+    with pytest.raises(ConfigError, match=f"the syncer's store: .* in {own}"):
+        insist_on_room(config, MILLION // 4, islands=(), is_new=True, own_store=own)
+
+    assert set(asked) == {own}

@@ -47,7 +47,7 @@ def coordinator(
         return Reply(ClockReply(unix_s=time.time() + ahead_s).SerializeToString())
 
     async def standing(_: IncomingCall) -> Reply:
-        return Reply(StandingReply(syncer_address=syncer).SerializeToString())
+        return Reply(StandingReply(syncer_addresses=[syncer]).SerializeToString())
 
     return serving({"control.clock": clock, "control.standing": standing}, tls)
 

@@ -131,6 +131,8 @@ def test_one_syncer_has_the_plain_names_and_several_have_numbers(tmp_path: Path)
     one, two = StateDir(tmp_path / "one"), StateDir(tmp_path / "two")
     one.create()
     two.create(num_syncers=2)
+    two.resolved.write_text("[coordinator]\nnum_syncers = 2\n")
+    two.of_syncers(2)[0].store.rmdir()  # gone, and still one of them
 
     assert [each.store.name for each in one.syncers] == ["syncer"]
     assert one.syncers == one.of_syncers(1) == (one,)

@@ -16,6 +16,7 @@ from diloco.errors import ConfigError
 from diloco.launch.build import build_syncer_rules
 from diloco.launch.state_dir import StateDir
 from diloco.launch.syncer import _keep_plan, _Orders
+from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.rounds.orders import Orders
 from diloco.rounds.reporter import Reporter
 from diloco.rounds.terms import Roster
@@ -89,15 +90,22 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 def test_one_of_several_syncers_learns_its_fragments_with_the_plan_and_again_without_them(
     tmp_path: Path,
 ) -> None:
+    specs = [TensorSpec(name, (3,)) for name in "uvwx"]
+    plan_json = make_plan(specs, num_fragments=4).to_json()
+    asked = 0
+
     class Told:
         async def learn_plan(self) -> SyncerHelloReply:
-            return SyncerHelloReply(plan_json="the plan", fragment_ids=[1, 3])
+            nonlocal asked
+            asked += 1
+            return SyncerHelloReply(plan_json=plan_json, fragment_ids=[1, 3])
 
     state = StateDir(tmp_path, "syncer-1")
     state.create(num_syncers=2)
-    for _ in range(2):
+    for rotten in ("", "[0,", "[7]", '["x"]', "[]", "{}", "[1, 3]"):
+        state.fragments.write_text(rotten)
         asyncio.run(_keep_plan(state, cast(Reporter, Told()), asyncio.Event()))
 
-        assert state.plan.read_text() == "the plan"
+        assert state.plan.read_text() == plan_json
         assert json.loads(state.fragments.read_text()) == [1, 3]
-        state.fragments.unlink()
+    assert asked == 6, "not where nothing is wrong"

@@ -695,7 +695,7 @@ def test_a_defect_of_the_syncer_is_not_called_unreachable(
     for end in ends:
         assert type(end) is DilocoError and end.exit_code == 1
         assert "was reached, and its program failed at fragment.poll: KeyError: 'lanes'" in str(end)
-        assert "syncer.log" in str(end)
+        assert "report it with syncer*.log of coordinator.state_dir" in str(end)
 
 
 @pytest.mark.parametrize("away_s", [590.0, 700.0])

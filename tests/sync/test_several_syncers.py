@@ -10,8 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.errors import CoordinatorUnavailable
+from diloco.sync.exchange import SyncerWay
 from tests.several_syncers import Several, killing
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
+from transport.contracts import Transport
+from transport.errors import ConnectError
 from transport.loopback import run_virtual
 
 DESCENT = {"a": 1.0, "b": 3.0, "c": 2.0}
@@ -160,3 +164,96 @@ def test_a_resumed_run_with_two_syncers_goes_on_as_if_it_had_not_been_stopped(
         return islands
 
     assert values(run_virtual(scenario())) == values(whole)
+
+
+PATIENCE_S = 8.0
+
+
+def test_islands_stay_while_one_syncer_is_away_for_longer_than_their_patience(
+    on_arrival: Setting,
+) -> None:
+    setting = replace(on_arrival, unreachable_s=PATIENCE_S)
+
+    async def scenario() -> None:
+        run = Several(setting)
+        await run.start()
+        islands = [run.island(name) for name in setting.islands]
+        training = [asyncio.create_task(island.run()) for island in islands]
+        await asyncio.sleep(8.0)
+        await run.parts[1].kill_syncer()
+        before = len(run.kept.records)
+        await asyncio.sleep(3 * PATIENCE_S)
+
+        assert [island.exchange.failure for island in islands] == [None] * 3
+        assert len(run.kept.records) > before, "the others' fragments are published on"
+        await run.parts[1].start_syncer()
+        await asyncio.gather(*training)
+        assert len({island.session.digests for island in islands}) == 1
+        for island in islands:
+            await island.exchange.stop()
+        await run.kill()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("is_coordinator_there", [False, True])
+def test_islands_end_once_neither_a_syncer_nor_the_coordinator_answers(
+    on_arrival: Setting, is_coordinator_there: bool
+) -> None:
+    async def scenario() -> None:
+        run = Several(replace(on_arrival, unreachable_s=PATIENCE_S))
+        await run.start()
+        island = run.island("a")
+        training = asyncio.create_task(island.run())
+        await asyncio.sleep(8.0)
+        await run.parts[1].kill_syncer()
+        await asyncio.sleep(2 * PATIENCE_S)
+        await run.kept.kill_syncer()
+        for _ in range(3 * int(PATIENCE_S) if is_coordinator_there else 0):
+            island.exchange.coordinator_answered()
+            await asyncio.sleep(1.0)
+        assert island.exchange.failure is None
+        loop = asyncio.get_running_loop()
+        alone_at = loop.time()
+
+        with pytest.raises(CoordinatorUnavailable, match=r"the syncer at syncer-\d gave no answer"):
+            await training
+        assert PATIENCE_S - 2 < loop.time() - alone_at < PATIENCE_S + 2
+        await island.exchange.stop()
+
+    run_virtual(scenario())
+
+
+class Cut:
+    """A way on which nothing arrives."""
+
+    peer = "cut"
+
+    async def call(self, method: str, *_: object, **__: object) -> None:
+        raise ConnectError("nobody listens", peer=self.peer, method=method)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_way_for_data_that_is_cut_alone_ends_the_island_though_others_answer(
+    on_arrival: Setting,
+) -> None:
+    async def scenario() -> None:
+        setting = replace(on_arrival, unreachable_s=PATIENCE_S)
+        run = Several(setting)
+        await run.start()
+        data: list[Transport] = [run.network.connect("syncer-0"), Cut()]  # type: ignore[list-item]
+        ways = [
+            SyncerWay(p.own, run.network.connect(p.name), each)
+            for p, each in zip(run.parts, data, strict=True)
+        ]
+        unused = run.network.connect("nobody")
+        island = VirtualIsland("a", setting, unused, unused, ways=ways)
+
+        with pytest.raises(CoordinatorUnavailable, match="the syncer at cut gave no answer"):
+            await island.run()
+        await island.exchange.stop()
+        await run.kill()
+
+    run_virtual(scenario())
