@@ -281,6 +281,7 @@ def test_an_island_is_told_of_the_run_and_of_itself_alone(play: Play) -> None:
             has_published=True,
             inner_steps=100,
             island=own,
+            syncer_addresses=[""],  # it has told none
         )
         assert not (await desk.standing("south")).HasField("island")
 
