@@ -123,7 +123,10 @@ class FaultConfig(Strength):
         min_length=1,
         description="To whom: coordinator, syncer (of several: syncer-0 ...), NAME, NAME/R",
     )
-    at: Duration = Field(description="Time since every island has begun to train")
+    at: Duration = Field(
+        description="Time since every island has begun to train; sooner where the run is so fast "
+        "that it would end before `duration`"
+    )
     lasts: Duration = Field(
         default="0s",
         description="For how long; of a kill: until a coordinator or island is started again",

@@ -7,9 +7,8 @@ has begun to train.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +99,8 @@ def drive(
     run = LocalRun(config, request, environment={VARIABLE: str(chaos_dir)}, look_s=_LOOK_S)
     problem = ""
     with TruthLog(directory / TRUTH, time.monotonic, time.time) as truth, run:
-        director = Director(World(run, chaos_dir), truth, faults, on_progress)
+        duration_s = parse_duration(plan.config.duration)
+        director = Director(World(run, chaos_dir), truth, faults, on_progress, duration_s)
         director.limit_s = parse_duration(plan.config.limit)
         try:
             run.start()
@@ -132,10 +132,24 @@ class _Awaited:
 
 
 class Director:
-    """Does faults when their times have come, and sees what follows; pure but for its world."""
+    """Does faults when their times have come, and sees what follows; pure but for its world.
+
+    Args:
+        world: The run.
+        truth: Where all is noted.
+        faults: In the order of their times.
+        on_progress: Told of them.
+        duration_s: Of the plan, which a run that is faster does not outrun: a fault comes at its
+            share of it at the latest, counted by what has been trained.
+    """
 
     def __init__(
-        self, world: World, truth: TruthLog, faults: Sequence[Timed], on_progress: Progress
+        self,
+        world: World,
+        truth: TruthLog,
+        faults: Sequence[Timed],
+        on_progress: Progress,
+        duration_s: float,
     ) -> None:
         """Assign only."""
         self._world = world
@@ -148,6 +162,7 @@ class Director:
         self._awaited: list[_Awaited] = []
         self._newest: dict[int, int] = {}
         self._began_s: float | None = None
+        self._duration_s = duration_s
         self.limit_s = float("inf")
 
     def look(self) -> None:
@@ -169,7 +184,7 @@ class Director:
                 return
             self._began_s = self._truth.write("training")
         self._end(now_s)
-        self._begin(now_s - self._began_s)
+        self._begin(max(now_s - self._began_s, self._duration_s * self._world.progress))
         num_over = self._num_faults - len(self._to_come) - len(self._under_way)
         self._on_progress(num_over, self._num_faults)
 
@@ -244,13 +259,4 @@ class Director:
                     self._truth.write("published", fragment=fragment, version=version)
 
     def _is_training(self) -> bool:
-        directory = self._world.run.config.telemetry_dir
-        return all(
-            any('"inner_step"' in line and '"duration_s"' in line for line in _lines(path))
-            for path in (directory / f"events-{name}-0.jsonl" for name in self._world.run.islands)
-        )
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
-        yield from file
+        return all(map(self._world.inner_step, self._world.run.islands))

@@ -7,6 +7,7 @@ others than us.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,8 +20,11 @@ from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import StateDir, holder, read_endpoint
 from diloco.rounds.log import frames_in
 from diloco.rounds.record import RecordInvalid, insist_on_whole, record_path, versions_in
+from diloco.telemetry.events import InnerStepDone
 
 _FRAGMENTS = "fragment-[0-9]*"
+#: Of a file of events: its last step is among them.
+_TAIL_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
@@ -71,6 +75,25 @@ class World:
         endpoint = None if pid is None else read_endpoint(path)
         is_its_own = endpoint is not None and endpoint.pid == pid and endpoint.address
         return pid if is_its_own else None
+
+    def inner_step(self, island: str) -> int:
+        """Return the newest inner step that an island has done; 0: none yet."""
+        path = self.run.config.telemetry_dir / f"events-{island}-0.jsonl"
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            for line in reversed(file.read().splitlines()):
+                with contextlib.suppress(ValueError):  # not all of a line is there
+                    if (event := json.loads(line))["kind"] == InnerStepDone.kind:
+                        return int(event["inner_step"])
+        return 0
+
+    @property
+    def progress(self) -> float:
+        """What islands have trained over what ends the run, in tokens: about 1 at its end."""
+        config = self.run.config
+        steps = {name: self.inner_step(name) for name in self.run.islands}
+        trained = sum(n * config.islands[name].tokens_per_inner_step for name, n in steps.items())
+        return trained / config.total_tokens
 
     def fragments(self, *syncers: str) -> list[Path]:
         """Directories of the fragments of these syncers; of all, if none is named."""

@@ -383,7 +383,7 @@ def test_who_is_back_when_the_run_is_over_is_seen(scene: Scene, tmp_path: Path) 
     first = scene.hold(SYNCER)
     fault = Timed(0, Kind.KILL, SYNCER, 0.0, 0.0, 0.01, 1e6, 1.0, 3600.0, 77)
     with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
-        director = Director(scene.world, truth, [fault], lambda done, all_of: None)
+        director = Director(scene.world, truth, [fault], lambda done, all_of: None, 60.0)
         director._begin(0.0)
         first.wait()
         scene.hold(SYNCER)
@@ -392,6 +392,29 @@ def test_who_is_back_when_the_run_is_over_is_seen(scene: Scene, tmp_path: Path) 
 
     lines = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())
     assert [line["what"] for line in lines] == ["begun", "ended", "back"]
+
+
+def test_a_run_does_not_outrun_its_faults(scene: Scene, tmp_path: Path) -> None:
+    scene.hold(SYNCER)
+    config = scene.world.run.config
+    fault = Timed(0, Kind.KILL, SYNCER, 3000.0, 0.0, 0.01, 1e6, 1.0, 3600.0, 77)
+    scene.island("exec sleep 60")
+    config.telemetry_dir.mkdir(parents=True)
+    with (
+        TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth,
+        (config.telemetry_dir / "events-east-0.jsonl").open("a") as events,
+    ):
+        director = Director(scene.world, truth, [fault], lambda done, all_of: None, 4000.0)
+
+        for step in range(1, config.run.inner_steps + 1):
+            events.write(json.dumps({"kind": "inner_step", "inner_step": step}) + "\n{")
+            events.flush()
+            director.look()
+            if not director._to_come:
+                break
+            events.write("}\n")
+
+    assert step == 0.75 * config.run.inner_steps
 
 
 def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Path) -> None:
@@ -408,7 +431,7 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
     eventually(lambda: chaos.is_heeded(scene.world.chaos_dir, "east"))
 
     with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
-        director = Director(scene.world, truth, faults, lambda done, all_of: None)
+        director = Director(scene.world, truth, faults, lambda done, all_of: None, 60.0)
 
         def play() -> bool:
             director._end(truth.now_s)
