@@ -28,6 +28,8 @@ from transport.units import parse_duration
 _LOOK_S = 0.05
 #: Seconds for which a fault waits for its target.
 _PATIENCE_S = 30.0
+#: The length of a run over the time in which faults come to it, at least.
+_AFTERWARDS = 1.1
 TRUTH = "truth.jsonl"
 #: After these another coordinator or syncer serves.
 _ENDING = frozenset({Kind.KILL, Kind.RESTART, Kind.TRUNCATE, Kind.FLIP, Kind.DISK_FULL})
@@ -139,8 +141,8 @@ class Director:
         truth: Where all is noted.
         faults: In the order of their times.
         on_progress: Told of them.
-        duration_s: Of the plan, which a run that is faster does not outrun: a fault comes at its
-            share of it at the latest, counted by what has been trained.
+        duration_s: In which they come. A run that would end before the last of them is not
+            outrun: a fault comes at its share of that time, counted by what has been trained.
     """
 
     def __init__(
@@ -158,11 +160,12 @@ class Director:
         self._to_come = list(faults)
         self._num_faults = len(faults)
         self._under_way: list[tuple[float, Performance]] = []
-        self._held_until_s: dict[int, float] = {}  # a fault by number: by others in its place
+        self._waits_since_s: dict[int, float] = {}  # a fault by number: for its target alone
         self._awaited: list[_Awaited] = []
         self._newest: dict[int, int] = {}
         self._began_s: float | None = None
-        self._duration_s = duration_s
+        lasting_s = max((each.at_s + each.lasts_s for each in faults), default=0.0)
+        self._length_s = min(duration_s, _AFTERWARDS * lasting_s)
         self.limit_s = float("inf")
 
     def look(self) -> None:
@@ -184,7 +187,7 @@ class Director:
                 return
             self._began_s = self._truth.write("training")
         self._end(now_s)
-        self._begin(max(now_s - self._began_s, self._duration_s * self._world.progress))
+        self._begin(max(now_s - self._began_s, self._length_s * self._world.progress), now_s)
         num_over = self._num_faults - len(self._to_come) - len(self._under_way)
         self._on_progress(num_over, self._num_faults)
 
@@ -197,12 +200,12 @@ class Director:
         self._see_versions()
         self._see_who_is_back()
 
-    def _begin(self, plan_s: float) -> None:
+    def _begin(self, plan_s: float, now_s: float) -> None:
         for fault in [each for each in self._to_come if each.at_s <= plan_s]:
             performance = perform(self._world, fault)
             taken = [other.place for _, other in self._under_way if other.place is not None]
             if performance.place in taken:  # they would undo each other: one after the other
-                self._held_until_s[fault.number] = plan_s
+                self._waits_since_s[fault.number] = now_s
                 continue
             pid = self._world.pid(fault.target) if fault.role else None
             at_s = self._truth.now_s
@@ -220,7 +223,7 @@ class Director:
                     # What was killed again on its way back is awaited from this kill on.
                     others = [a for a in self._awaited if a.fault.target != fault.target]
                     self._awaited = [*others, _Awaited(fault, pid, at_s)]
-            elif plan_s > self._held_until_s.get(fault.number, fault.at_s) + _PATIENCE_S:
+            elif now_s > self._waits_since_s.setdefault(fault.number, now_s) + _PATIENCE_S:
                 self._to_come.remove(fault)
                 note = f"{fault.target} was not there for {_PATIENCE_S:g} s"
                 self._truth.write("ended", number=fault.number, fired=False, note=note)

@@ -384,7 +384,7 @@ def test_who_is_back_when_the_run_is_over_is_seen(scene: Scene, tmp_path: Path) 
     fault = Timed(0, Kind.KILL, SYNCER, 0.0, 0.0, 0.01, 1e6, 1.0, 3600.0, 77)
     with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
         director = Director(scene.world, truth, [fault], lambda done, all_of: None, 60.0)
-        director._begin(0.0)
+        director._begin(0.0, 0.0)
         first.wait()
         scene.hold(SYNCER)
 
@@ -397,7 +397,7 @@ def test_who_is_back_when_the_run_is_over_is_seen(scene: Scene, tmp_path: Path) 
 def test_a_run_does_not_outrun_its_faults(scene: Scene, tmp_path: Path) -> None:
     scene.hold(SYNCER)
     config = scene.world.run.config
-    fault = Timed(0, Kind.KILL, SYNCER, 3000.0, 0.0, 0.01, 1e6, 1.0, 3600.0, 77)
+    fault = Timed(0, Kind.KILL, SYNCER, 3000.0, 1000.0, 0.01, 1e6, 1.0, 3600.0, 77)
     scene.island("exec sleep 60")
     config.telemetry_dir.mkdir(parents=True)
     with (
@@ -435,7 +435,7 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
 
         def play() -> bool:
             director._end(truth.now_s)
-            director._begin(1e9 if director._held_until_s else 0.0)  # it has waited for long
+            director._begin(0.0, 1e9 if director._waits_since_s else 0.0)  # it has waited for long
             seen.append([*(read_json(path) or {}).get("east", {}).get("rates", {})])
             return not (director._to_come or director._under_way)
 
