@@ -238,10 +238,12 @@ class FragmentService:
         if version > newest or (version == newest and digest not in ("", own)):
             self.lose(version)
 
-    async def take_published(self, header: wire.UploadHeader, call: IncomingCall) -> str:
+    async def take_published(
+        self, header: wire.UploadHeader, call: IncomingCall, attendance: Attendance
+    ) -> str:
         """Take a lane of the version that was lost; returns what is wrong with it.
 
-        With the last one, `finish_repair` writes it.
+        The last one has it written, whether or not its caller is still there.
         """
         island = header.grant.island
         try:
@@ -254,10 +256,12 @@ class FragmentService:
         except PayloadRefused as error:
             self._hooks.meter.refusal(island, error.cause)
             return f"published parameters refused: {error}"
+        if self.damage.gift is not None:
+            self._hooks.spawn(self._finish_repair(attendance))
         return ""
 
-    async def finish_repair(self, attendance: Attendance) -> None:
-        """Once every lane is here, write the version, and serve the fragment again.
+    async def _finish_repair(self, attendance: Attendance) -> None:
+        """Write the version of which every lane is here, and serve the fragment again.
 
         It stays damaged until that is durable and was read back: nobody hears of one half of it.
         """
@@ -272,7 +276,7 @@ class FragmentService:
                 self._store.commit(record)
                 return self._store.recover()
 
-            recovered = await self._hooks.worker.run(write)
+            recovered = await self._with_room(write)
             lost = self.damage.lost  # a later one may have been heard of meanwhile
             lost = max(self._store.lost, lost if lost > gift.header["version"] else -1)
             self.damage.mended(gift)

@@ -378,11 +378,7 @@ class Syncer:
         if service is None:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
         if header.is_published:
-            problem = await service.take_published(header, call)
-            if not problem:
-                await service.finish_repair(self._attendance)
-                self._notify()
-            return self._ack(problem)
+            return self._ack(await service.take_published(header, call, self._attendance))
         _insist_on_whole(service)
         if service.record is not None:
             return self._ack("")

@@ -27,7 +27,6 @@ from protos import fragment_pb2 as wire
 from tests.raw_island import NUMEL, RawIsland, SlowWorker, restart
 from tests.rounds.test_damaged_fragment import header_of, newest_record
 from tests.virtual_run import Setting, VirtualRun
-from transport.errors import Overloaded
 from transport.loopback import run_virtual
 
 
@@ -101,19 +100,34 @@ def kinds(run: VirtualRun) -> list[type]:
 def test_the_index_damages_nothing_that_is_being_repaired(setting: Setting) -> None:
     async def scenario() -> None:
         run, (a, b, _) = await damaged(setting)
-        assert await give(a, 0) == ""
-        last = asyncio.create_task(give(a, 1))
-        while not last.done():
+        assert [await give(a, lane_id) for lane_id in (0, 1)] == ["", ""]
+        while run.syncer.damage(0):
             await asyncio.sleep(0.1)
             run.syncer.indexed({0: 1})  # as with every report
-        assert await last == ""
-        run.syncer.indexed({0: 1})
         assert run.syncer.damage(0) == ""
         assert kinds(run) == [FragmentDamaged, FragmentRepaired]
         for _ in range(10):
             await poll(a, b)
             await asyncio.sleep(1.0)
         assert service_of(run).rounds.is_open
+
+    run_virtual(scenario())
+
+
+def test_a_repair_whose_island_dies_while_it_is_written_comes_to_its_end(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, (a, _, _) = await damaged(setting)
+        assert await give(a, 0) == ""
+        last = asyncio.create_task(give(a, 1))
+        await asyncio.sleep(1.5)
+        last.cancel()
+        assert newest_record(setting, 0).read_bytes() != b"rotten", "it is written"
+        assert run.syncer.damage(0), "and not read back"
+        await asyncio.sleep(1.0)
+        assert run.syncer.damage(0) == ""
+        assert kinds(run) == [FragmentDamaged, FragmentRepaired]
 
     run_virtual(scenario())
 
@@ -130,12 +144,11 @@ def test_a_repair_that_finds_no_room_is_repeated(
             raise DiskFull("no room")
 
         monkeypatch.setattr(store, "recover", full)
-        assert await give(a, 0) == ""
-        with pytest.raises(Overloaded):
-            await give(a, 1)
+        assert [await give(a, lane_id) for lane_id in (0, 1)] == ["", ""]
+        await asyncio.sleep(100.0)
         assert run.syncer.phase(0) == "damaged"
         monkeypatch.setattr(store, "recover", recover)
-        assert await give(a, 1) == ""
+        await asyncio.sleep(3.0)
         assert run.syncer.damage(0) == ""
 
     run_virtual(scenario())
@@ -249,10 +262,10 @@ def test_a_later_version_heard_of_during_a_repair_is_lost_after_it(setting: Sett
     async def scenario() -> None:
         run, (a, _, _) = await damaged(setting)
         assert await give(a, 0) == ""
-        last = asyncio.create_task(give(a, 1))
-        await asyncio.sleep(1.5)
+        assert await give(a, 1) == ""
+        await asyncio.sleep(0.5)
         run.syncer.indexed({0: 3})
-        assert await last == ""
+        await asyncio.sleep(1.0)
         assert "its version 2 was published" in run.syncer.damage(0)
         assert "the newest that can is version 0" in run.syncer.damage(0)
         assert kinds(run) == [FragmentDamaged, FragmentDamaged, FragmentRepaired, FragmentDamaged]
