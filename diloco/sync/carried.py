@@ -286,12 +286,16 @@ class CarriedFragment:
         self.residual, self.over = {}, Over()
 
     def known(self) -> wire.FragmentState:
-        """Return what a poll compares with the syncer's state."""
+        """Return what a poll compares with the syncer's state.
+
+        With the digest, by which a syncer hears that its version of that number is another one.
+        """
         state = self.state
         return wire.FragmentState(
             fragment_id=self.fragment_id,
             is_founded=state.is_founded,
             version=state.version,
+            digest=state.digest,
             attempt=state.attempt,
             is_open=state.is_open,
             wants_initial=state.wants_initial,
