@@ -68,9 +68,10 @@ class Gift:
 
 
 class Damage:
-    """What is wrong with one fragment; `text` says it, and what to type; empty: nothing is.
+    """What is wrong with one fragment.
 
-    `lost` is the newest version that was published and cannot be read; -1: there is none.
+    `lost` is the newest version that was published and cannot be read; -1: there is none. `said_by`
+    is the island on whose word alone it is; empty: the store has something of it, or it is indexed.
     `num_asked` counts how often an island was asked for one, so that each time is another.
     """
 
@@ -82,30 +83,53 @@ class Damage:
         self._begin()
 
     def _begin(self) -> None:
-        self.text, self.lost = "", -1
-        self._why = ""
+        self.lost, self.said_by = -1, ""
+        self._problem = self._answer = ""
         self._asked = "", ""  # island and header, as they were named last
         self._island = ""
         self._header: Mapping[str, Any] = {}
         self._lanes: dict[int, Buffer] = {}
 
-    def found(self, version: int, newest: VersionRecord | None) -> None:
-        """Take note that a version was lost; `newest` is what can be read."""
+    @property
+    def text(self) -> str:
+        """What is wrong, and what to type; empty: nothing is."""
+        if self.lost < 0:
+            return ""
+        p, who = self._fragment.fragment_id, self.said_by
+        remedy = (
+            f"The coordinator does not say so, and has no digests to repair it by: resume a "
+            f"checkpoint (diloco coordinator RUN.toml --resume), or, if {who} is wrong, take it "
+            f"out (diloco kick HOST:PORT {who}) and start this syncer again"
+            if who
+            else f"Take it from an island that holds it (diloco repair HOST:PORT --fragment {p} "
+            f"--from-island NAME), or resume a checkpoint (diloco coordinator RUN.toml --resume)"
+        )
+        return (
+            f"fragment {p} is damaged and not served: its version {self.lost} was published"
+            f"{f', as island {who} alone says,' if who else ''} and {self._problem}. The other "
+            f"fragments go on. {remedy}{self._answer}"
+        )
+
+    def found(self, version: int, newest: VersionRecord | None, said_by: str = "") -> None:
+        """Take note that a version was lost; `newest` is what can be read.
+
+        Only an island says so where it is named: else the store, or the coordinator.
+        """
         self._begin()
-        p, self.lost = self._fragment.fragment_id, version
+        self.lost, self.said_by = version, said_by
         if newest is not None and newest.version == version:
-            problem = "what is here under its number is not that"
+            self._problem = "what is here under its number is not that"
         else:
             left = "none" if newest is None else f"version {newest.version}"
-            problem = f"cannot be read, the newest that can is {left}"
-        self.text = self._why = (
-            f"fragment {p} is damaged and not served: its version {version} was published and "
-            f"{problem}. The other fragments go on. Take it from an island that holds it (diloco "
-            f"repair HOST:PORT --fragment {p} --from-island NAME), or resume a checkpoint (diloco "
-            f"coordinator RUN.toml --resume)"
-        )
+            self._problem = f"cannot be read, the newest that can is {left}"
         logger.error("%s", self.text)
-        self._on_event(FragmentDamaged(p, version, self.text))
+        self._on_event(FragmentDamaged(self._fragment.fragment_id, version, self.text))
+
+    def confirmed(self) -> None:
+        """Take note that the coordinator says of the lost version what an island has said."""
+        if self.said_by:
+            self.said_by = ""
+            logger.error("%s", self.text)
 
     def ask(self, island: str, record_json: str) -> bool:
         """Take the lost version from an island, as its header is indexed.
@@ -113,7 +137,7 @@ class Damage:
         Returns:
             Whether this is anything new: what is asked for is named with every report.
         """
-        if not self.text or (island, record_json) == self._asked:
+        if self.lost < 0 or (island, record_json) == self._asked:
             return False
         self._asked = island, record_json
         self._island, self._header, self._lanes = "", {}, {}
@@ -127,10 +151,10 @@ class Damage:
         else:
             self._island, self._header = island, header
             self.num_asked += 1
-            self.text = f"{self._why}. Version {indexed} is asked of {island}"
+            self._answer = f". Version {indexed} is asked of {island}"
             logger.info("fragment %d: version %d is asked of %s", p, indexed, island)
             return True
-        self.text = f"{self._why}. It cannot be taken from {island}: {problem}"
+        self._answer = f". It cannot be taken from {island}: {problem}"
         logger.error("fragment %d cannot be repaired from %s: %s", p, island, problem)
         return True
 

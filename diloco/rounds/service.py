@@ -136,7 +136,8 @@ class FragmentService:
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
-        self._has_warned = self._is_in_doubt = False
+        self._has_warned = self._is_in_doubt = self._is_indexed = False
+        self._disbelieved: set[str] = set()
 
     def _machine(self) -> tuple[FragmentRounds, MeasuredTiming | None]:
         rules, timing = self._rules, None
@@ -154,7 +155,9 @@ class FragmentService:
         recovered = await self._with_room(self._store.recover)
         self._go_on(recovered, self._store.lost, attendance)
 
-    def _go_on(self, recovered: Recovered | None, lost: int, attendance: Attendance) -> None:
+    def _go_on(
+        self, recovered: Recovered | None, lost: int, attendance: Attendance, said_by: str = ""
+    ) -> None:
         """Serve what was recovered, unless a version is `lost`, to who holds a grant by now."""
         self._is_in_doubt = self._store.is_in_doubt
         self.hold_openings(bool(self._hooks.room.waiting))
@@ -166,7 +169,7 @@ class FragmentService:
             for header in recovered.headers:
                 self._hooks.on_record(header)
         if lost >= 0:
-            self.lose(lost)
+            self.lose(lost, said_by)
         elif recovered is not None:
             if self._is_in_doubt:
                 logger.warning(
@@ -207,11 +210,16 @@ class FragmentService:
         if self._timer is not None:
             self._timer.cancel()
 
-    def lose(self, version: int) -> None:
-        """Serve the fragment no more: this version was published, and cannot be read here."""
+    def lose(self, version: int, said_by: str = "") -> None:
+        """Serve the fragment no more: this version was published, and cannot be read here.
+
+        Only an island says so where it is named.
+        """
+        if version == self.damage.lost and not said_by:
+            self.damage.confirmed()
         if version <= self.damage.lost:
             return
-        self.damage.found(version, self.record)
+        self.damage.found(version, self.record, said_by)
         self.stop()
         spool, self._spool = self._spool, {}
         drop(spool)
@@ -222,21 +230,46 @@ class FragmentService:
 
         `digest` is that of the newest, in hex; empty: not known.
         """
+        self._is_indexed = True
         self._was_published(num_versions - 1, digest)
         if self._is_in_doubt:
             self._is_in_doubt = False
             self.hold_openings(bool(self._hooks.room.waiting))
 
-    def island_knows(self, known: wire.FragmentState) -> None:
-        """Hear what an island knows: its grant says that it is ours, so what it knows was true."""
-        if known.is_founded and not known.is_damaged:
-            self._was_published(known.version, known.digest.hex())
+    def island_knows(self, island: str, known: wire.FragmentState) -> None:
+        """Hear what an island knows: its grant says that it is ours, so what it knows was true.
 
-    def _was_published(self, version: int, digest: str) -> None:
+        Unless it is of more versions than are kept: of that many, which no damage takes from a
+        store, the coordinator's word is asked, and nothing opens before.
+        """
+        if not known.is_founded or known.is_damaged:
+            return
+        record = self.record
+        if record is None or known.version <= record.version + self._store.retained_versions:
+            self._was_published(known.version, known.digest.hex(), island)
+        elif known.version > self.damage.lost:
+            self._disbelieve(island, known.version)
+
+    def _disbelieve(self, island: str, version: int) -> None:
+        self._hooks.meter.refusal(island, Cause.KEY)
+        if island not in self._disbelieved:
+            self._disbelieved.add(island)
+            logger.error(
+                "island %s says that version %d of fragment %d was published, which is too far "
+                "ahead to be believed of it: the coordinator's index says what was",
+                island,
+                version,
+                self._fragment.fragment_id,
+            )
+        if not self._is_indexed:
+            self._is_in_doubt = True
+            self.hold_openings(True)
+
+    def _was_published(self, version: int, digest: str, said_by: str = "") -> None:
         """Serve the fragment no more if what was published is later than its record, or another."""
         newest, own = (-1, "") if (r := self.record) is None else (r.version, r.digest.hex())
         if version > newest or (version == newest and digest not in ("", own)):
-            self.lose(version)
+            self.lose(version, said_by)
 
     async def take_published(
         self, header: wire.UploadHeader, call: IncomingCall, attendance: Attendance
@@ -277,13 +310,14 @@ class FragmentService:
                 return self._store.recover()
 
             recovered = await self._with_room(write)
+            said_by = self.damage.said_by
             lost = self.damage.lost  # a later one may have been heard of meanwhile
             lost = max(self._store.lost, lost if lost > gift.header["version"] else -1)
             self.damage.mended(gift)
             self._unfetched, self._rules = {}, self._next_rules
             self.rounds, self._timing = self._machine()
             self.heard_of(attendance.roster)
-            self._go_on(recovered, lost, attendance)
+            self._go_on(recovered, lost, attendance, said_by)
             self._hooks.on_change()
 
     def _older_than(self, version: int) -> VersionRecord | None:

@@ -399,6 +399,9 @@ class Syncer:
                 f"{len(request.known)} fragments are known to the caller; there are "
                 f"{len(self._services)}"
             )
+        for known in request.known:
+            if (service := self._services.get(known.fragment_id)) is not None:
+                service.island_knows(request.grant.island, known)
         self._note_step(request)
         most_s = _MAX_POLL_S
         if self._rules.timing is not None:
@@ -433,9 +436,6 @@ class Syncer:
         island, incarnation = request.grant.island, request.grant.incarnation
         if not self._attendance.is_current(request.grant):
             return self._fenced(f"a newer start of island {island!r} has joined")
-        for known in request.known:
-            if (service := self._services.get(known.fragment_id)) is not None:
-                service.island_knows(known)
         reply = wire.PollReply(
             syncer_epoch=self._epoch,
             fragments=[

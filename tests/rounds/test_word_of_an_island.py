@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from diloco.compression.base import to_bytes
+from diloco.refusals import Cause
 from diloco.rounds.damaged import Gift
 from diloco.rounds.store import FragmentStore
-from tests.rounds.test_damaged_fragment import descend
+from protos import fragment_pb2 as wire
+from tests.raw_island import NUMEL, RawIsland
+from tests.rounds.test_damaged_fragment import descend, until
 from tests.virtual_run import Setting, VirtualRun
 from transport.loopback import run_virtual
 
@@ -59,5 +62,64 @@ def test_an_island_with_another_version_under_the_same_number_says_so(setting: S
         await asyncio.gather(training, return_exceptions=True)
         await island.exchange.stop()
         await run.kill_syncer()
+
+    run_virtual(scenario())
+
+
+def ahead(version: int) -> list[wire.FragmentState]:
+    return [wire.FragmentState(is_founded=True, version=version)]
+
+
+async def begun(setting: Setting) -> tuple[VirtualRun, list[RawIsland]]:
+    """A run whose version 0 is published."""
+    run = VirtualRun(replace(setting, initial={"u": [0.0] * NUMEL}))
+    await run.start_syncer()
+    a, b = (RawIsland(run, name) for name in "ab")
+    await until([a, b], lambda: bool(run.syncer._attendance.founder()), within_s=2)
+    await a.upload()
+    return run, [a, b]
+
+
+def test_a_loss_that_only_an_island_tells_of_names_it_and_offers_no_repair(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, (_, b) = await begun(setting)
+        run.syncer.indexed({0: 1})
+        await b.poll(known=ahead(2))
+        told = run.syncer.damage(0)
+        assert "its version 2 was published, as island b alone says" in told
+        assert "diloco kick HOST:PORT b" in told
+        assert "diloco repair" not in told
+
+        run.syncer.indexed({0: 3})
+        told = run.syncer.damage(0)
+        assert "its version 2 was published and cannot be read" in told
+        assert "diloco repair HOST:PORT --fragment 0" in told
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("version", [5, 2**63])
+@pytest.mark.parametrize("was_published", [False, True])
+def test_more_versions_than_are_kept_are_lost_by_the_word_of_the_coordinator_alone(
+    setting: Setting, version: int, was_published: bool
+) -> None:
+    async def scenario() -> None:
+        run, (a, b) = await begun(setting)
+        service = run.syncer._services[0]
+        for count in (1, 2):
+            await b.poll(known=ahead(version), step_s=1.0)
+            assert not run.syncer.damage(0)
+            assert run.syncer.meter.counts.refusals == {("b", Cause.KEY): count}
+        with pytest.raises(AssertionError, match="not within"):
+            await until([a, b], lambda: service.rounds.is_open, within_s=20)
+
+        run.syncer.indexed({0: version + 1 if was_published else 1})
+        assert bool(run.syncer.damage(0)) == was_published
+        await b.poll(known=ahead(version), step_s=1.0)
+        if not was_published:
+            await until([a, b], lambda: service.rounds.is_open, within_s=20)
+        assert run.syncer.meter.counts.refusals["b", Cause.KEY] == (2 if was_published else 3)
 
     run_virtual(scenario())
