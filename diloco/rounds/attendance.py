@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from diloco.coordinator.leases import COUNTED_SHARE, Leases
+from diloco.durable import DiskFull
 from diloco.errors import ConfigError
 from diloco.refusals import Cause
 from diloco.rounds.orders import Orders
@@ -71,12 +72,14 @@ class Listeners:
         on_roster: Who may take part in the next openings.
         on_rules: Rules that count from the next openings on.
         spawn: Runs a piece of work beside the handlers; its failure ends the process.
+        on_full: Orders found no room on the disk.
     """
 
     on_grant: Callable[[str, int], None]
     on_roster: Callable[[Roster], None]
     on_rules: Callable[[SyncerRules], None]
     spawn: Callable[[Coroutine[Any, Any, None]], None]
+    on_full: Callable[[], None]
 
 
 class Attendance:
@@ -198,6 +201,8 @@ class Attendance:
                 if store is not None:
                     await self._worker.run(lambda: store.store(orders))
             except OSError as error:
+                if isinstance(error, DiskFull):
+                    self._listeners.on_full()
                 if not self._has_warned:
                     self._has_warned = True
                     logger.error("orders cannot be kept, those before them stay: %s", error)

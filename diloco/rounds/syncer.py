@@ -107,15 +107,6 @@ class Syncer:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.meter = SyncerMeter(time.perf_counter)
-        self._attendance = Attendance(
-            rules,
-            incarnations,
-            orders,
-            is_granted=is_granted,
-            worker=worker,
-            meter=self.meter,
-            listeners=Listeners(self._granted, self._take_roster, self._take_rules, self._spawn),
-        )
         self._spool = Spool(stores[0].store_dir / "spool", rules.spool_bytes)
         self._donations = Donations(
             stores[0].store_dir / "donations",
@@ -124,6 +115,21 @@ class Syncer:
             worker=beside or worker,
             spool=self._spool,
             spawn=self._spawn,
+        )
+        self._attendance = Attendance(
+            rules,
+            incarnations,
+            orders,
+            is_granted=is_granted,
+            worker=worker,
+            meter=self.meter,
+            listeners=Listeners(
+                self._granted,
+                self._take_roster,
+                self._take_rules,
+                self._spawn,
+                self._donations.let_go,
+            ),
         )
         hooks = Hooks(
             worker,
@@ -298,6 +304,8 @@ class Syncer:
         try:
             await self._worker.run(pin)
         except (DiskFull, PinRefused) as error:
+            if isinstance(error, DiskFull):
+                self._donations.let_go()
             logger.warning("cut %d is kept later: %s", number, error)
             self._pinning_cut = 0  # the coordinator asks again
             return

@@ -19,6 +19,9 @@ from diloco import durable
 from diloco.durable import DiskFull
 from diloco.rounds import donations
 from diloco.rounds.donation import LaneGiven, Manifest, lane_name
+from diloco.rounds.orders import Orders
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.terms import Roster
 from protos import fragment_pb2 as wire
 from tests.raw_island import KEY, NUMEL, RawIsland, SlowWorker, founded, restart
 from tests.rounds.test_disk_full import FullDisk
@@ -325,6 +328,38 @@ def test_what_finds_no_room_has_that_of_donations(
         assert run.syncer.states[0].version == 1
         assert not list(of_donations.iterdir())
         assert await get(b) is None
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("what", ["a cut", "orders"])
+def test_what_the_coordinator_asks_for_has_the_room_of_donations(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        await put(a, manifest_of(run).to_json())
+        await put(a, lane_bytes(run, 0), 0)
+
+        def full(*_: int) -> None:
+            if list((setting.directory / "donations").iterdir()):
+                raise DiskFull(errno.ENOSPC, "no room beside a donation")
+
+        pin = FragmentStore.pin
+        monkeypatch.setattr(FragmentStore, "pin", lambda *of: (full(), pin(*of)))
+        run.orders.before_store = full
+        for _ in range(2):  # as with every report
+            if what == "a cut":
+                run.syncer.keep_cut(1, [0])
+            else:
+                run.syncer.heard_of(Orders(roster=Roster(("a",))))
+            await asyncio.sleep(2.0)
+
+        assert await get(b) is None
+        if what == "a cut":
+            assert run.syncer.pinned_cut == 1
+        else:
+            assert run.syncer._attendance.roster.live == ("a",)
 
     run_virtual(scenario())
 
