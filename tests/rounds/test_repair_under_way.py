@@ -132,6 +132,22 @@ def test_a_repair_whose_island_dies_while_it_is_written_comes_to_its_end(
     run_virtual(scenario())
 
 
+def test_a_lane_that_is_repeated_after_the_repair_is_no_failure(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, _, _) = await damaged(setting)
+        for lane_id in (0, 1, 1):
+            assert await give(a, lane_id) == ""
+        await asyncio.sleep(5.0)
+        assert run.syncer.damage(0) == ""
+        assert await give(a, 1) == ""
+        assert not run.syncer.meter.counts.refusals
+        assert "not asked of island 'a'" in await give(a, 1, version=1)
+        assert "not asked of island 'a'" in await give(a, 1, torch.ones(a.lanes[1].numel))
+        assert kinds(run) == [FragmentDamaged, FragmentRepaired]
+
+    run_virtual(scenario())
+
+
 def test_a_repair_that_finds_no_room_is_repeated(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +309,7 @@ async def repaired(run: VirtualRun, islands: list[RawIsland], version: int) -> N
     run.syncer.repair(0, "b", json.dumps({**header, "version": version}))
     for lane_id, lane in enumerate(held.lanes):
         assert await give(islands[1], lane_id, lane.published, version=version) == ""
+    await asyncio.sleep(1.0)
     assert run.syncer.damage(0) == ""
     for before, lane in zip(held.lanes, store.load(version).lanes, strict=True):
         assert before.momentum.any()
