@@ -10,8 +10,8 @@ A frame is the record of its version less the sections of state: its header name
 it takes to compute that state from the version before. One write at the end of a file and
 one fsync make a version durable; its header is written last. What follows the last frame with a
 sound header and all its bytes is torn, unless a valid frame comes after it: then the file was
-damaged, and what it still holds is left alone. Without a header it never existed; with one, torn or
-damaged, it may have been published, and is set aside. Torch is not imported, as in `record`.
+damaged, and what it still holds is left alone. Without a header it never existed; with one, or what
+is left of one, it may have been published, and is set aside. Torch is not imported, as in `record`.
 
 Source: protocol.md section 4 (commit point, `log`).
 """
@@ -26,6 +26,7 @@ from typing import Any
 
 from diloco import durable
 from diloco.rounds.record import (
+    HEADER_END,
     MAGIC,
     RecordDraft,
     RecordInvalid,
@@ -182,10 +183,7 @@ def remove_torn_tail(path: Path) -> None:
     if _has_frame_beyond(path, end):
         logger.error("log damaged, what follows is not reached: path=%s offset=%d", path, end)
         return
-    with path.open("rb") as file:
-        file.seek(end)
-        has_header = any(file.read(len(MAGIC)))
-    if has_header:
+    if _has_header(path, end):
         version = version_of(path) + len(frames) + 1
         _set_aside(path, end, version, f"{size - end} bytes of {path} from {end} on are torn")
         return
@@ -242,6 +240,15 @@ def _cut_off(path: Path, end: int) -> None:
         durable.sync(descriptor)
     finally:
         durable.close(descriptor)
+
+
+def _has_header(path: Path, start: int) -> bool:
+    """Whether what begins here has a header, or what is left of one that has lost its beginning.
+
+    A disk that loses a sector gives zeros, as what was reserved does; then the header's end tells.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return any(content[start : start + len(MAGIC)]) or content.find(HEADER_END, start) >= 0
 
 
 def _has_frame_beyond(path: Path, end: int) -> bool:

@@ -35,6 +35,8 @@ STATE_SECTIONS = ("theta", "published", "momentum")
 SECOND_MOMENT = "second_moment"
 
 MAGIC = b"DILOREC2"
+#: Near the end of every header, whose keys are sorted.
+HEADER_END = b'"sections": ['
 #: Key of `RecordDraft._starts` that no section has.
 _END = ""
 _PREFIX = struct.Struct("<8sQ32s")

@@ -188,6 +188,25 @@ def test_what_a_killed_writer_left_after_the_last_frame_has_no_header_or_is_in_d
     assert_newest(store, 3)
 
 
+@pytest.mark.parametrize("num_zeros", [8, 48, 512, -1], ids=["8", "48", "512", "the header"])
+def test_a_newest_frame_that_lost_the_beginning_of_its_header_is_in_doubt(
+    store: FragmentStore, num_zeros: int
+) -> None:
+    records = commit(store, 2)
+    last = frames_in(directory_of(store))[2]
+    header_bytes = min(section.start for section in last.sections.values()) - last.start
+    num_zeros = header_bytes if num_zeros < 0 else num_zeros
+    data = bytearray(last.path.read_bytes())
+    data[last.start : last.start + num_zeros] = bytes(num_zeros)
+    last.path.write_bytes(data)
+
+    again = opened(store.store_dir)
+
+    assert_same(again.load(1), records[1])
+    assert again.is_in_doubt == (num_zeros < header_bytes), "or it was never written"
+    assert frames_in(directory_of(again)).keys() == {1}
+
+
 def test_any_bit_flipped_in_a_frame_is_seen(store: FragmentStore) -> None:
     records = commit(store, 3)
     path = segment(store)
