@@ -50,8 +50,14 @@ class Room:
         self.waiting: set[int] = set()
         self._refused: RoundKey | None = None
 
-    async def having(self, fragment_id: int, work: Callable[[], _T]) -> _T:
-        """Return what `work()` returns in the worker, done again each second while it is full."""
+    async def having(
+        self, fragment_id: int, work: Callable[[], _T], *, at_most_s: float = 0.0
+    ) -> _T:
+        """Return what `work()` returns in the worker, done again while the disk is full.
+
+        Each second; `at_most_s` is more for long work: the wait doubles up to that.
+        """
+        wait_s = _AGAIN_S
         try:
             while True:
                 try:
@@ -59,7 +65,8 @@ class Room:
                 except DiskFull as error:
                     self._let_go()
                     self._lack(fragment_id, error)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(wait_s)
+                wait_s = max(_AGAIN_S, min(2 * wait_s, at_most_s))
         finally:
             self._found(fragment_id)
 

@@ -69,6 +69,9 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+#: Seconds from one try to the next, at last, of what reads a whole fragment anew each time.
+_RECOVERS_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
@@ -152,7 +155,7 @@ class FragmentService:
         Raises:
             ConfigError: If that state is of another outer optimizer.
         """
-        recovered = await self._with_room(self._store.recover)
+        recovered = await self._with_room(self._store.recover, at_most_s=_RECOVERS_S)
         self._go_on(recovered, self._store.lost, attendance)
 
     def _go_on(
@@ -319,7 +322,7 @@ class FragmentService:
                 self._store.commit(record)
                 return self._store.recover()
 
-            recovered = await self._with_room(write)
+            recovered = await self._with_room(write, at_most_s=_RECOVERS_S)
             said_by = self.damage.said_by
             lost = self.damage.lost  # a later one may have been heard of meanwhile
             lost = max(self._store.lost, lost if lost > gift.header["version"] else -1)
@@ -763,8 +766,9 @@ class FragmentService:
         self._hooks.on_event(expired)
         self._perform(rounds.expiry_recorded(key, _now()))
 
-    async def _with_room(self, work: Callable[[], _T]) -> _T:
-        return await self._hooks.room.having(self._fragment.fragment_id, work)
+    async def _with_room(self, work: Callable[[], _T], *, at_most_s: float = 0.0) -> _T:
+        room = self._hooks.room
+        return await room.having(self._fragment.fragment_id, work, at_most_s=at_most_s)
 
     def _hold(self, record: VersionRecord) -> None:
         """Serve a durable version from memory; contributions are left to the disk."""

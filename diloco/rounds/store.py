@@ -132,6 +132,7 @@ class FragmentStore:
         self.written_bytes = 0
         self.lost = -1
         self.is_in_doubt = False
+        self._told: set[str] = set()
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -188,10 +189,16 @@ class FragmentStore:
         try:
             self.make_again(version)
         except RecordInvalid:
-            logger.warning("version %d skipped, %s", version, damage)
+            self._tell_skipped(version, damage)
             return False
         logger.error("version %d made again from the one before it: %s", version, damage)
         return True
+
+    def _tell_skipped(self, version: int, problem: RecordInvalid) -> None:
+        """Say it once, however often a full disk has the same be read again."""
+        if str(problem) not in self._told:
+            self._told.add(str(problem))
+            logger.warning("version %d skipped, %s", version, problem)
 
     def _past(self, newest: VersionRecord) -> dict[int, PastRound]:
         """Give the outcomes of the rounds of retained versions, by base version."""
@@ -205,7 +212,7 @@ class FragmentStore:
                     stored.verify()
                     stored.insist_on(version, self.fragment)
                 except RecordInvalid as error:
-                    logger.warning("version %d skipped, %s", version, error)
+                    self._tell_skipped(version, error)
                     continue
                 header = stored.header
             past[version - 1] = PastRound(

@@ -19,7 +19,7 @@ from diloco.durable import DiskFull
 from diloco.rounds.log import locate_version
 from diloco.rounds.record import fragment_directory
 from diloco.rounds.spool import Spool
-from diloco.rounds.store import FragmentStore
+from diloco.rounds.store import FragmentStore, Recovered
 from diloco.rounds.terms import OutcomeKind
 from protos import fragment_pb2 as wire
 from tests.raw_island import KEY, RawIsland, founded
@@ -302,8 +302,18 @@ def test_calls_that_need_room_are_to_be_repeated(
 
 
 def test_a_start_waits_for_the_room_that_a_damaged_version_is_made_again_in(
-    setting: Setting, disk: FullDisk, caplog: pytest.LogCaptureFixture
+    setting: Setting,
+    disk: FullDisk,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    recover, num_tries = FragmentStore.recover, 0
+
+    def counted(store: FragmentStore) -> Recovered | None:
+        nonlocal num_tries
+        num_tries += 1
+        return recover(store)
+
     async def scenario() -> None:
         run, (a, b) = await founded(setting)
         await a.contribute(value=2.0)
@@ -315,9 +325,11 @@ def test_a_start_waits_for_the_room_that_a_damaged_version_is_made_again_in(
         stored.path.write_bytes(data)
 
         disk.is_full = True
+        monkeypatch.setattr(FragmentStore, "recover", counted)
         starting = asyncio.create_task(run.start_syncer())
-        await asyncio.sleep(100.0)
+        await asyncio.sleep(600.0)
         assert not starting.done()
+        assert num_tries < 20, "it reads everything, each time"
         assert "the disk is full" in caplog.text
         disk.is_full = False
         await starting

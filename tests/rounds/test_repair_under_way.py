@@ -164,7 +164,7 @@ def test_a_repair_that_finds_no_room_is_repeated(
         await asyncio.sleep(100.0)
         assert run.syncer.phase(0) == "damaged"
         monkeypatch.setattr(store, "recover", recover)
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(70.0)
         assert run.syncer.damage(0) == ""
 
     run_virtual(scenario())

@@ -306,6 +306,19 @@ def test_a_damaged_version_in_between_does_not_hide_the_newest(store: FragmentSt
     assert sorted(recovered.past) == [1]
 
 
+def test_what_is_skipped_is_said_once_however_often_it_is_read(
+    store: FragmentStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(store, 3)
+    for version in (1, 3):
+        path_of(store, version).write_bytes(b"rot")
+
+    for _ in range(3):
+        store.recover()
+
+    assert [caplog.text.count(f"version {version} skipped") for version in (1, 3)] == [1, 1]
+
+
 def test_two_versions_in_a_row_are_made_again(store: FragmentStore) -> None:
     records = commit(store, 3)
     for version in (2, 3):
