@@ -84,7 +84,9 @@ class Heals:
         if wish.donor not in donors:
             if wish.donor:
                 wish.declined.setdefault(wish.donor, "it is away")
-            wish.donor = max(donors, key=lambda donor: (donors[donor], donor), default="")
+            # What is given of one checkpoint is there for all; of another it comes after that.
+            busy = {w.donor for w in self._wishes.values() if w.checkpoint != wish.checkpoint}
+            wish.donor = max(donors, key=lambda d: (d not in busy, donors[d], d), default="")
             if wish.donor:
                 logger.info(
                     "%s is asked for the inner optimizer of checkpoint %d for %s",

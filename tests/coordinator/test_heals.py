@@ -146,6 +146,43 @@ def test_who_wishes_first_is_given_first_and_whole(tmp_path: Path, elastic: Conf
     tell(tmp_path, story, config=elastic)
 
 
+def test_a_donor_that_gives_of_another_checkpoint_is_asked_last(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        east, west, guest, other = await work(desk, "east", "west", "guest", "other")
+
+        async def cut(number: int, wishes: control.Grant) -> control.HealAnswer:
+            await desk.report(wishes, heal=WISH)
+            await desk.report(east, cut=part_of(number, 3, 3, at=40))
+            await desk.report(west, cut=part_of(number, 3, 3, at=9))
+            await desk.report(guest, cut=part_of(number), heal=WISH)
+            await desk.report(other, cut=part_of(number), heal=WISH if wishes is other else None)
+            told = (await desk.report(wishes, heal=WISH)).heal
+            status = [control.FragmentStatus(fragment_id=p, version=3) for p in (0, 1)]
+            await desk.round_report(fragments=status, pinned_cut=number)
+            return told
+
+        assert (await cut(1, guest)).donor == "east", "it has trained most"
+        told = await cut(2, other)
+        assert (told.donor, told.checkpoint) == ("west", 2)
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_two_wishes_of_one_checkpoint_have_one_donor(tmp_path: Path, elastic: Config) -> None:
+    async def story(desk: Desk) -> None:
+        east, west, *guests = await work(desk, "east", "west", "guest", "other")
+        for guest in guests:
+            await desk.report(guest, heal=WISH)
+        await desk.report(east, cut=part_of(1, 3, 3, at=40))
+        await desk.report(west, cut=part_of(1, 3, 3, at=9))
+        told = [(await desk.report(guest, heal=WISH)).heal.donor for guest in guests]
+        assert told == ["east", "east"], "it gives once"
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_a_donor_whose_lease_has_ended_gives_no_more(tmp_path: Path, elastic: Config) -> None:
     async def story(desk: Desk) -> None:
         east, guest = await work(desk, "east", "guest")
