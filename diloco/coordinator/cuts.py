@@ -53,7 +53,7 @@ class Cut:
     Args:
         number: From 1 on.
         timeline: In which it was named.
-        tokens: That all fragments had merged when it was named.
+        tokens: That all fragments had merged when it was named; of a last one, when it was complete.
         told: Slot of the text, as digits -> how far it was known to be drawn when it was named.
         is_last: Whether everybody leaves after it.
         owing: Islands that have not written their part.
@@ -198,9 +198,15 @@ class Cuts:
         }
         return () if parts.keys() == cut.parts.keys() else _entry(replace(cut, parts=parts))
 
-    def completed(self, number: int) -> Entries:
-        """Take note that the syncers keep the versions of a cut."""
-        return _entry(replace(self._cuts[number], is_complete=True))
+    def completed(self, number: int, tokens: int) -> Entries:
+        """Take note that the syncers keep the versions of a cut.
+
+        What was merged while the parts of a last one were written is in it, and a run that goes on
+        from there has cut it.
+        """
+        cut = self._cuts[number]
+        tokens = max(cut.tokens, tokens) if cut.is_last else cut.tokens
+        return _entry(replace(cut, tokens=tokens, is_complete=True))
 
     def forgotten(self, needed: Collection[int]) -> Entries:
         """Forget all but the newest cuts, those that are given, and those that are `needed`."""

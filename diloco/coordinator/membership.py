@@ -556,7 +556,8 @@ class Membership(Roll):
     def cut_kept(self, number: int) -> Entries:
         """Take note that the syncers keep a cut's versions: it is a complete checkpoint."""
         newest = sorted({*self.checkpoints, number})[-self.num_checkpoints :]
-        return (*self.cuts.completed(number), ("checkpoint", json.dumps(newest)))
+        completed = self.cuts.completed(number, self.merged_tokens())
+        return (*completed, ("checkpoint", json.dumps(newest)))
 
     def checkpoint_name(self, step: int) -> str:
         """Say of what a checkpoint is, for people."""

@@ -162,6 +162,34 @@ def test_a_resume_is_not_followed_by_a_cut_of_what_was_cut_before(
     tell(tmp_path, story, config=elastic)
 
 
+def test_a_resume_makes_no_cut_of_what_was_merged_while_the_last_one_was_taken(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        grants = [(await desk.join(name)).grant for name in NAMES]
+
+        async def newest_cut(tokens: int, **fields: Any) -> int:
+            await desk.round_report(desk.membership.timeline, fragments=merged(tokens), **fields)
+            desk.coordinator._cut_when_due()
+            cut = desk.membership.cuts.newest(desk.membership.timeline)
+            return 0 if cut is None else cut.number
+
+        await newest_cut(480)
+        await stop(desk)
+        for grant in grants:
+            await desk.report(grant, cut=part_of(1, 4, 4))
+        await newest_cut(520)  # rounds under way have come to their end
+        await newest_cut(520, pinned_cut=1)
+        for grant in grants:
+            await desk.leave(grant, is_stopped=True)
+
+        await desk.restart(resume_step=1)
+        await desk.join("east", "b")
+        assert [await newest_cut(tokens) for tokens in (520, 999, 1000)] == [0, 0, 2]
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_an_island_that_thaws_in_a_stop_that_goes_on_without_it_leaves(
     tmp_path: Path, elastic: Config
 ) -> None:
