@@ -132,9 +132,12 @@ class Board:
     @property
     def cut_text(self) -> str:
         """Say who a cut waits for; empty: for nobody."""
-        awaited, stop = self._membership.awaited_in_cut, self._membership.is_stopping
-        what = "the stop with a checkpoint" if stop else "a run checkpoint"
-        return f"{what} waits for {', '.join(awaited)}" if awaited else ""
+        membership = self._membership
+        cut, awaited = membership.cuts.newest(membership.timeline), membership.awaited_in_cut
+        if cut is None or not awaited:
+            return ""
+        what = "the stop with a checkpoint" if cut.is_last else "a run checkpoint"
+        return f"{what} waits for {', '.join(awaited)}"
 
     @property
     def inner_steps(self) -> int:

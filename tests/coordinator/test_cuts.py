@@ -434,6 +434,56 @@ def test_a_stop_of_which_nobody_has_a_part_is_taken_back(tmp_path: Path, elastic
     tell(tmp_path, story, config=elastic)
 
 
+async def void_stop(desk: Desk) -> tuple[control.Grant, control.Grant]:
+    """Stop: east leaves with its part, west stays; a syncer has lost what the parts hold."""
+    east, west = [(await desk.join(name)).grant for name in NAMES]
+    await stop(desk)
+    for grant in (east, west):
+        await desk.report(grant, cut=part_of(1, 9, 9))
+    await desk.leave(east, is_stopped=True)
+    for _ in range(2):
+        await told_to_syncer(desk)
+    assert desk.membership.cuts[1].is_void
+    return east, west
+
+
+def test_a_stop_that_came_to_nothing_does_not_wait_for_an_island_that_hangs(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        _, west = await void_stop(desk)
+        watching = asyncio.create_task(desk.coordinator.watch())
+        for _ in range(int(elastic.transport.unreachable_s) // 5 - 2):
+            await asyncio.sleep(5.0)
+            await desk.report(west)
+            message = desk.coordinator.status().message
+            assert message == "the stop with a checkpoint waits for west"
+        await asyncio.sleep(12.0)
+        assert desk.coordinator.ended.is_set()
+        assert "came to nothing" in desk.membership.fatal_reason
+        watching.cancel()
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_who_starts_again_after_a_stop_came_to_nothing_trains_on(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        _, west = await void_stop(desk)
+        east = await desk.join("east", "b")
+        assert east.status == control.JOIN_STATUS_ACCEPTED
+        await desk.leave(west)
+        watching = asyncio.create_task(desk.coordinator.watch())
+        for _ in range(int(elastic.transport.unreachable_s) // 5 + 4):
+            await asyncio.sleep(5.0)
+            assert not (await desk.report(east.grant)).drain
+        assert not desk.coordinator.ended.is_set()
+        watching.cancel()
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_who_comes_to_the_end_of_the_run_first_is_not_stopped(
     tmp_path: Path, elastic: Config
 ) -> None:
