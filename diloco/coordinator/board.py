@@ -137,7 +137,9 @@ class Board:
         if cut is None or not awaited:
             return ""
         what = "the stop with a checkpoint" if cut.is_last else "a run checkpoint"
-        return f"{what} waits for {', '.join(awaited)}"
+        writing = {i for i, s in self._islands.items() if s.report.cut.is_being_written}
+        names = (f"{i} (writes its part)" if i in writing else i for i in awaited)
+        return f"{what} waits for {', '.join(names)}"
 
     @property
     def inner_steps(self) -> int:

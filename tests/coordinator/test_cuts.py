@@ -311,6 +311,36 @@ def test_an_island_that_reports_and_hangs_keeps_no_cut_from_its_end(
     tell(tmp_path, story, config=elastic)
 
 
+@pytest.mark.parametrize("is_stop", [True, False])
+def test_who_writes_its_part_is_waited_for_however_long_that_takes(
+    is_stop: bool, tmp_path: Path, elastic: Config
+) -> None:
+    """West hangs, and the cut goes on without it, while east writes."""
+
+    async def story(desk: Desk) -> None:
+        east, west = [(await desk.join(name)).grant for name in NAMES]
+        desk.coordinator._keep(desk.membership.cut(is_last=is_stop))
+        watching = asyncio.create_task(desk.coordinator.watch())
+        writing = control.CutPart(number=1, is_being_written=True)
+        for _ in range(2 * int(elastic.transport.unreachable_s) // 5):
+            await asyncio.sleep(5.0)
+            told = await desk.report(east, cut=writing)
+            assert (told.cut, told.is_last_cut, told.drain) == (1, is_stop, False)
+            await desk.report(west)
+        assert desk.membership.cuts[1].owing == ("east",)
+        message = desk.coordinator.status().message
+        assert message.endswith("waits for east (writes its part)"), message
+
+        await desk.report(east, cut=part_of(1, 3, 5))
+        await told_to_syncer(desk)
+        await told_to_syncer(desk, pinned_cut=1)
+        assert desk.membership.checkpoints == (1,)
+        assert desk.coordinator.status().message.endswith("waits for east") == is_stop
+        watching.cancel()
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_whoever_joins_meanwhile_is_not_asked_and_takes_what_is_published_on_a_resume(
     tmp_path: Path, elastic: Config
 ) -> None:
