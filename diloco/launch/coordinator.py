@@ -313,7 +313,13 @@ async def _asked_to_stop(
 ) -> None:
     """Return when everything is to stop at once; before that, pass a graceful stop on."""
     await signals.asked.wait()
-    if not await having_room("the stop", coordinator.request_stop, given_up=signals.forced):
+    try:
+        is_stopping = await having_room(
+            "the stop", coordinator.request_stop, given_up=signals.forced
+        )
+    except DiskFull:  # that has been said, and everything is to stop at once
+        return
+    if not is_stopping:
         if refusal := membership.repairs.against_stop:
             tell(f"not stopping: {refusal}; a second signal stops coordinator and syncer at once")
             await signals.forced.wait()
