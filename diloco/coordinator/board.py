@@ -52,6 +52,7 @@ class Board:
     Attributes:
         terms: In force.
         is_halting: Whether everybody is told to end, with nothing lost.
+        is_stop_waiting: Whether a stop was asked for, and waits for a repair.
         syncers: Those that have said something, by their numbers.
         instead_of_syncer: For people, where there is none.
     """
@@ -65,6 +66,7 @@ class Board:
         self._leases = leases
         self.terms = terms
         self.is_halting = False
+        self.is_stop_waiting = False
         self.syncers: dict[int, SyncerWord] = {}
         self.instead_of_syncer = ""
         self._islands: dict[str, _Seen] = {}
@@ -127,7 +129,9 @@ class Board:
     @property
     def damage(self) -> str:
         """Which fragments are not served, and what to type; empty: none."""
-        return "; ".join(s.fragment.damage for s in self._fragments.values() if s.fragment.damage)
+        damage = "; ".join(s.fragment.damage for s in self._fragments.values() if s.fragment.damage)
+        waits = "a stop was asked for, and waits for the repair: " if self.is_stop_waiting else ""
+        return damage and waits + damage
 
     @property
     def cut_text(self) -> str:
