@@ -184,16 +184,18 @@ class HealAnswer(_message.Message):
     def __init__(self, donor: _Optional[str] = ..., checkpoint: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class CutPart(_message.Message):
-    __slots__ = ("number", "versions", "inner_step", "text_json")
+    __slots__ = ("number", "versions", "inner_step", "text_json", "is_being_written")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
     TEXT_JSON_FIELD_NUMBER: _ClassVar[int]
+    IS_BEING_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     number: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     inner_step: int
     text_json: str
-    def __init__(self, number: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., inner_step: _Optional[int] = ..., text_json: _Optional[str] = ...) -> None: ...
+    is_being_written: bool
+    def __init__(self, number: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., inner_step: _Optional[int] = ..., text_json: _Optional[str] = ..., is_being_written: _Optional[bool] = ...) -> None: ...
 
 class ReportReply(_message.Message):
     __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step", "checkpoint_steps", "policy_json", "policy_revision", "drain", "claims_json", "cut", "is_last_cut", "heal", "donate")

@@ -151,11 +151,15 @@ class _Damage(Performance):
 
 
 class Truncate(_Damage):
-    """The syncer dies while it writes: a torn temporary file; of a log, a torn frame at its end."""
+    """The syncer dies while it writes, and a file has lost its end.
+
+    A torn temporary file, which is never read; and what has to be noticed: of a log a torn frame at
+    its end, else a part of the oldest record.
+    """
 
     def may(self, directory: Path) -> bool:
-        """Whether there is anything to copy a part of."""
-        return bool(versions_in(directory))
+        """Whether there is a frame, or an old record beside the newest, the truth itself."""
+        return bool(frames_in(directory)) or len(versions_in(directory)) > 1
 
     def damage(self, directory: Path) -> None:
         """Leave parts of what was written last where the next version would be written."""
@@ -173,6 +177,13 @@ class Truncate(_Damage):
             with segment.open("ab") as file:
                 file.write(kept)
             self.note += f", and so has the end of {segment.name}"
+        else:
+            path = record_path(directory, versions_in(directory)[0])
+            body = path.read_bytes()
+            left = body[: 1 + self.fault.seed % (len(body) - 1)]
+            path.unlink()  # a pin may be a link to the same bytes
+            path.write_bytes(left)
+            self.note += f"; {path.name} has {len(left)} of {len(body)}"
 
 
 class Flip(_Damage):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # commands import what they need when they run
 _LINE_EVERY_S = 10.0
 _SHOWN_LINES = 6
 _STOPPING = (
-    "stopping: every island goes on to one inner step and writes its checkpoint; "
-    "a second signal ends every process at once"
+    "asked to stop: every island goes on to one inner step and writes its checkpoint, while a "
+    "fragment is damaged only after its repair; a second signal ends every process at once"
 )
 
 _FINISHED_BEFORE = "The run finished before the step at which it would have stopped."

@@ -52,6 +52,7 @@ class Board:
     Attributes:
         terms: In force.
         is_halting: Whether everybody is told to end, with nothing lost.
+        is_stop_waiting: Whether a stop was asked for, and waits for a repair.
         syncers: Those that have said something, by their numbers.
         instead_of_syncer: For people, where there is none.
     """
@@ -65,6 +66,7 @@ class Board:
         self._leases = leases
         self.terms = terms
         self.is_halting = False
+        self.is_stop_waiting = False
         self.syncers: dict[int, SyncerWord] = {}
         self.instead_of_syncer = ""
         self._islands: dict[str, _Seen] = {}
@@ -127,14 +129,21 @@ class Board:
     @property
     def damage(self) -> str:
         """Which fragments are not served, and what to type; empty: none."""
-        return "; ".join(s.fragment.damage for s in self._fragments.values() if s.fragment.damage)
+        damage = "; ".join(s.fragment.damage for s in self._fragments.values() if s.fragment.damage)
+        waits = "a stop was asked for, and waits for the repair: " if self.is_stop_waiting else ""
+        return damage and waits + damage
 
     @property
     def cut_text(self) -> str:
         """Say who a cut waits for; empty: for nobody."""
-        awaited, stop = self._membership.awaited_in_cut, self._membership.is_stopping
-        what = "the stop with a checkpoint" if stop else "a run checkpoint"
-        return f"{what} waits for {', '.join(awaited)}" if awaited else ""
+        membership = self._membership
+        cut, awaited = membership.cuts.newest(membership.timeline), membership.awaited_in_cut
+        if cut is None or not awaited:
+            return ""
+        what = "the stop with a checkpoint" if cut.is_last else "a run checkpoint"
+        writing = {i for i, s in self._islands.items() if s.report.cut.is_being_written}
+        names = (f"{i} (writes its part)" if i in writing else i for i in awaited)
+        return f"{what} waits for {', '.join(names)}"
 
     @property
     def inner_steps(self) -> int:

@@ -1,7 +1,8 @@
 """How long a cut waits for islands that report, and bring nothing of it.
 
 Who is silent loses its lease, and the cut goes on without it (`Cuts.without`); who reports while
-its training thread hangs does not.
+its training thread hangs does not. Who says that it writes its part is waited for as long as that
+takes: a slow disk is no reason to go without.
 
 Source: protocol.md section 9.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from diloco.coordinator.admission import Entries
 from diloco.coordinator.cuts import Cut
 from diloco.coordinator.membership import Membership
+from protos.control_pb2 import CutPart
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +30,30 @@ class CutPatience:
         """Assign only; `keep` makes what was decided durable, then true."""
         self._membership = membership
         self._keep = keep
+        self._writing: set[str] = set()
         self._waits: tuple[Cut | None, tuple[str, ...]] = None, ()
         self._waited_s, self._looked = 0.0, 0.0
+
+    def heard(self, island: str, part: CutPart) -> None:
+        """Take note of what a report says of a cut."""
+        (self._writing.add if part.is_being_written else self._writing.discard)(island)
 
     def look(self, now: float, unreachable_s: float) -> None:
         """Go on without those who have brought nothing of a cut for so long.
 
-        Each part that comes begins the time anew. After a last cut they count as left.
+        Each part that is begun, or comes, begins the time anew. After a last cut they count as
+        left.
 
         Raises:
             DiskFull: If there is no room to write it down: it has not happened.
         """
         membership = self._membership
         passed_s, self._looked = min(now - self._looked, _MOST_COUNTED_S), now
-        waits = membership.cuts.newest(membership.timeline), membership.awaited_in_cut
+        cut = membership.cuts.newest(membership.timeline)
+        awaited = tuple(i for i in membership.awaited_in_cut if i not in self._writing)
+        waits = cut, awaited
         self._waited_s = self._waited_s + passed_s if waits == self._waits else 0.0
-        self._waits = cut, awaited = waits
+        self._waits = waits
         if cut is None or not awaited or self._waited_s < unreachable_s:
             return
         logger.warning(
@@ -54,4 +64,4 @@ class CutPatience:
         if cut.is_last:
             self._keep(membership.given_up(awaited))
         else:
-            self._keep(membership.cuts.without(membership.timeline, ()))
+            self._keep(membership.cuts.without(membership.timeline, self._writing))

@@ -53,7 +53,7 @@ class Cut:
     Args:
         number: From 1 on.
         timeline: In which it was named.
-        tokens: That all fragments had merged when it was named.
+        tokens: That all fragments had merged when it was named; a last one, when it was complete.
         told: Slot of the text, as digits -> how far it was known to be drawn when it was named.
         is_last: Whether everybody leaves after it.
         owing: Islands that have not written their part.
@@ -74,6 +74,11 @@ class Cut:
     def is_void(self) -> bool:
         """Whether it came to nothing."""
         return not (self.owing or self.parts)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is under way."""
+        return not (self.is_void or self.is_complete)
 
     @property
     def is_taken(self) -> bool:
@@ -126,14 +131,17 @@ class Cuts:
     def open(self, timeline: int) -> Cut | None:
         """Return the cut that is under way; None: none is."""
         cut = self.newest(timeline)
-        return None if cut is None or cut.is_void or cut.is_complete else cut
+        return cut if cut is not None and cut.is_open else None
 
     def is_due(self, timeline: int, begun_at: int, tokens: int, every_tokens: int) -> bool:
         """Whether the next one belongs here: one in so many merged tokens, one at a time.
 
+        None after a last one, whatever became of it: who is there is to leave.
+
         `begun_at` is the number of the cut that the timeline began from; 0: of none.
         """
-        if not every_tokens or self.open(timeline) is not None:
+        newest = self.newest(timeline)
+        if not every_tokens or (newest is not None and (newest.is_last or newest.is_open)):
             return False
         return tokens // every_tokens > self._merged(timeline, begun_at) // every_tokens
 
@@ -198,9 +206,15 @@ class Cuts:
         }
         return () if parts.keys() == cut.parts.keys() else _entry(replace(cut, parts=parts))
 
-    def completed(self, number: int) -> Entries:
-        """Take note that the syncers keep the versions of a cut."""
-        return _entry(replace(self._cuts[number], is_complete=True))
+    def completed(self, number: int, tokens: int) -> Entries:
+        """Take note that the syncers keep the versions of a cut.
+
+        What was merged while the parts of a last one were written is in it, and a run that goes on
+        from there has cut it.
+        """
+        cut = self._cuts[number]
+        tokens = max(cut.tokens, tokens) if cut.is_last else cut.tokens
+        return _entry(replace(cut, tokens=tokens, is_complete=True))
 
     def forgotten(self, needed: Collection[int]) -> Entries:
         """Forget all but the newest cuts, those that are given, and those that are `needed`."""

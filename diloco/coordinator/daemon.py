@@ -440,7 +440,8 @@ class Coordinator:
             FrameError: If it says what no island says.
         """
         membership, told = self._membership, request.cut
-        if not told.number or membership.claims is None:
+        self._cut_patience.heard(island, told)
+        if not told.number or told.is_being_written or membership.claims is None:
             return
         try:
             text = membership.claims.read_positions(told.text_json)

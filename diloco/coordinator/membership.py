@@ -229,6 +229,7 @@ class Membership(Roll):
                 *(() if guests == self.guests else (("guests", json.dumps(guests)),)),
                 *self.changed(island, member.started(start_id, incarnation, self.timeline)),
                 *self._reopened(island),
+                *(self.cuts.taken_back(self.timeline) if self._is_stop_void else ()),
             ),
         )
 
@@ -360,9 +361,12 @@ class Membership(Roll):
     @property
     def is_stopped_in_vain(self) -> bool:
         """Whether everybody has left in a stop of which no island has a part of its last cut."""
+        return self._is_stop_void and not (self.holders or self.is_finished)
+
+    @property
+    def _is_stop_void(self) -> bool:
         cut = self.cuts.newest(self.timeline)
-        was_asked = cut is not None and cut.is_last and cut.is_void
-        return was_asked and not (self.holders or self.is_finished)
+        return cut is not None and cut.is_last and cut.is_void
 
     @property
     def is_deserted(self) -> bool:
@@ -549,14 +553,15 @@ class Membership(Roll):
     def awaited_in_cut(self) -> tuple[str, ...]:
         """Islands that a cut waits for: for their parts, after a last one until they have left."""
         cut = self.cuts.newest(self.timeline)
-        if cut is None or cut.is_void:
+        if cut is None:
             return ()
         return self.holders if cut.is_last else cut.owing
 
     def cut_kept(self, number: int) -> Entries:
         """Take note that the syncers keep a cut's versions: it is a complete checkpoint."""
         newest = sorted({*self.checkpoints, number})[-self.num_checkpoints :]
-        return (*self.cuts.completed(number), ("checkpoint", json.dumps(newest)))
+        completed = self.cuts.completed(number, self.merged_tokens())
+        return (*completed, ("checkpoint", json.dumps(newest)))
 
     def checkpoint_name(self, step: int) -> str:
         """Say of what a checkpoint is, for people."""

@@ -311,13 +311,29 @@ async def _asked_to_stop(
     signals: Request,
     tell: Callable[[str], None],
 ) -> None:
-    """Return when everything is to stop at once; before that, pass a graceful stop on."""
+    """Return when everything is to stop at once; before that, pass a graceful stop on.
+
+    It waits for the repair of a damaged fragment: no other signal could ask for it.
+    """
     await signals.asked.wait()
-    if not await having_room("the stop", coordinator.request_stop, given_up=signals.forced):
-        if refusal := membership.repairs.against_stop:
-            tell(f"not stopping: {refusal}; a second signal stops coordinator and syncer at once")
-            await signals.forced.wait()
-        elif membership.rules.is_elastic:
+    while True:
+        try:
+            is_stopping = await having_room(
+                "the stop", coordinator.request_stop, given_up=signals.forced
+            )
+        except DiskFull:  # that has been said, and everything is to stop at once
+            return
+        if is_stopping or not (refusal := membership.repairs.against_stop):
+            break
+        if not coordinator.board.is_stop_waiting:
+            coordinator.board.is_stop_waiting = True
+            tell(f"the stop waits: {refusal}; a second signal stops coordinator and syncer at once")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(signals.forced.wait(), _LOOK_S)
+            return
+    coordinator.board.is_stop_waiting = False
+    if not is_stopping:
+        if membership.rules.is_elastic:
             tell("stopping: every island is told to end; nothing published is lost")
             coordinator.halt()
         return

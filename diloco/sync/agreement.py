@@ -2,7 +2,7 @@
 
 One int64 vector, all-reduced with MIN on a CPU group of the island's own:
 
-    [ -(exit code), leader's words: leaving, cut | for every fragment: staged version,
+    [ -(exit code), leader's words: heard, leaving, cut | for every fragment: staged version,
       -(staged version), then the leader's verdict, attempt, target (version, tokens, whether the
       flush), open version, ending ]
 
@@ -15,7 +15,7 @@ Source: protocol.md section 6.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +89,11 @@ class Agreement:
     """All-reduces of standings over one island.
 
     `group` must be used by nothing else; None means that the island has one rank.
+
+    Attributes:
+        num_heard: How often this rank has heard of the coordinator; the leader's travels with every
+            word, for nobody else hears of it.
+        on_heard: Called on the other ranks when the leader has heard of it again.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -96,6 +101,9 @@ class Agreement:
         self._group = group
         self._is_leader = group is None or dist.get_rank(group) == 0
         self._started: tuple[Tensor, dist.Work | None] | None = None
+        self.num_heard: Callable[[], int] = lambda: 0
+        self.on_heard: Callable[[], None] = lambda: None
+        self._num_heard = 0
 
     @property
     def is_alone(self) -> bool:
@@ -109,10 +117,13 @@ class Agreement:
 
     def smallest(self, values: Sequence[int]) -> list[int]:
         """Return the smallest of every rank's values, one by one: a barrier for the island."""
-        vector = torch.tensor(values, dtype=torch.int64)
+        heard = self.num_heard() if self._is_leader else NOT_MINE
+        vector = torch.tensor([heard, *values], dtype=torch.int64)
         if self._group is not None:
             dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group)
-        return list(vector.tolist())
+        heard, *smallest = vector.tolist()
+        self._hear(heard)
+        return smallest
 
     def start(
         self,
@@ -136,7 +147,13 @@ class Agreement:
         (vector, work), self._started = self._started, None
         if work is not None:
             work.wait()
+        self._hear(int(vector[1]))
         return _decode(vector)
+
+    def _hear(self, num_heard: int) -> None:
+        if num_heard > self._num_heard and not self._is_leader:
+            self.on_heard()
+        self._num_heard = num_heard
 
     def now(
         self,
@@ -159,7 +176,7 @@ class Agreement:
         is_leaving: bool = False,
         cut: Cut = NO_CUT,
     ) -> Tensor:
-        words = [int(is_leaving), 2 * cut.number + cut.is_last]
+        words = [self.num_heard(), int(is_leaving), 2 * cut.number + cut.is_last]
         values = [-exit_code, *(words if self._is_leader else [NOT_MINE] * len(words))]
         for standing in standings:
             values += [standing.staged_version, -standing.staged_version]
@@ -203,7 +220,7 @@ def raise_failure(own: DilocoError | None, exit_code: int) -> None:
 
 
 def _decode(vector: Tensor) -> Agreed:
-    minus_code, is_leaving, cut, *values = vector.tolist()
+    minus_code, _, is_leaving, cut, *values = vector.tolist()
     standings = tuple(
         _standing(*values[first : first + _FIELDS]) for first in range(0, len(values), _FIELDS)
     )

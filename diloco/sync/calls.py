@@ -82,6 +82,10 @@ class Reach:
         """Take note of an answer; in the loop, by whose clock it counts."""
         self._at[who] = asyncio.get_running_loop().time()
 
+    def has_answered(self, who: Hashable) -> bool:
+        """Whether there was an answer of one."""
+        return who in self._at
+
     def since_another_s(self, who: Hashable) -> float:
         """Seconds since the last answer of anybody but one; infinite: there was none."""
         last = max((at for each, at in self._at.items() if each != who), default=float("-inf"))
@@ -113,8 +117,8 @@ class SyncerCalls:
 
         One call may take `rpc_deadline_s`, besides its payload's time at `SLOWEST_BPS`; all its
         repetitions the budget, from the last progress of any call over the same transport on. A
-        syncer that is not there at all is called on, as long as others of the `reach` answer: its
-        fragments alone wait.
+        syncer that has answered, and is not there at all any more, is called on as long as others
+        of the `reach` answer: its fragments alone wait.
         """
         self._control = control
         self._data = data
@@ -374,7 +378,9 @@ class SyncerCalls:
                     left_s = self._policy.budget_s - self._reach.since_another_s(self)
                     # Less than one wait would be no time at all, again and again.
                     is_worth_it = left_s > self._policy.max_wait_s
-                    if not (error.is_retryable and self._is_away and is_worth_it):
+                    # One that this start has never reached may be no syncer of the run's at all.
+                    is_away = self._is_away and self._reach.has_answered(self)
+                    if not (error.is_retryable and is_away and is_worth_it):
                         raise
                     logger.warning(
                         "others answer, the syncer at %s does not: its fragments wait: %s",

@@ -333,6 +333,11 @@ class Connection:
         """Note that all ranks have saved the checkpoint of an inner step, or of a cut."""
         self.report_checkpoints({step, *(other for other in self._kept if other < step)})
 
+    def cutting(self, number: int) -> None:
+        """Note that this island's part of a cut is being written, however long that takes."""
+        if self._registration is not None:
+            self._registration.cut = CutPart(number=number, is_being_written=True)
+
     def cut(self, number: int, inner_step: int, versions: Sequence[int], text_json: str) -> None:
         """Note that all ranks have saved this island's part of a cut; no `versions`: they cannot.
 

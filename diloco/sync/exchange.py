@@ -102,7 +102,8 @@ class Exchange:
     """One rank's exchange with the syncers; it polls from `enter` or `restore` until `stop`.
 
     `failure` is set once, when the rank cannot go on; everything after it is void. `step_s` is what
-    the training thread says of its recent inner steps, in seconds; 0: not known yet.
+    the training thread says of its recent inner steps, in seconds; 0: not known yet. `num_heard`
+    counts the words of `coordinator_answered`.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Exchange:
         self._link_of = {p: link for link in self._links for p in link.carried}
         self._moved: Moved = moved or _OfAll([link.calls for link in self._links])
         self.step_s = 0.0
+        self.num_heard = 0
 
     def _link(self, way: SyncerWay, rng: random.Random) -> SyncerLink:
         rules, grant = self.rules, self._grant
@@ -357,7 +359,8 @@ class Exchange:
         self._tasks.fail(error)
 
     def coordinator_answered(self) -> None:
-        """Take note that this rank reaches the coordinator: who is away is waited for longer."""
+        """Take note that this island reaches the coordinator: who is away is waited for longer."""
+        self.num_heard += 1
         self._reach.answered("coordinator")
 
     # -- entering the run ------------------------------------------------------------------------

@@ -98,6 +98,8 @@ class OuterLoop:
         self._exchange = exchange
         self._runner = runner
         self._agreement = agreement
+        agreement.num_heard = lambda: exchange.num_heard
+        agreement.on_heard = lambda: runner.post(exchange.coordinator_answered)
         self._local_mix = local_mix
         self._clock = clock
         self._on_event = on_event

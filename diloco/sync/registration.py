@@ -315,7 +315,8 @@ class Registration:
         )
         reply = ReportReply.FromString(answer.header)
         self.on_answer()
-        self._told_cut = cut.number
+        if not cut.is_being_written:
+            self._told_cut = cut.number
         if text is not None and not reply.stop:
             text.hear(reply.claims_json)
         if heal is not None and not reply.stop:

@@ -419,6 +419,7 @@ class DiLoCo(Position):
                 f"HOST:PORT --checkpoint): use outer.checkpointing() while outer.checkpoint_due"
             )
         number, is_saved = self.checkpoint_number, False
+        self._connection.cutting(number)
         try:
             yield
             is_saved = True

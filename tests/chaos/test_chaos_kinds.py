@@ -30,7 +30,7 @@ from diloco.launch.chaos import VARIABLE, ChaoticLinks, links_path, wall_clock
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import Endpoint, acquire, write_pid
 from diloco.rounds.log import segment_path
-from diloco.rounds.record import fragment_directory, record_path, versions_in
+from diloco.rounds.record import RecordInvalid, fragment_directory, record_path, versions_in
 from diloco.rounds.store import FragmentStore
 from tests.rounds.test_store import FRAGMENT, assert_same, commit
 from tests.run_files import write_run
@@ -191,6 +191,7 @@ def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
     process = scene.hold(SYNCER)
     store = scene.store(snapshot_rounds=1)
     newest = commit(store, 2)[-1]
+    before = record_path(scene.fragment, 0).read_bytes()
     performance = scene.perform(Kind.TRUNCATE, SYNCER)
 
     assert performance.begin()
@@ -198,7 +199,11 @@ def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
     assert performance.fired
     assert process.wait(30.0) == -signal.SIGKILL
     assert scene.fragment.joinpath("v000000000003.record.tmp").stat().st_size == 77
-    assert scene.world.versions() == {0: [0, 1, 2]}
+    assert scene.world.versions() == {0: [1, 2]}
+    left = record_path(scene.fragment, 0).read_bytes()
+    assert 0 < len(left) < len(before) and before.startswith(left)
+    with pytest.raises(RecordInvalid, match=r"torn or damaged|damaged header"):
+        store.load(0)
     assert_same(store.recover().record, newest)
 
 

@@ -162,6 +162,34 @@ def test_a_resume_is_not_followed_by_a_cut_of_what_was_cut_before(
     tell(tmp_path, story, config=elastic)
 
 
+def test_a_resume_makes_no_cut_of_what_was_merged_while_the_last_one_was_taken(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        grants = [(await desk.join(name)).grant for name in NAMES]
+
+        async def newest_cut(tokens: int, **fields: Any) -> int:
+            await desk.round_report(desk.membership.timeline, fragments=merged(tokens), **fields)
+            desk.coordinator._cut_when_due()
+            cut = desk.membership.cuts.newest(desk.membership.timeline)
+            return 0 if cut is None else cut.number
+
+        await newest_cut(480)
+        await stop(desk)
+        for grant in grants:
+            await desk.report(grant, cut=part_of(1, 4, 4))
+        await newest_cut(520)  # rounds under way have come to their end
+        await newest_cut(520, pinned_cut=1)
+        for grant in grants:
+            await desk.leave(grant, is_stopped=True)
+
+        await desk.restart(resume_step=1)
+        await desk.join("east", "b")
+        assert [await newest_cut(tokens) for tokens in (520, 999, 1000)] == [0, 0, 2]
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_an_island_that_thaws_in_a_stop_that_goes_on_without_it_leaves(
     tmp_path: Path, elastic: Config
 ) -> None:
@@ -278,6 +306,36 @@ def test_an_island_that_reports_and_hangs_keeps_no_cut_from_its_end(
         assert desk.membership.checkpoints == (1,)
         assert desk.coordinator.ended.is_set() == is_stop
         assert (await desk.report(west)).drain == is_stop
+        watching.cancel()
+
+    tell(tmp_path, story, config=elastic)
+
+
+@pytest.mark.parametrize("is_stop", [True, False])
+def test_who_writes_its_part_is_waited_for_however_long_that_takes(
+    is_stop: bool, tmp_path: Path, elastic: Config
+) -> None:
+    """West hangs, and the cut goes on without it, while east writes."""
+
+    async def story(desk: Desk) -> None:
+        east, west = [(await desk.join(name)).grant for name in NAMES]
+        desk.coordinator._keep(desk.membership.cut(is_last=is_stop))
+        watching = asyncio.create_task(desk.coordinator.watch())
+        writing = control.CutPart(number=1, is_being_written=True)
+        for _ in range(2 * int(elastic.transport.unreachable_s) // 5):
+            await asyncio.sleep(5.0)
+            told = await desk.report(east, cut=writing)
+            assert (told.cut, told.is_last_cut, told.drain) == (1, is_stop, False)
+            await desk.report(west)
+        assert desk.membership.cuts[1].owing == ("east",)
+        message = desk.coordinator.status().message
+        assert message.endswith("waits for east (writes its part)"), message
+
+        await desk.report(east, cut=part_of(1, 3, 5))
+        await told_to_syncer(desk)
+        await told_to_syncer(desk, pinned_cut=1)
+        assert desk.membership.checkpoints == (1,)
+        assert desk.coordinator.status().message.endswith("waits for east") == is_stop
         watching.cancel()
 
     tell(tmp_path, story, config=elastic)
@@ -402,6 +460,56 @@ def test_a_stop_of_which_nobody_has_a_part_is_taken_back(tmp_path: Path, elastic
         assert (await desk.join("east", "b")).status == control.JOIN_STATUS_ACCEPTED
         desk.coordinator._end_if_over()
         assert not desk.coordinator.ended.is_set()
+
+    tell(tmp_path, story, config=elastic)
+
+
+async def void_stop(desk: Desk) -> tuple[control.Grant, control.Grant]:
+    """Stop: east leaves with its part, west stays; a syncer has lost what the parts hold."""
+    east, west = [(await desk.join(name)).grant for name in NAMES]
+    await stop(desk)
+    for grant in (east, west):
+        await desk.report(grant, cut=part_of(1, 9, 9))
+    await desk.leave(east, is_stopped=True)
+    for _ in range(2):
+        await told_to_syncer(desk)
+    assert desk.membership.cuts[1].is_void
+    return east, west
+
+
+def test_a_stop_that_came_to_nothing_does_not_wait_for_an_island_that_hangs(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        _, west = await void_stop(desk)
+        watching = asyncio.create_task(desk.coordinator.watch())
+        for _ in range(int(elastic.transport.unreachable_s) // 5 - 2):
+            await asyncio.sleep(5.0)
+            await desk.report(west)
+            message = desk.coordinator.status().message
+            assert message == "the stop with a checkpoint waits for west"
+        await asyncio.sleep(12.0)
+        assert desk.coordinator.ended.is_set()
+        assert "came to nothing" in desk.membership.fatal_reason
+        watching.cancel()
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_who_starts_again_after_a_stop_came_to_nothing_trains_on(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        _, west = await void_stop(desk)
+        east = await desk.join("east", "b")
+        assert east.status == control.JOIN_STATUS_ACCEPTED
+        await desk.leave(west)
+        watching = asyncio.create_task(desk.coordinator.watch())
+        for _ in range(int(elastic.transport.unreachable_s) // 5 + 4):
+            await asyncio.sleep(5.0)
+            assert not (await desk.report(east.grant)).drain
+        assert not desk.coordinator.ended.is_set()
+        watching.cancel()
 
     tell(tmp_path, story, config=elastic)
 

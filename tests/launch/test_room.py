@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
 from diloco.launch import coordinator
+from diloco.launch.ending import Request
 from diloco.launch.room import having_room
 from diloco.launch.state_dir import StateDir
 from transport.loopback import run_virtual
@@ -45,6 +49,23 @@ def test_who_is_asked_to_end_waits_no_longer() -> None:
         asyncio.get_running_loop().call_later(2.5, stopping.set)
         with pytest.raises(DiskFull):
             await having_room("the epoch", full, given_up=stopping)
+        assert asyncio.get_running_loop().time() == 3.0
+
+    run_virtual(scenario())
+
+
+def test_a_second_signal_stops_a_coordinator_on_a_full_disk() -> None:
+    """What follows is the end of its syncers, and the last answers to islands."""
+
+    def full() -> None:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    async def scenario() -> None:
+        signals = Request(num_graceful=1)
+        signals.note(signal.SIGTERM)
+        asyncio.get_running_loop().call_later(2.5, signals.note, signal.SIGTERM)
+        full_one: Any = SimpleNamespace(request_stop=full)
+        await coordinator._asked_to_stop(full_one, full_one, signals, print)
         assert asyncio.get_running_loop().time() == 3.0
 
     run_virtual(scenario())

@@ -79,11 +79,34 @@ def test_the_smallest_staged_version_counts_and_the_leader_speaks() -> None:
     }
 
 
+def hear(island_rank: int) -> list[int]:
+    agreement = Agreement(dist.new_group(backend="gloo"))
+    num_told = 0
+    heard: list[int] = []
+
+    def on_heard() -> None:
+        nonlocal num_told
+        num_told += 1
+
+    agreement.on_heard = on_heard
+    for num_heard in (0, 2, 2, 3):
+        agreement.num_heard = lambda: num_heard if island_rank == 0 else 99  # noqa: B023
+        agreement.now(0, [Standing(-1, None, 0)])
+        heard.append(num_told)
+    agreement.num_heard = lambda: 4
+    assert agreement.smallest([5 + island_rank]) == [5]
+    return [*heard, num_told]
+
+
+def test_all_ranks_hear_that_the_leader_has_heard_of_the_coordinator() -> None:
+    assert run_ranks(hear, 2) == [[0, 0, 0, 0, 0], [0, 1, 1, 2, 3]]
+
+
 def test_the_message_is_one_small_integer_vector() -> None:
     vector = Agreement(None)._encode(0, [Standing(0, None, 0)] * 24)
 
     assert vector.dtype == torch.int64
-    assert vector.numel() == 3 + 9 * 24
+    assert vector.numel() == 4 + 9 * 24
 
 
 def test_a_failure_is_raised_where_it_happened_and_told_elsewhere() -> None:

@@ -379,6 +379,8 @@ def arrive_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
                 store.set("rank 0 has staged", "yes")
 
         watcher = beside(until_staged)
+        if island_rank == 0:
+            rank.io.post(rank.exchange.coordinator_answered)
         num_apart = 0
         while num_apart < 10:  # both leave at the same step: rank 0's word is shared
             time.sleep(0.01)
@@ -398,6 +400,7 @@ def arrive_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
         return {
             "apart": apart,
             "when": [tuple(event[key] for key in keys) for event in events],
+            "heard": rank.exchange.num_heard,
             "blocked": rank.session.blocked_s,
             "over at": rank.session.inner_step,
             "step": rank.session.schedule_step,
@@ -417,6 +420,7 @@ def test_on_arrival_all_ranks_send_and_merge_at_the_same_steps_and_wait_for_no_s
     assert first == second
     assert first["apart"] == (0,), "ten steps were made while one rank had not staged"
     assert first["blocked"] == 0.0
+    assert first["heard"] == 1, "rank 1 hears with the others' word that the leader was answered"
     assert first["digests"] and first["step"] == 100
     assert [what for what, *_ in first["when"][:4]] == ["fragment_sent", "fragment_merged"] * 2
 

@@ -267,6 +267,25 @@ def test_leave_stops_reports_and_says_the_last_word() -> None:
     assert not leave.is_stopped
 
 
+def test_a_part_that_is_being_written_is_said_until_it_is_written() -> None:
+    coordinator = FakeCoordinator()
+    written = control.CutPart(number=2, versions=[1, 1], inner_step=7)
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        registration.cut = control.CutPart(number=2, is_being_written=True)
+        await registration.report(Progress())
+        await registration.report(Progress())
+        registration.cut = written
+        await registration.report(Progress())
+        await registration.report(Progress())
+
+    run(coordinator, story, up=True)
+    cuts = [report.cut for report in coordinator.of(control.ReportRequest)]
+    assert [cut.is_being_written for cut in cuts] == [True, True, False, False]
+    assert cuts[2:] == [written, control.CutPart()]
+
+
 def test_an_island_that_is_asked_to_stop_promises_and_hears_where() -> None:
     hold = control.ReportReply(hold=True)
     coordinator = FakeCoordinator(

@@ -236,6 +236,34 @@ class Cut:
         pass
 
 
+def test_a_start_that_never_reaches_a_syncer_ends_though_others_answer(
+    on_arrival: Setting,
+) -> None:
+    async def scenario() -> None:
+        setting = replace(on_arrival, unreachable_s=PATIENCE_S)
+        run = Several(setting)
+        await run.start()
+        cut: Transport = Cut()  # type: ignore[assignment]
+        first, other = run.parts
+        kept = SyncerWay(
+            first.own, run.network.connect(first.name), run.network.connect(first.name)
+        )
+        ways = [kept, SyncerWay(other.own, cut, cut)]
+        unused = run.network.connect("nobody")
+        island = VirtualIsland("a", setting, unused, unused, ways=ways)
+        training = asyncio.create_task(island.run())
+        for _ in range(int(PATIENCE_S) + 4):
+            island.exchange.coordinator_answered()
+            await asyncio.sleep(1.0)
+
+        with pytest.raises(CoordinatorUnavailable, match="the syncer at cut gave no answer"):
+            await asyncio.wait_for(training, 1.0)
+        await island.exchange.stop()
+        await run.kill()
+
+    run_virtual(scenario())
+
+
 def test_a_way_for_data_that_is_cut_alone_ends_the_island_though_others_answer(
     on_arrival: Setting,
 ) -> None:
