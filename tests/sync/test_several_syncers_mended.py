@@ -65,7 +65,7 @@ def test_a_lost_version_is_taken_back_by_the_syncer_that_has_the_fragment(settin
         assert part.syncer.phase(p) == "damaged"
         assert not any(run.kept.syncer.damage(other) for other in run.kept.own)
         assert len(run.kept.records) > before, "the other one goes on"
-        (header,) = [r for r in part.records if (r["fragment_id"], r["version"]) == (p, lost)]
+        header = next(r for r in part.records if (r["fragment_id"], r["version"]) == (p, lost))
         part.syncer.repair(p, "b", json.dumps(header))
         await asyncio.sleep(1.0)
         assert part.syncer.damage(p) == ""
