@@ -180,7 +180,6 @@ async def _serve(
         syncer = _build_syncer(
             config, state, plan, secret, epoch, timeline, reporter, worker, beside, events, clock
         )
-        await worker.run(lambda: _warm_up(config, plan))
         await first_of(syncer.start(), stopping.wait())  # it waits for room on its disk
         if stopping.is_set():
             await syncer.stop()
@@ -203,6 +202,8 @@ async def _serve(
 
         await having_room("the syncer's address", tell_address, given_up=stopping)
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
+        # Who comes back keeps nobody waiting: until codecs are compiled they give the same bytes.
+        warming = asyncio.create_task(beside.run(lambda: _warm_up(config, plan)))
         metrics = MetricsServer(
             of_syncer(config.telemetry.syncer_metrics, state.syncer_id),
             lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=epoch),
@@ -222,6 +223,7 @@ async def _serve(
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
             events.close()
+            await warming
 
 
 def _open_events(
