@@ -58,6 +58,7 @@ class Setting:
         inner_steps_per_round: H of those rows.
         num_kills: Of coordinator and syncer together, under chaos.
         control_steps: Inner steps of that run: enough for all of them.
+        control_step_s: Least time of each, so that training leaves cores to who comes back.
         control_model: Section [model] of that row.
         sizes: Name -> section [model] of rows of durable bytes.
         num_rounds: Over which bytes are counted.
@@ -71,6 +72,7 @@ class Setting:
     inner_steps_per_round: int
     num_kills: int
     control_steps: int
+    control_step_s: float
     control_model: Mapping[str, Any]
     sizes: Mapping[str, Mapping[str, Any]]
     num_rounds: int
@@ -88,7 +90,8 @@ SETTING = Setting(
     link="thin-5M-60ms",
     inner_steps_per_round=24,
     num_kills=10,
-    control_steps=500,
+    control_steps=300,
+    control_step_s=0.5,
     control_model=_MODEL_10M,
     sizes={"1M": {"preset": "debug"}, "10M": _MODEL_10M, "50M": _MODEL_50M},
     num_rounds=4,
@@ -336,6 +339,7 @@ def _control_plane(setting: Setting, place: Path) -> list[Figure]:
             "seed": 1,
             "duration": "30min",
             "limit": "30min",
+            "inner_step": f"{setting.control_step_s}s",
             "mix": {
                 "kinds": {"kill": 1.0},
                 "targets": ["coordinator", "syncer"],

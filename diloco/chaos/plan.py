@@ -180,6 +180,11 @@ class PlanConfig(Section):
     seed: int = Field(default=1, ge=0, lt=2**32, description="Of everything that is drawn")
     duration: Duration = Field(description="Time in which faults happen, from the first step on")
     limit: Duration = Field(description="Time after which a run that goes on is given up")
+    inner_step: Duration = Field(
+        default="0s",
+        description="Least time of an inner step, the rest of it asleep: for plans that judge how "
+        "soon a process is back, beside training that leaves it the cores",
+    )
     fault: Annotated[tuple[FaultConfig, ...], BeforeValidator(tuples)] = Field(
         default=(), description="Faults one by one"
     )

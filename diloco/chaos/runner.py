@@ -19,7 +19,7 @@ from diloco.chaos.world import World
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
-from diloco.launch.chaos import VARIABLE
+from diloco.launch.chaos import STEP_VARIABLE, VARIABLE
 from diloco.launch.ending import Request
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import StateDir
@@ -98,7 +98,11 @@ def drive(
     directory.mkdir(parents=True, exist_ok=True)
     chaos_dir = directory / "chaos"
     chaos_dir.mkdir()
-    run = LocalRun(config, request, environment={VARIABLE: str(chaos_dir)}, look_s=_LOOK_S)
+    environment = {
+        VARIABLE: str(chaos_dir),
+        STEP_VARIABLE: str(parse_duration(plan.config.inner_step)),
+    }
+    run = LocalRun(config, request, environment=environment, look_s=_LOOK_S)
     problem = ""
     with TruthLog(directory / TRUTH, time.monotonic, time.time) as truth, run:
         duration_s = parse_duration(plan.config.duration)

@@ -6,6 +6,8 @@
                         same
     DIR/fired.WHO.PID.json    what has taken effect here so far, by fault; there from the first
                               reading of the files above on
+    DILOCO_CHAOS_STEP_S=S    set beside it where times are judged: an inner step takes S seconds at
+                        least, asleep, so that training leaves cores to who comes back
 
 Refused where a peer is beyond this machine's loopback: a run that others take part in is nothing to
 play with. Without the variable nothing here does anything.
@@ -20,8 +22,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.durable import write_json
 from diloco.errors import ConfigError
@@ -29,9 +32,13 @@ from transport.addresses import is_loopback, split_address
 from transport.contracts import Transport
 from transport.faulty import Fault, Faults, FaultScript, FaultyTransport, Gate
 
+if TYPE_CHECKING:  # no torch in coordinators
+    from diloco.inner.trainer import InnerMetrics
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "DILOCO_CHAOS"
+STEP_VARIABLE = "DILOCO_CHAOS_STEP_S"
 _READ_S = 1.0
 #: What may happen to calls that are no fragment's: a join that arrives twice is two starts.
 _HARMLESS = frozenset({Fault.DELAY, Fault.SLOW_READER})
@@ -136,6 +143,19 @@ def wall_clock(environment: Mapping[str, str], who: str) -> Callable[[], float]:
     """Give the wall clock of a coordinator or syncer, in seconds since 1970."""
     directory = environment.get(VARIABLE)
     return _WrongClock(Path(directory), who) if directory else time.time
+
+
+def paced(environment: Mapping[str, str]) -> Callable[[InnerMetrics], InnerMetrics]:
+    """Give what makes an inner step last as long as `diloco chaos` asks for."""
+    least_s = float(environment.get(STEP_VARIABLE, 0.0))
+
+    def pace(metrics: InnerMetrics) -> InnerMetrics:
+        if metrics.duration_s >= least_s:
+            return metrics
+        time.sleep(least_s - metrics.duration_s)
+        return replace(metrics, duration_s=least_s)
+
+    return pace
 
 
 class _WrongClock:

@@ -40,6 +40,7 @@ from diloco.inner.model import Llama, LlamaShape, build_model, initialise_
 from diloco.inner.parallelize import IslandMesh, make_mesh, parallelize
 from diloco.inner.state import load_parameters_
 from diloco.inner.trainer import InnerTrainer
+from diloco.launch.chaos import paced
 from diloco.launch.connect import connect
 from diloco.launch.donor import Donor
 from diloco.launch.healing import Healing
@@ -366,11 +367,11 @@ class _Rank:
 
     def _train(self) -> None:
         """Make inner steps until the run is over, or until everybody stops."""
-        outer, record = self._outer, self.record
+        outer, record, pace = self._outer, self.record, paced(os.environ)
         record.begin()
         while not outer.is_over:
             is_quiet = outer.num_in_flight == 0
-            metrics = self._trainer.inner_step(outer.inner_step, outer.schedule_step)
+            metrics = pace(self._trainer.inner_step(outer.inner_step, outer.schedule_step))
             record.step(metrics, is_quiet=is_quiet)
             outer.step(num_tokens=metrics.num_tokens)
             record.moved(*outer.island_bytes)

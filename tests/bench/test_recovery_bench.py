@@ -12,8 +12,8 @@ from diloco.errors import ConfigError
 TINY = {"preset": "tiny"}
 SMALL = replace(
     SETTING, model=TINY, step_s=0.05, freeze_s=2.0, scheduled_freeze_s=2.0,
-    inner_steps_per_round=10, num_kills=2, control_steps=900, control_model=TINY,
-    sizes={"tiny": TINY}, num_rounds=2,
+    inner_steps_per_round=10, num_kills=2, control_steps=400, control_step_s=0.1,
+    control_model=TINY, sizes={"tiny": TINY}, num_rounds=2,
 )  # fmt: skip
 
 

@@ -25,8 +25,16 @@ from diloco.chaos.world import World, is_frozen, ranks_of
 from diloco.config.load import load_config
 from diloco.durable import read_json
 from diloco.errors import ConfigError
+from diloco.inner.trainer import InnerMetrics
 from diloco.launch import chaos
-from diloco.launch.chaos import VARIABLE, ChaoticLinks, links_path, wall_clock
+from diloco.launch.chaos import (
+    STEP_VARIABLE,
+    VARIABLE,
+    ChaoticLinks,
+    links_path,
+    paced,
+    wall_clock,
+)
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import Endpoint, acquire, write_pid
 from diloco.rounds.log import segment_path
@@ -462,3 +470,15 @@ def test_a_join_never_arrives_twice() -> None:
 
     assert "duplicate" not in chaos.script_of(script, carries_fragments=False).rates
     assert "duplicate" in chaos.script_of(script, carries_fragments=True).rates
+
+
+def test_inner_steps_take_as_long_as_a_plan_asks_for() -> None:
+    short, long = (InnerMetrics(1, 0.0, 0.0, 0.0, 8, duration_s=s) for s in (0.01, 0.5))
+    began = time.monotonic()
+
+    assert paced({})(short) is short
+    pace = paced({STEP_VARIABLE: "0.1"})
+
+    assert pace(short).duration_s == 0.1
+    assert pace(long) is long
+    assert time.monotonic() - began >= 0.09
