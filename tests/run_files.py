@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.load import load_config
+from diloco.coordinator.journal import Journal
 from diloco.launch.local import LocalRun
+from diloco.launch.run_checkpoints import open_journal
 from diloco.launch.state_dir import StateDir
 from diloco.launch.stores import read_plan, state_by_fragment
 from diloco.launch.summary import read_events
@@ -173,11 +175,11 @@ def all_logs(directory: Path) -> str:
 
 def journal_tape(state: StateDir) -> list[dict[str, Any]]:
     """Return the headers of all rounds that the coordinator indexed, in order."""
-    from diloco.coordinator.journal import Journal
-
-    journal = Journal(state.journal)
-    journal.open()
-    try:
+    with open_journal(state.journal) as journal:
         return [json.loads(header) for header in journal.tape()]
-    finally:
-        journal.close()
+
+
+def index(journal: Journal, headers: Iterable[Mapping[str, Any]]) -> None:
+    """Index records by their headers, as a coordinator does."""
+    for h in headers:
+        journal.write((), [(h["timeline"], h["fragment_id"], h["version"], json.dumps(h))])

@@ -43,6 +43,22 @@ from transport.loopback import LoopbackNetwork
 RUN = "virtual"
 _T = TypeVar("_T")
 InnerStep = Callable[[str, int, dict[str, Tensor]], None]
+#: What each island takes from its values at an inner step.
+DESCENT = {"a": 1.0, "b": 3.0, "c": 2.0, "d": 1.5, "east": 1.0, "west": 3.0}
+#: Tokens of an inner step of each of `four_islands`.
+TOKENS = {"a": 3, "b": 5, "c": 7, "d": 11}
+
+
+def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
+    """Take the same from all values."""
+    for parameter in parameters.values():
+        parameter.sub_(DESCENT[island])
+
+
+def descend_unevenly(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
+    """Take least from the first value and most from the last, so that int4 loses something."""
+    for parameter in parameters.values():
+        parameter.sub_(torch.linspace(0.1, DESCENT[island], parameter.numel()))
 
 
 class InlineWorker:
@@ -157,6 +173,12 @@ class Setting:
             grace_s=grace_s,
         )
 
+    def on_arrival(self, total_tokens: int) -> Setting:
+        """Give the same run where nobody waits: one island is a quorum, and grace is measured."""
+        return replace(
+            self, min_members=1, quorum=1, total_tokens=total_tokens, timing=self.measured()
+        )
+
     def rules(self, timeline: int = 0) -> SyncerRules:
         return SyncerRules(
             timeline,
@@ -173,6 +195,23 @@ class Setting:
             has_flush=self.flush,
             spool_bytes=self.spool_bytes,
         )
+
+
+def four_islands(directory: Path, inner_steps: int, steps_s: Mapping[str, float]) -> Setting:
+    """Give a run of four islands and four fragments in which nobody waits."""
+    return Setting(
+        {name: [16.0] * 2 for name in "uvwx"},
+        descend,
+        directory,
+        inner_steps,
+        islands=tuple(TOKENS),
+        tokens=TOKENS,
+        num_fragments=4,
+        inner_steps_per_round=8,
+        overlap_steps=2,
+        flush=True,
+        steps_s=steps_s,
+    ).on_arrival(inner_steps * sum(TOKENS.values()))
 
 
 @dataclass(frozen=True)

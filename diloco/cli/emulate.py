@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
 
     from diloco.launch.ending import Request
     from simulations.emulate.check import Finding
+    from simulations.emulate.config import Wan
     from simulations.emulate.emulation import Emulation
 
 
@@ -63,21 +64,12 @@ def emulate(
     """
     from rich.console import Console
 
-    from diloco.errors import ConfigError
     from diloco.launch.ending import Interrupted, heeding_signals
     from simulations.emulate.config import load_wan
     from simulations.emulate.emulation import Emulation
 
     wan = load_wan(wan_file)
-    if shell and shell not in wan.config.islands:
-        names = ", ".join(sorted(wan.config.islands))
-        raise ConfigError(f"--shell {shell}: not an island of {wan_file}; islands: {names}")
-    words = list(command or ([os.environ.get("SHELL", "/bin/sh")] if shell else []))
-    if not words and not check:
-        raise ConfigError(
-            f"nothing to run: diloco emulate {wan_file} -- COMMAND, such as diloco local RUN.toml; "
-            f"or --check to measure the links, or --shell ISLAND"
-        )
+    words = _words(wan, command, shell, with_check=check)
     # The command's output is its own: what is told beside it goes to standard error.
     console = Console(stderr=bool(words), quiet=json_target == "-", markup=False, highlight=False)
     record: dict[str, Any] = {}
@@ -95,6 +87,26 @@ def emulate(
     elif json_target:
         Path(json_target).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     raise typer.Exit(code)
+
+
+def _words(wan: Wan, command: list[str] | None, shell: str, *, with_check: bool) -> list[str]:
+    """Return what to run in the network; nothing where its links are only measured.
+
+    Raises:
+        ConfigError: If there is no such island, or nothing to do.
+    """
+    from diloco.errors import ConfigError
+
+    if shell and shell not in wan.config.islands:
+        names = ", ".join(sorted(wan.config.islands))
+        raise ConfigError(f"--shell {shell}: not an island of {wan.path}; islands: {names}")
+    words = command or ([os.environ.get("SHELL", "/bin/sh")] if shell else [])
+    if not words and not with_check:
+        raise ConfigError(
+            f"nothing to run: diloco emulate {wan.path} -- COMMAND, such as diloco local RUN.toml; "
+            f"or --check to measure the links, or --shell ISLAND"
+        )
+    return words
 
 
 def _use(

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from diloco.config.classes import fingerprint, identity_difference, policy_json
@@ -199,21 +199,9 @@ async def _coordinate(
     tell: Callable[[str], None],
     linger_s: float,
 ) -> int:
+    """Stop the syncers of an earlier timeline, then serve until the end; returns the exit code."""
     signals = heed_signals(num_graceful=1)
-    coordinator = Coordinator(
-        membership=membership,
-        journal=journal,
-        secret=load_or_create_secret(state.secret),
-        terms=terms_of(config),
-        unix_clock=wall_clock(os.environ, "coordinator"),
-        operations=Operations(
-            config,
-            on_config=lambda config: write_durably(
-                state.resolved, [resolved_toml(config).encode()]
-            ),
-            backup=Backups(state).make,
-        ),
-    )
+    coordinator = _build_coordinator(config, membership, journal, state)
     security = Security.of(config, Role.COORDINATOR)
     if security.insecure:
         tell(f"warning: {INSECURE_WARNING}")
@@ -232,6 +220,53 @@ async def _coordinate(
         lambda: _timeline(membership).write(state.timeline),
         given_up=signals.forced,
     )
+    async with _serving(config, state, security, coordinator, decider, signals) as address:
+        tell(f"coordinator of run {config.run.name!r} listens on {address}")
+        if membership.is_finished:
+            tell(
+                f"the run has finished, but for {', '.join(membership.away)}: waiting for up to "
+                f"{RETURN_S:g} s, so that it can fetch the end"
+            )
+        await first_of(
+            coordinator.ended.wait(),
+            coordinator.watch(),
+            _asked_to_stop(coordinator, membership, signals, tell),
+            *([decider.watch()] if decider else [s.run() for s in supervisors]),
+        )
+        if membership.fatal_reason or coordinator.is_halting:
+            await _linger(membership, linger_s)
+        # They are served meanwhile: they have last reports.
+        given_up = coordinator.ended if coordinator.is_halting else signals.forced
+        await _stop_syncers(state, supervisors, journal, given_up)
+    return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
+
+
+def _build_coordinator(
+    config: Config, membership: Membership, journal: Journal, state: StateDir
+) -> Coordinator:
+    def keep(config: Config) -> None:
+        write_durably(state.resolved, [resolved_toml(config).encode()])
+
+    return Coordinator(
+        membership=membership,
+        journal=journal,
+        secret=load_or_create_secret(state.secret),
+        terms=terms_of(config),
+        unix_clock=wall_clock(os.environ, "coordinator"),
+        operations=Operations(config, on_config=keep, backup=Backups(state).make),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _serving(
+    config: Config,
+    state: StateDir,
+    security: Security,
+    coordinator: Coordinator,
+    decider: Decider | None,
+    signals: Request,
+) -> AsyncIterator[str]:
+    """Serve islands, operators and metrics where an earlier start did; gives the address."""
     earlier = read_endpoint(state.coordinator)
     server = await listen(
         config.coordinator.listen,
@@ -254,30 +289,12 @@ async def _coordinate(
             lambda: endpoint.write(state.coordinator),
             given_up=signals.forced,
         )
-        address = coordinator_address(server.address, config.coordinator)
-        tell(f"coordinator of run {config.run.name!r} listens on {address}")
-        if membership.is_finished:
-            tell(
-                f"the run has finished, but for {', '.join(membership.away)}: waiting for up to "
-                f"{RETURN_S:g} s, so that it can fetch the end"
-            )
-        await first_of(
-            coordinator.ended.wait(),
-            coordinator.watch(),
-            _asked_to_stop(coordinator, membership, signals, tell),
-            *([decider.watch()] if decider else [s.run() for s in supervisors]),
-        )
-        if membership.fatal_reason or coordinator.is_halting:
-            await _linger(membership, linger_s)
-        # They are served meanwhile: they have last reports.
-        given_up = coordinator.ended if coordinator.is_halting else signals.forced
-        await _stop_syncers(state, supervisors, journal, given_up)
+        yield coordinator_address(server.address, config.coordinator)
     finally:
         await metrics.stop()
         await server.stop(_DRAIN_S)
         if decider is not None:
             decider.stop()
-    return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
 
 
 def _build_decider(

@@ -130,8 +130,8 @@ class FirstHost:
         for host, line in list(self._lines.items()):
             try:
                 line.send(kind, **values)
-            except HostLost:
-                self._lose(host, "broke its connection")
+            except HostLost as lost:
+                self._lose(host, f"broke its connection: {lost}")
 
     def _lose(self, host: int, how: str) -> None:
         self._lines.pop(host).close()
@@ -152,14 +152,14 @@ class FirstHost:
                     self._admit(line, messages[0])
                 else:
                     self._strangers.append(line)
-            except HostLost:
+            except HostLost:  # whoever it was: a host of the island comes again, or is missed
                 line.close()
         for host, line in list(self._lines.items()):
             try:
                 for message in line.receive():
                     self._note(host, message)
-            except HostLost:
-                self._lose(host, "broke its connection")
+            except HostLost as lost:
+                self._lose(host, f"broke its connection: {lost}")
 
     def _note(self, host: int, message: Message) -> None:
         """Keep how the ranks of a host ended."""
@@ -275,7 +275,7 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._arrived = b""
-        self._is_broken = False
+        self._broken = ""  # why nothing comes any more
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
             if (option := getattr(socket, name, None)) is not None:
@@ -294,19 +294,21 @@ class _Line:
         try:
             while data := self._connection.recv(4096):
                 self._arrived += data
-            self._is_broken = True
+            self._broken = "the connection is closed"
         except BlockingIOError:
             pass
-        except OSError:
-            self._is_broken = True
+        except OSError as error:
+            self._broken = str(error)
         *lines, self._arrived = self._arrived.split(b"\n")
         try:
             messages = [json.loads(line) for line in lines]
             kinds = [message["kind"] for message in messages]
         except (ValueError, TypeError, KeyError) as error:
             raise HostLost("another program is at the other end") from error
-        if len(self._arrived) > _MAX_MESSAGE_BYTES or (self._is_broken and not kinds):
-            raise HostLost("the connection is closed")
+        if len(self._arrived) > _MAX_MESSAGE_BYTES:
+            raise HostLost(f"it sends a message of more than {_MAX_MESSAGE_BYTES} bytes")
+        if self._broken and not kinds:
+            raise HostLost(self._broken)
         return messages
 
     def close(self) -> None:

@@ -110,27 +110,10 @@ async def start_peer(
         IslandFailed: If another start of the island holds the store.
     """
     state = StateDir(Path(config.coordinator.state_dir).absolute()).peer(config.island_id)
-    transport = config.transport
-    calls = PeerCalls(
-        decider,
-        reply.grant,
-        connect,
-        rpc_deadline_s=transport.rpc_timeout_s,
-        policy=RetryPolicy(
-            first_wait_s=transport.retry.first_wait_s,
-            max_wait_s=transport.retry.max_wait_s,
-            budget_s=transport.unreachable_s,
-        ),
-        rng=rng,
-    )
+    calls = _build_calls(config, reply, decider, connect, rng)
     async with contextlib.AsyncExitStack() as opened:
         opened.push_async_callback(calls.close)
-        make_directory_durably(state.store)
-        await _hold(opened, state)
-        worker = opened.enter_context(TensorThread())
-        await worker.run(lambda: _take_to_timeline(state, plan, reply))
-        write_durably(state.resolved, [resolved_toml(config).encode()])
-        write_durably(state.plan, [plan.to_json().encode()])
+        worker = await _open_store(opened, config, state, plan, reply)
         peer = Peer(
             plan,
             state.store,
@@ -138,7 +121,7 @@ async def start_peer(
                 publication=build_publication_rules(config),
                 retained_versions=config.outer.retained_versions,
                 num_unsure_pins=num_unsure_checkpoints(config),
-                unreachable_s=transport.unreachable_s,
+                unreachable_s=config.transport.unreachable_s,
             ),
             calls=calls,
             grant=reply.grant,
@@ -152,7 +135,7 @@ async def start_peer(
             read_json(state.bound) or "",
             peer.handlers,
             security=security,
-            chunk_bytes=transport.chunk_bytes,
+            chunk_bytes=config.transport.chunk_bytes,
         )
         opened.push_async_callback(server.stop, _DRAIN_S)
         write_json(state.bound, server.address)
@@ -163,6 +146,45 @@ async def start_peer(
             own = f"{own},{public}"  # ranks on other hosts of the island cannot take the first
         logger.info("peer serves, island=%s address=%s", config.island_id, public)
         return RunningPeer(peer, own, opened.pop_all())
+
+
+def _build_calls(
+    config: Config,
+    reply: JoinReply,
+    decider: Transport,
+    connect: Callable[[str], Transport],
+    rng: random.Random,
+) -> PeerCalls:
+    transport = config.transport
+    return PeerCalls(
+        decider,
+        reply.grant,
+        connect,
+        rpc_deadline_s=transport.rpc_timeout_s,
+        policy=RetryPolicy(
+            first_wait_s=transport.retry.first_wait_s,
+            max_wait_s=transport.retry.max_wait_s,
+            budget_s=transport.unreachable_s,
+        ),
+        rng=rng,
+    )
+
+
+async def _open_store(
+    opened: contextlib.AsyncExitStack,
+    config: Config,
+    state: StateDir,
+    plan: Plan,
+    reply: JoinReply,
+) -> TensorThread:
+    """Hold the store until `opened` is closed, in the run's timeline; returns who works on it."""
+    make_directory_durably(state.store)
+    await _hold(opened, state)
+    worker = opened.enter_context(TensorThread())
+    await worker.run(lambda: _take_to_timeline(state, plan, reply))
+    write_durably(state.resolved, [resolved_toml(config).encode()])
+    write_durably(state.plan, [plan.to_json().encode()])
+    return worker
 
 
 async def _hold(opened: contextlib.AsyncExitStack, state: StateDir) -> None:

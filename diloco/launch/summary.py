@@ -260,7 +260,6 @@ def summarise(
         if island not in away
     }
     resumed = {step for life in lives.values() for step in life.resumed_after}
-    start_step = min(life.inner_steps - life.num_steps for life in lives.values())
     return Summary(
         run=config.run.name,
         link=_link_text(link),
@@ -273,23 +272,11 @@ def summarise(
         ),
         alternatives=()
         if config.outer.is_on_arrival  # of a schedule, and nobody had one
-        else (
-            _alternative(
-                "float32 fragments on the same schedule",
-                diloco_traffic(
-                    plan,
-                    schedule,
-                    uplink_codec="float32",
-                    downlink_codec="float32",
-                    start_step=start_step,
-                ),
-                link,
-            ),
-            _alternative(
-                "data parallel at every inner step",
-                data_parallel_traffic(plan, schedule.inner_steps - start_step),
-                link,
-            ),
+        else _alternatives(
+            plan,
+            schedule,
+            link,
+            start_step=min(life.inner_steps - life.num_steps for life in lives.values()),
         ),
         resumed_after=tuple(sorted(resumed)),
         max_nats_per_byte=config.evaluation.max_nats_per_byte,
@@ -453,6 +440,19 @@ def _recomputed_text(fragments: Sequence[FragmentSummary]) -> str:
     untouched = [str(f.fragment_id) for f in fragments if f.is_bit_equal is None]
     none_of = f" (none of fragment {', '.join(untouched)})" if untouched else ""
     return f"{num_done} bit-equal{none_of}"
+
+
+def _alternatives(
+    plan: Plan, schedule: Schedule, link: LinkProfile | None, start_step: int
+) -> tuple[Alternative, ...]:
+    fragments = diloco_traffic(
+        plan, schedule, uplink_codec="float32", downlink_codec="float32", start_step=start_step
+    )
+    data_parallel = data_parallel_traffic(plan, schedule.inner_steps - start_step)
+    return (
+        _alternative("float32 fragments on the same schedule", fragments, link),
+        _alternative("data parallel at every inner step", data_parallel, link),
+    )
 
 
 def _alternative(name: str, traffic: Traffic, link: LinkProfile | None) -> Alternative:

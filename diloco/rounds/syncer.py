@@ -99,7 +99,6 @@ class Syncer:
         self._worker = worker
         self._on_change = on_change
         self._stores = {store.fragment.fragment_id: store for store in stores}
-        fragments = [store.fragment for store in stores]
         self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
         self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
         self._pinning_cut = self._delayed_cut = self.pinned_cut = 0
@@ -147,25 +146,21 @@ class Syncer:
         )
         self._steps = StepTimes()
         self._services = {
-            fragment.fragment_id: FragmentService(
-                fragment,
-                rules.timeline,
-                rules.of_fragment(fragment, len(plan.fragments)),
-                self._steps,
-                self._stores[fragment.fragment_id],
-                merge_units(
-                    plan,
-                    fragment.fragment_id,
-                    plain_mean=rules.publication.merge.plain_mean,
-                    experts=rules.publication.merge.experts,
-                ),
-                hooks,
-            )
-            for fragment in fragments
+            p: self._build_service(store, rules, hooks) for p, store in self._stores.items()
         }
         self.fatal: wire.Fatal | None = None
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
+
+    def _build_service(
+        self, store: FragmentStore, rules: SyncerRules, hooks: Hooks
+    ) -> FragmentService:
+        fragment, merge = store.fragment, rules.publication.merge
+        units = merge_units(
+            self._plan, fragment.fragment_id, plain_mean=merge.plain_mean, experts=merge.experts
+        )
+        own = rules.of_fragment(fragment, len(self._plan.fragments))
+        return FragmentService(fragment, rules.timeline, own, self._steps, store, units, hooks)
 
     @property
     def _rules(self) -> SyncerRules:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -42,12 +42,13 @@ from diloco.rounds.record import RecordInvalid, fragment_directory, record_path,
 from diloco.rounds.store import FragmentStore
 from tests.rounds.test_store import FRAGMENT, assert_same, commit
 from tests.run_files import write_run
+from tests.waiting import wait_until
 from transport.contracts import Reply, Transport
 
 READ_S = 0.05
 SLEEPS = "import time; time.sleep(60)"
 #: Writes what version 0 is as the next one every now and then, and goes on when it cannot: its
-#: number is then tried again.
+#: number is then tried again. That it could not is told by a file, which takes no byte.
 WRITES = """
 import os, sys, time
 with open(f"{sys.argv[1]}/v000000000000.record", "rb") as file:
@@ -60,6 +61,7 @@ while True:
         version += 1
     except OSError:
         os.unlink(f"{sys.argv[1]}/v{version:012d}.record")
+        open(f"{sys.argv[1]}/refused", "wb").close()
     time.sleep(0.02)
 """
 
@@ -126,13 +128,6 @@ def scene(
     scene.close()
 
 
-def eventually(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("kind", "number"), [(Kind.KILL, signal.SIGKILL), (Kind.RESTART, signal.SIGTERM)]
 )
@@ -154,7 +149,7 @@ def test_a_process_is_frozen_and_goes_on(scene: Scene, target: str) -> None:
     performance = scene.perform(Kind.FREEZE, target, lasts_s=1.0)
 
     assert performance.begin()
-    eventually(lambda: is_frozen(process.pid))
+    wait_until(lambda: is_frozen(process.pid))
     assert performance.end()
 
     assert performance.fired
@@ -171,7 +166,7 @@ def test_an_island_is_ended_and_started_again(
 
     assert performance.begin()
     assert scene.world.pid("east") is None
-    eventually(performance.end)
+    wait_until(performance.end)
 
     assert performance.fired
     assert process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
@@ -180,18 +175,18 @@ def test_an_island_is_ended_and_started_again(
 
 def test_a_rank_is_killed_and_its_island_frozen(scene: Scene) -> None:
     supervisor = scene.island("RANK=0 sleep 60 & RANK=1 sleep 60 & wait")
-    eventually(lambda: len(ranks_of(supervisor.pid)) == 2)
+    wait_until(lambda: len(ranks_of(supervisor.pid)) == 2)
     ranks = ranks_of(supervisor.pid)
 
     freeze = scene.perform(Kind.FREEZE, "east", lasts_s=1.0)
     assert freeze.begin()
-    eventually(lambda: all(map(is_frozen, [supervisor.pid, *ranks.values()])))
+    wait_until(lambda: all(map(is_frozen, [supervisor.pid, *ranks.values()])))
     assert freeze.end()
     kill = scene.perform(Kind.KILL, "east/1")
     assert kill.begin()
 
     assert (freeze.fired, kill.fired) == (True, True)
-    eventually(lambda: sorted(ranks_of(supervisor.pid)) == [0])
+    wait_until(lambda: sorted(ranks_of(supervisor.pid)) == [0])
     os.kill(ranks[0], signal.SIGKILL)
 
 
@@ -285,16 +280,16 @@ def test_the_only_record_is_not_damaged_and_its_syncer_lives(scene: Scene) -> No
 def test_a_full_disk_takes_no_record_and_then_does_again(scene: Scene) -> None:
     commit(scene.store(snapshot_rounds=1), 0)
     scene.hold(SYNCER, WRITES)
-    eventually(lambda: versions_in(scene.fragment)[-1] > 0)
+    wait_until(lambda: versions_in(scene.fragment)[-1] > 0)
     performance = scene.perform(Kind.DISK_FULL, SYNCER, lasts_s=0.2)
 
     assert performance.begin()
-    time.sleep(0.2)
+    wait_until((scene.fragment / "refused").exists)
     assert performance.end()
 
     assert performance.fired
     newest = versions_in(scene.fragment)[-1]
-    eventually(lambda: versions_in(scene.fragment)[-1] > newest + 2)
+    wait_until(lambda: versions_in(scene.fragment)[-1] > newest + 2)
 
 
 def test_a_disk_that_takes_everything_is_not_full(
@@ -303,12 +298,12 @@ def test_a_disk_that_takes_everything_is_not_full(
     monkeypatch.setattr(performers.resource, "prlimit", lambda *_: (0, 0))
     commit(scene.store(snapshot_rounds=1), 0)
     scene.hold(SYNCER, WRITES)
-    eventually(lambda: versions_in(scene.fragment)[-1] > 0)
+    wait_until(lambda: versions_in(scene.fragment)[-1] > 0)
     performance = scene.perform(Kind.DISK_FULL, SYNCER, lasts_s=0.2)
 
     assert performance.begin()
     before = versions_in(scene.fragment)[-1]
-    eventually(lambda: versions_in(scene.fragment)[-1] > before + 2)
+    wait_until(lambda: versions_in(scene.fragment)[-1] > before + 2)
     assert performance.end()
 
     assert not performance.fired
@@ -320,12 +315,12 @@ def test_a_wall_clock_jumps_and_comes_back(scene: Scene, target: str) -> None:
     clock = wall_clock({VARIABLE: str(scene.world.chaos_dir)}, target)
     performance = scene.perform(Kind.CLOCK, target)
 
-    eventually(performance.begin)
-    eventually(lambda: clock() - time.time() > 3599.0)
-    eventually(performance.end)
+    wait_until(performance.begin)
+    wait_until(lambda: clock() - time.time() > 3599.0)
+    wait_until(performance.end)
 
     assert performance.fired
-    eventually(lambda: abs(clock() - time.time()) < 1.0)
+    wait_until(lambda: abs(clock() - time.time()) < 1.0)
 
 
 def test_nobody_elses_clock_is_touched() -> None:
@@ -360,7 +355,7 @@ def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
 
     async def call_until_it_ends() -> None:
         loop = asyncio.get_running_loop()
-        eventually(performance.begin)
+        wait_until(performance.begin)
         began = loop.time()
         while loop.time() - began < 10 * READ_S or not performance.end():
             calls = (
@@ -389,7 +384,7 @@ def test_a_link_fault_waits_until_a_rank_that_lives_has_read_the_file(scene: Sce
     links = ChaoticLinks.of({VARIABLE: str(chaos_dir)}, "east", "127.0.0.1:1")
     assert links is not None
     links.around(cast(Transport, Echo()), carries_fragments=True)
-    eventually(performance.begin)
+    wait_until(performance.begin)
 
 
 def test_who_is_back_when_the_run_is_over_is_seen(scene: Scene, tmp_path: Path) -> None:
@@ -441,7 +436,7 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
         for number, kind in enumerate((Kind.DELAY, Kind.DUPLICATE))
     ]
     seen = []
-    eventually(lambda: chaos.is_heeded(scene.world.chaos_dir, "east"))
+    wait_until(lambda: chaos.is_heeded(scene.world.chaos_dir, "east"))
 
     with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
         director = Director(scene.world, truth, faults, lambda done, all_of: None, 60.0)
@@ -452,7 +447,7 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
             seen.append([*(read_json(path) or {}).get("east", {}).get("rates", {})])
             return not (director._to_come or director._under_way)
 
-        eventually(play)
+        wait_until(play)
 
     assert all(len(rates) < 2 for rates in seen)
     lines = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())

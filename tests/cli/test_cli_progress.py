@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import io
-import time
-from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 
 from diloco.cli import progress
 from diloco.cli.progress import counting, waiting
+from tests.waiting import wait_until
 
 
 def console(*, is_terminal: bool) -> tuple[Console, io.StringIO]:
     file = io.StringIO()
     return Console(file=file, force_terminal=is_terminal, width=200), file
-
-
-def wait_until(check: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not check():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "log"])

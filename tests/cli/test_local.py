@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +32,7 @@ from diloco.outer.fragments import Plan
 from diloco.rounds.store import FragmentStore
 from tests.remaking import recompute
 from tests.run_files import write_run
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -367,13 +366,6 @@ def test_a_second_signal_ends_every_process_at_once(tmp_path: Path) -> None:
 def started(run_file: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "diloco", "local", str(run_file)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
-def wait_until(check: Callable[[], bool], within_s: float = 90.0) -> None:
-    until = time.monotonic() + within_s
-    while not check():
-        assert time.monotonic() < until
-        time.sleep(0.1)
 
 
 def read(path: Path) -> str:

@@ -10,33 +10,26 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import typer
-from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from diloco.cli import repair, replay
 from diloco.config.load import load_config, resolved_toml
-from diloco.coordinator.journal import Journal
 from diloco.errors import ConfigError
 from diloco.launch.backup import Backups
 from diloco.launch.published import read_published
+from diloco.launch.run_checkpoints import open_journal
 from diloco.launch.state_dir import StateDir, hold
 from diloco.launch.stores import known_plan, part_of, state_by_fragment
 from diloco.rounds.log import KEPT, frames_in
 from diloco.rounds.record import locate, record_path, versions_in
 from diloco.rounds.store import FragmentStore
-from tests.run_files import write_run
+from tests.run_files import index, write_run
 from tests.several_syncers import Several, killing
-from tests.virtual_run import Setting
+from tests.virtual_run import Setting, descend_unevenly
 from transport.loopback import run_virtual
 
 ISLANDS = ("east", "west")
-
-
-def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-    for parameter in parameters.values():
-        parameter.sub_(torch.linspace(0.1, 1.0 if island == "east" else 3.0, parameter.numel()))
 
 
 @pytest.fixture
@@ -51,7 +44,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     )
     state.resolved.write_text(resolved_toml(config))
     setting = Setting(
-        {name: [8.0] * 40 for name in "uvwx"}, descend, state.root, 64, islands=ISLANDS,
+        {name: [8.0] * 40 for name in "uvwx"}, descend_unevenly, state.root, 64, islands=ISLANDS,
         num_fragments=4, inner_steps_per_round=8, flush=True,
     )  # fmt: skip
     run = Several(setting)
@@ -61,12 +54,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
         syncer.fragments.write_text(json.dumps(list(part.own)))
     run_virtual(run.run(killing(every_s=6.0)))
     assert run.parts[1].epoch > 2
-    journal = Journal(state.journal)
-    journal.open()
-    journal.write([("syncers", json.dumps([part.own for part in run.parts]))])
-    for h in run.records:
-        journal.write((), [(h["timeline"], h["fragment_id"], h["version"], json.dumps(h))])
-    journal.close()
+    with open_journal(state.journal) as journal:
+        journal.write([("syncers", json.dumps([part.own for part in run.parts]))])
+        index(journal, run.records)
     return state
 
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from diloco.cli import repair
 from diloco.config.load import load_config
-from diloco.coordinator.journal import Journal
 from diloco.errors import ConfigError
 from diloco.inner.model import LlamaShape
+from diloco.launch.run_checkpoints import open_journal
 from diloco.launch.state_dir import StateDir, hold
 from diloco.rounds.record import locate, record_path
 from tests.launch.stored_run import random_parameters, store_run, tiny_run
@@ -48,10 +48,8 @@ def test_what_remains_damaged_is_said_with_what_to_do_and_the_exit_code(state: S
     data[locate(path).sections["theta/0"].start] ^= 1
     path.write_bytes(data)
     state.incarnations.write_text("{")
-    journal = Journal(state.journal)
-    journal.open()
-    journal.write((), [(0, 1, 2, json.dumps({"version": 2}))])
-    journal.close()
+    with open_journal(state.journal) as journal:
+        journal.write((), [(0, 1, 2, json.dumps({"version": 2}))])
 
     result = invoke(state.root, "--json")
 

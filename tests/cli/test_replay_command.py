@@ -7,27 +7,21 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 import typer
-from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from diloco.cli import replay
 from diloco.config.load import load_config, resolved_toml
-from diloco.coordinator.journal import Journal, Told
+from diloco.coordinator.journal import Told
 from diloco.coordinator.tape import told_expiry, told_of
 from diloco.errors import ConfigError
+from diloco.launch.run_checkpoints import open_journal
 from diloco.launch.state_dir import StateDir, hold
 from diloco.rounds.log import KEPT, frames_in
 from diloco.rounds.terms import RoundKey
-from tests.run_files import write_run
-from tests.virtual_run import Setting, VirtualRun
+from tests.run_files import index, write_run
+from tests.virtual_run import Setting, VirtualRun, descend_unevenly
 from transport.loopback import run_virtual
-
-
-def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-    for parameter in parameters.values():
-        parameter.sub_(torch.linspace(0.1, 1.0 if island == "east" else 3.0, parameter.numel()))
 
 
 @pytest.fixture
@@ -39,21 +33,17 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     config = load_config(write_run(tmp_path, {"east": "", "west": ""}))
     state.resolved.write_text(resolved_toml(config))
     setting = Setting(
-        {"v": [8.0] * 40}, descend, state.store, 32, islands=("east", "west"), flush=True
+        {"v": [8.0] * 40}, descend_unevenly, state.store, 32, islands=("east", "west"), flush=True
     )
     state.plan.write_text(setting.plan().to_json())
     run = VirtualRun(setting)
     run.keeps_all = True
     run_virtual(run.run())
-    journal = Journal(state.journal)
-    journal.open()
     told = told_of((("policy/1", json.dumps({"key": "outer.optimizer.lr", "value": 0.5})),))
-    journal.write((), told=[*told, told_expiry(RoundKey(0, 0, 3, 0), ["west"], "deadline")])
-    for header in run.records:
-        text = json.dumps(header)
-        journal.write((), [(0, 0, header["version"], text)])
-    journal.write((), told=[Told("repair", "f0/version 2: torn", "{}")])
-    journal.close()
+    with open_journal(state.journal) as journal:
+        journal.write((), told=[*told, told_expiry(RoundKey(0, 0, 3, 0), ["west"], "deadline")])
+        index(journal, run.records)
+        journal.write((), told=[Told("repair", "f0/version 2: torn", "{}")])
     return state
 
 

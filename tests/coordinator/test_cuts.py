@@ -55,6 +55,18 @@ def merged(tokens: int) -> list[control.FragmentStatus]:
     ]
 
 
+async def syncer_merged(desk: Desk, tokens: int, **fields: Any) -> None:
+    """Have the syncer report what is merged by now, and the cut named that is due."""
+    await desk.round_report(desk.membership.timeline, fragments=merged(tokens), **fields)
+    desk.coordinator._cut_when_due()
+
+
+async def asked(desk: Desk, grant: control.Grant, tokens: int) -> int:
+    """Give the cut that an island is asked for once so many tokens are merged."""
+    await syncer_merged(desk, tokens)
+    return (await desk.report(grant)).cut
+
+
 async def told_to_syncer(desk: Desk, **fields: Any) -> control.RoundReportReply:
     await desk.round_report(desk.membership.timeline, fragments=merged(600), **fields)
     return await desk.told_to_syncer()
@@ -130,8 +142,7 @@ def test_a_resume_is_not_followed_by_a_cut_of_what_was_cut_before(
         grants = [(await desk.join(name)).grant for name in NAMES]
 
         async def taken(number: int, tokens: int) -> bool:
-            await desk.round_report(desk.membership.timeline, fragments=merged(tokens))
-            desk.coordinator._cut_when_due()
+            await syncer_merged(desk, tokens)
             for grant in grants:
                 if (await desk.report(grant)).cut != number:
                     return False
@@ -169,8 +180,7 @@ def test_a_resume_makes_no_cut_of_what_was_merged_while_the_last_one_was_taken(
         grants = [(await desk.join(name)).grant for name in NAMES]
 
         async def newest_cut(tokens: int, **fields: Any) -> int:
-            await desk.round_report(desk.membership.timeline, fragments=merged(tokens), **fields)
-            desk.coordinator._cut_when_due()
+            await syncer_merged(desk, tokens, **fields)
             cut = desk.membership.cuts.newest(desk.membership.timeline)
             return 0 if cut is None else cut.number
 
@@ -221,12 +231,7 @@ def test_a_part_that_holds_what_its_syncer_has_lost_does_not_count(
     async def story(desk: Desk) -> None:
         grants = [(await desk.join(name)).grant for name in NAMES]
 
-        async def asked(tokens: int) -> int:
-            await desk.round_report(fragments=merged(tokens))
-            desk.coordinator._cut_when_due()
-            return (await desk.report(grants[0])).cut
-
-        assert await asked(500) == 1
+        assert await asked(desk, grants[0], 500) == 1
         await desk.report(grants[0], cut=part_of(1, 4, 4))
         await desk.report(grants[1], cut=part_of(1, 4, 5))
         assert list((await told_to_syncer(desk)).cut_versions) == [4, 5], "it may be on its way"
@@ -235,13 +240,13 @@ def test_a_part_that_holds_what_its_syncer_has_lost_does_not_count(
         await told_to_syncer(desk, pinned_cut=1)
         assert desk.membership.checkpoints == (1,)
 
-        assert await asked(1000) == 2
+        assert await asked(desk, grants[0], 1000) == 2
         for grant in grants:
             await desk.report(grant, cut=part_of(2, 9, 4))
         await told_to_syncer(desk)
         await told_to_syncer(desk)
         assert desk.membership.cuts[2].is_void
-        assert await asked(1500) == 3
+        assert await asked(desk, grants[0], 1500) == 3
 
     tell(tmp_path, story, config=elastic)
 
@@ -252,22 +257,18 @@ def test_a_cut_is_named_after_so_many_tokens_and_one_at_a_time(
     async def story(desk: Desk) -> None:
         grants = [(await desk.join(name)).grant for name in NAMES]
 
-        async def asked(tokens: int) -> int:
-            await desk.round_report(fragments=merged(tokens))
-            desk.coordinator._cut_when_due()
-            return (await desk.report(grants[0])).cut
-
-        assert [await asked(tokens) for tokens in (499, 500, 1200)] == [0, 1, 1]
+        assert [await asked(desk, grants[0], tokens) for tokens in (499, 500, 1200)] == [0, 1, 1]
         for grant in grants:
             told = await desk.report(grant, cut=part_of(1, 1, 1))
             assert not told.is_last_cut
-        assert await asked(1200) == 0, "the syncer's part is missing"
+        assert await asked(desk, grants[0], 1200) == 0, "the syncer's part is missing"
         await told_to_syncer(desk, pinned_cut=1)
-        assert [await asked(1200), await asked(1300)] == [2, 2], "of 1000, late"
+        late = [await asked(desk, grants[0], tokens) for tokens in (1200, 1300)]
+        assert late == [2, 2], "of 1000"
         for grant in grants:
             await desk.report(grant, cut=part_of(2))  # no room on their disks
         assert desk.membership.cuts[2].is_void and desk.membership.checkpoints == (1,)
-        assert [await asked(1499), await asked(1500)] == [0, 3]
+        assert [await asked(desk, grants[0], 1499), await asked(desk, grants[0], 1500)] == [0, 3]
 
     tell(tmp_path, story, config=elastic)
 

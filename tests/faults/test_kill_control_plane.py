@@ -6,7 +6,6 @@ Islands must go on, every version must be published once, every contribution cou
 import os
 import random
 import signal
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,6 +16,7 @@ from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import holder
 from diloco.sync.layout import build_schedule
+from tests.faults.killer import Killer
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 
 #: Coordinator's kills, at most: one killed before it serves takes a restart of its budget.
@@ -30,21 +30,18 @@ LOOK_S = 0.01
 ISLANDS = ("east", "west")
 
 
-class Killer(threading.Thread):
+class KillerOfEither(Killer):
     """Kills coordinator or syncer at random moments, whatever either of them is doing.
 
     It does not wait until a victim is back: the other one may be next, so that both are dead.
     """
 
     def __init__(self, run: LocalRun, rng: random.Random, num_kills: int) -> None:
-        super().__init__(daemon=True)
-        self.run_ = run
-        self.num_kills = num_kills
+        super().__init__(run, num_kills)
         self.rng = rng
         self.kills: Counter[str] = Counter()
         self.killed: set[int] = set()
         self.num_both_dead = 0
-        self.is_over = threading.Event()
 
     def pid(self, victim: str) -> int | None:
         """Process of a victim that lives, None while it is dead."""
@@ -96,15 +93,8 @@ def test_random_kills_lose_no_version_and_count_nothing_twice(
     seed = random.SystemRandom().randrange(2**32)
 
     with LocalRun(config) as run:
-        killer = Killer(run, random.Random(seed), num_kills)
-        run.start()
-        killer.start()
-        try:
-            code = run.wait(lambda: None)
-        finally:
-            killer.is_over.set()
-            killer.join()
-        run.wait_for_coordinator()
+        killer = KillerOfEither(run, random.Random(seed), num_kills)
+        code = killer.let_run()
     story = f"seed {seed}, {killer.kills}, both dead {killer.num_both_dead} times"
 
     assert code == 0, f"{story}\n{all_logs(run.state.root)}"

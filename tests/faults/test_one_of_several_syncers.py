@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from diloco.rounds.record import versions_in
 from diloco.rounds.repair import Condition
 from diloco.rounds.replay import Verdict
 from diloco.sync.layout import build_schedule
+from tests.faults.killer import Killer
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,15 +55,12 @@ class Absence:
     published: int
 
 
-class Killer(threading.Thread):
+class KillerOfSecond(Killer):
     """Kills the second syncer as often as asked, each time after it has published once more."""
 
     def __init__(self, run: LocalRun, num_kills: int) -> None:
-        super().__init__(daemon=True)
-        self.run_ = run
-        self.num_kills = num_kills
+        super().__init__(run, num_kills)
         self.absences: list[Absence] = []
-        self.is_over = threading.Event()
 
     def run(self) -> None:
         kept, victim = self.run_.state.of_syncers(2)
@@ -99,17 +96,10 @@ def num_versions(state: StateDir) -> int:
     return sum(max(versions_in(d), default=0) for d in state.store.glob("fragment-[0-9]*"))
 
 
-def run_and_kill(config: Config, num_kills: int) -> tuple[FinishedRun, Killer]:
+def run_and_kill(config: Config, num_kills: int) -> tuple[FinishedRun, KillerOfSecond]:
     with LocalRun(config) as run:
-        killer = Killer(run, num_kills)
-        run.start()
-        killer.start()
-        try:
-            code = run.wait(lambda: None)
-        finally:
-            killer.is_over.set()
-            killer.join()
-        run.wait_for_coordinator()
+        killer = KillerOfSecond(run, num_kills)
+        code = killer.let_run()
     assert code == 0, f"exit code {code}\n{all_logs(run.state.root)}"
     assert len(killer.absences) == num_kills, f"the run was over too soon: {killer.absences}"
     return FinishedRun(run), killer

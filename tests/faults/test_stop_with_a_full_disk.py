@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from diloco.config.load import load_config
-from diloco.coordinator.journal import Journal
 from diloco.launch.checkpoints import valid_steps
 from diloco.launch.local import LocalRun
-from diloco.launch.run_checkpoints import read_membership
+from diloco.launch.run_checkpoints import open_journal, read_membership
 from tests.run_files import all_logs, write_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,10 +38,8 @@ def test_a_stop_ends_with_an_island_whose_disk_was_full(tmp_path: Path) -> None:
     logs = all_logs(run.state.root)
 
     assert (code, run.is_stopped) == (0, True), logs
-    journal = Journal(run.state.journal)
-    journal.open()
-    membership = read_membership(config, journal)
-    journal.close()
+    with open_journal(run.state.journal) as journal:
+        membership = read_membership(config, journal)
     assert membership.is_stopped, logs
     # West sent in vain or not, so the stop stays or moves: all have the checkpoint of where it is.
     newest = [valid_steps(config.checkpoint_dir, island)[-1] for island in ("east", "west")]

@@ -25,8 +25,9 @@ from diloco.config.load import load_config
 from diloco.launch.checkpoints import Checkpoint
 from diloco.launch.local import LocalRun
 from tests.data.text_files import write_jsonl
-from tests.launch.island_site import children, wait_until
+from tests.launch.island_site import children
 from tests.run_files import FFN_DIM_OF_LANES, all_logs, with_text, write_run
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 

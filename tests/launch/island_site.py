@@ -8,10 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.waiting import wait_until
 
 RUN = """
 [run]
@@ -143,13 +144,6 @@ def is_alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
-
-
-def wait_until(check: Callable[[], bool], within_s: float) -> None:
-    until = time.monotonic() + within_s
-    while not check():
-        assert time.monotonic() < until, f"not within {within_s:g} s"
-        time.sleep(0.05)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -18,6 +18,7 @@ from diloco.coordinator.journal import Journal
 from diloco.errors import ConfigError
 from diloco.launch import backup
 from diloco.launch.backup import Backups
+from diloco.launch.run_checkpoints import open_journal
 from diloco.launch.state_dir import StateDir, Timeline
 from diloco.rounds.pins import forget_pins, pin_directory, pinned_steps
 
@@ -59,10 +60,8 @@ def publish(directory: Path, version: int) -> None:
 
 @pytest.fixture
 def journal(state: StateDir):
-    journal = Journal(state.journal)
-    journal.open()
-    yield journal
-    journal.close()
+    with open_journal(state.journal) as journal:
+        yield journal
 
 
 def make(state: StateDir, directory: Path, **arguments: str) -> str:
@@ -88,10 +87,8 @@ def test_a_copy_is_a_state_directory_with_what_is_durable(
         "syncer/plan.json",
         "timeline.json",
     ]
-    copied = Journal(copy.journal)
-    copied.open()
-    assert (copied.entries(), copied.tape()) == ({"plan": "{}"}, ["{}"])
-    copied.close()
+    with open_journal(copy.journal) as copied:
+        assert (copied.entries(), copied.tape()) == ({"plan": "{}"}, ["{}"])
     assert copy.root.stat().st_mode & 0o777 == 0o700
     assert "the run secret is not in it (--with-secret)" in told
     assert "Not in it: the islands' checkpoints" in told
@@ -117,10 +114,8 @@ def test_a_checkpoint_that_completes_meanwhile_is_in_the_copies_of_all_stores_or
             pin = pin_directory(each.store, step) / "fragment-0000"
             pin.mkdir(parents=True)
             (pin / name_of(0)).write_text("record")
-        of_coordinator = Journal(state.journal)
-        of_coordinator.open()
-        of_coordinator.write([("checkpoint", f"[{step}]")])
-        of_coordinator.close()
+        with open_journal(state.journal) as of_coordinator:
+            of_coordinator.write([("checkpoint", f"[{step}]")])
         for each in state.syncers:
             forget_pins(each.store, complete=[step], num_unsure=0)
 
@@ -145,10 +140,8 @@ def test_a_checkpoint_that_completes_meanwhile_is_in_the_copies_of_all_stores_or
 
     assert not pending
     copy = StateDir(tmp_path / "copy")
-    copied = Journal(copy.journal)
-    copied.open()
-    assert copied.entries() == {"checkpoint": "[300]"}
-    copied.close()
+    with open_journal(copy.journal) as copied:
+        assert copied.entries() == {"checkpoint": "[300]"}
     assert [list(pinned_steps(each.store)) for each in copy.syncers] == [[300], [300]]
     journal.close()
 

@@ -15,8 +15,7 @@ import blake3
 import pytest
 
 from diloco.config.load import load_config
-from diloco.coordinator.journal import Journal
-from diloco.launch.run_checkpoints import read_membership
+from diloco.launch.run_checkpoints import open_journal, read_membership
 from diloco.launch.state_dir import holder, read_endpoint
 from protos import control_pb2 as control
 from protos import fragment_pb2 as wire
@@ -28,6 +27,7 @@ from tests.coordinator_site import (
     eventually,
     status,
 )
+from tests.run_files import journal_tape
 from transport.contracts import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.timeout(120)
@@ -128,11 +128,7 @@ def report(address: str, grant: control.Grant, **fields) -> control.ReportReply:
 
 def tape(site: Site) -> list[tuple[int, int]]:
     """Fragment and version of every record that the journal knows, sorted."""
-    journal = Journal(site.state.journal)
-    journal.open()
-    headers = [json.loads(header) for header in journal.tape()]
-    journal.close()
-    return sorted((header["fragment_id"], header["version"]) for header in headers)
+    return sorted((h["fragment_id"], h["version"]) for h in journal_tape(site.state))
 
 
 def founded(site: Site, coordinator: str) -> tuple[str, control.Grant, control.Grant]:
@@ -480,12 +476,10 @@ def test_records_reach_the_journal_of_a_coordinator_that_was_away_when_the_run_e
     process.wait()
     for version in range(8):  # more than the syncer keeps records of
         publish(syncer, [east, west], 1, version, 0.5)
-    journal = Journal(site.state.journal)
-    journal.open()
-    membership = read_membership(site.config(), journal)
-    for island in ("east", "west"):  # their leave was the coordinator's last deed
-        journal.write(membership.left(island, 0, is_stopped=False))
-    journal.close()
+    with open_journal(site.state.journal) as journal:
+        membership = read_membership(site.config(), journal)
+        for island in ("east", "west"):  # their leave was the coordinator's last deed
+            journal.write(membership.left(island, 0, is_stopped=False))
 
     again = site.coordinate()
 

@@ -20,8 +20,8 @@ from tests.launch.island_site import (
     free_port,
     is_alive,
     island_site,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 

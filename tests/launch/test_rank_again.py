@@ -9,8 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from tests.data.text_files import pieces, write_jsonl
 from tests.launch.stored_run import random_parameters, store_run, tiny_run
 from tests.launch.warm_run import WarmRun
 from tests.run_files import write_run
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -68,13 +68,6 @@ def start(run_file: Path, state: StateDir, output: Path) -> subprocess.Popen[str
         env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
         text=True,
     )
-
-
-def wait_until(check: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not check():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

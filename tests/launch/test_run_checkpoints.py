@@ -13,13 +13,12 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.coordinator.journal import Journal
 from diloco.coordinator.members import Member
 from diloco.coordinator.membership import Membership
 from diloco.errors import ConfigError
 from diloco.inner.model import LlamaShape
 from diloco.launch.local_resume import find_resume_step, read_standing
-from diloco.launch.run_checkpoints import choose_checkpoint, insist_on_run
+from diloco.launch.run_checkpoints import choose_checkpoint, insist_on_run, open_journal
 from diloco.launch.state_dir import StateDir, Timeline, read_timeline
 from diloco.launch.syncer import take_to_timeline
 from diloco.outer.fragments import Plan
@@ -198,11 +197,9 @@ def test_the_command_that_was_typed_is_the_one_to_type_next(stored: Stored) -> N
 @pytest.mark.parametrize("damage", ["no-database", "rotten-page", "rotten-entry"])
 def test_a_damaged_journal_is_named_with_the_next_command(stored: Stored, damage: str) -> None:
     path = stored.state.journal
-    journal = Journal(path)
-    journal.open()
     text = "{" if damage == "rotten-entry" else json.dumps([10] * 20_000)
-    journal.write([("checkpoint", text)])
-    journal.close()
+    with open_journal(path) as journal:
+        journal.write([("checkpoint", text)])
     if damage == "no-database":
         path.write_bytes(b"not a database, much longer than a header of SQLite is" * 100)
     elif damage == "rotten-page":

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
@@ -29,7 +28,7 @@ from diloco.telemetry.events import (
     TextUntold,
 )
 from tests.run_files import write_run
-from tests.virtual_run import Setting, VirtualRun
+from tests.virtual_run import Setting, VirtualRun, descend
 from transport.link import Link, LinkProfile
 from transport.loopback import run_virtual
 
@@ -49,11 +48,6 @@ ENDED = IslandEnded(
 )
 #: 1000 bytes a second up, 2000 down, one second of round trip.
 LINK = LinkProfile("path", up=Link(8000, 0.5), down=Link(16000, 0.5), source="test")
-
-
-def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-    for parameter in parameters.values():
-        parameter.sub_(1.0 if island == "east" else 3.0)
 
 
 def island_events(

@@ -12,7 +12,6 @@ from typing import Any
 import blake3
 import pytest
 import torch
-from torch import Tensor
 
 from diloco.compression.base import to_bytes
 from diloco.outer.optimizer import OuterOptimizer
@@ -23,19 +22,14 @@ from diloco.rounds.store import FragmentStore
 from diloco.telemetry.round_events import FragmentDamaged, FragmentRepaired
 from protos import fragment_pb2 as wire
 from tests.raw_island import NUMEL, RawIsland, founded
-from tests.virtual_run import Setting, VirtualRun
+from tests.virtual_run import Setting, VirtualRun, descend
 from transport.loopback import run_virtual
-
-
-def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-    for parameter in parameters.values():
-        parameter.sub_({"a": 1.0, "b": 3.0}[island])
 
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     """Two islands that merge on arrival, two fragments."""
-    setting = Setting(
+    return Setting(
         {name: [16.0] * 2 for name in "uv"},
         descend,
         tmp_path,
@@ -43,11 +37,7 @@ def setting(tmp_path: Path) -> Setting:
         tokens={"a": 3, "b": 5},
         num_fragments=2,
         flush=True,
-        min_members=1,
-        quorum=1,
-        total_tokens=90 * 8,
-    )
-    return replace(setting, timing=setting.measured())
+    ).on_arrival(total_tokens=90 * 8)
 
 
 def newest_record(setting: Setting, fragment_id: int) -> Path:

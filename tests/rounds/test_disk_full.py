@@ -26,14 +26,13 @@ from tests.raw_island import KEY, RawIsland, founded
 from tests.rounds.test_merge import CLOSE, FRAGMENT, Bench, base
 from tests.rounds.test_syncer_kills import (
     assert_recomputed,
-    descend,
     disturbed,
     truth,
     undisturbed,  # noqa: F401  # a fixture
     whole,
 )
 from tests.rounds.test_syncer_pins import pin
-from tests.virtual_run import Setting, VirtualIsland, VirtualRun
+from tests.virtual_run import Setting, VirtualIsland, VirtualRun, descend
 from transport.errors import Overloaded
 from transport.loopback import run_virtual
 

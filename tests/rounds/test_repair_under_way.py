@@ -33,17 +33,9 @@ from transport.loopback import run_virtual
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     """Islands that merge on arrival, one fragment of two lanes."""
-    setting = Setting(
-        {"u": [0.0] * NUMEL},
-        lambda *_: None,
-        tmp_path,
-        inner_steps=90,
-        islands=("a", "b", "c"),
-        min_members=1,
-        quorum=1,
-        total_tokens=10**6,
-    )
-    return replace(setting, timing=setting.measured())
+    return Setting(
+        {"u": [0.0] * NUMEL}, lambda *_: None, tmp_path, inner_steps=90, islands=("a", "b", "c")
+    ).on_arrival(total_tokens=10**6)
 
 
 async def begun(setting: Setting) -> tuple[VirtualRun, list[RawIsland]]:

@@ -25,17 +25,10 @@ from diloco.rounds.terms import OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from tests.raw_island import KEY, NUMEL, Dead, Incoming, RawIsland, SlowWorker, founded, restart
-from tests.virtual_run import Setting, VirtualIsland, VirtualRun, grant
+from tests.virtual_run import Setting, VirtualIsland, VirtualRun, descend, grant
 from transport.contracts import PROTOCOL_VERSION
 from transport.errors import NotYet
 from transport.loopback import run_virtual
-
-DESCENT = {"a": 1.0, "b": 3.0, "c": 5.0}
-
-
-def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-    for parameter in parameters.values():
-        parameter.sub_(DESCENT[island])
 
 
 @pytest.fixture

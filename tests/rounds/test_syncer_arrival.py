@@ -33,7 +33,7 @@ def stand_still(island: str, inner_step: int, parameters: dict[str, Tensor]) -> 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     """Three islands, a quorum of one; only the raw islands below take part."""
-    setting = Setting(
+    return Setting(
         {"w": [0.0] * NUMEL},
         stand_still,
         tmp_path,
@@ -41,11 +41,7 @@ def setting(tmp_path: Path) -> Setting:
         islands=("a", "b", "c"),
         overlap_steps=2,
         flush=True,
-        min_members=1,
-        quorum=1,
-        total_tokens=12,
-    )
-    return replace(setting, timing=setting.measured())
+    ).on_arrival(total_tokens=12)
 
 
 def version_of(run: VirtualRun) -> tuple[int, int, bool]:

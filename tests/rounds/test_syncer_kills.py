@@ -24,16 +24,9 @@ from diloco.rounds.terms import OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
 from tests.raw_island import KEY, NUMEL, Dead, RawIsland, SlowWorker, founded, restart
 from tests.remaking import recompute
-from tests.virtual_run import Setting, VirtualIsland, VirtualRun
+from tests.virtual_run import Setting, VirtualIsland, VirtualRun, descend
 from transport.errors import PeerReset
 from transport.loopback import run_virtual
-
-DESCENT = {"a": 1.0, "b": 3.0, "c": 5.0}
-
-
-def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-    for parameter in parameters.values():
-        parameter.sub_(DESCENT[island])
 
 
 @pytest.fixture(params=[1, 3], ids=["snapshot", "log"])

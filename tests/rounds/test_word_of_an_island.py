@@ -16,24 +16,15 @@ from diloco.rounds.damaged import Gift
 from diloco.rounds.store import FragmentStore
 from protos import fragment_pb2 as wire
 from tests.raw_island import NUMEL, RawIsland
-from tests.rounds.test_damaged_fragment import descend, until
-from tests.virtual_run import Setting, VirtualRun
+from tests.rounds.test_damaged_fragment import until
+from tests.virtual_run import Setting, VirtualRun, descend
 from transport.loopback import run_virtual
 
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     """Two islands that merge on arrival, one fragment."""
-    setting = Setting(
-        {"u": [16.0] * 2},
-        descend,
-        tmp_path,
-        inner_steps=90,
-        min_members=1,
-        quorum=1,
-        total_tokens=90 * 8,
-    )
-    return replace(setting, timing=setting.measured())
+    return Setting({"u": [16.0] * 2}, descend, tmp_path, 90).on_arrival(total_tokens=90 * 8)
 
 
 def test_an_island_with_another_version_under_the_same_number_says_so(setting: Setting) -> None:

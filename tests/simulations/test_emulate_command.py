@@ -6,8 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from simulations.emulate.namespaces import NAMESPACES, OWNERS
 from tests.run_files import write_run
 from tests.simulations.emulated_site import needs_namespaces, star
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,19 +45,12 @@ def ours() -> set[str]:
     return {path.name for path in NAMESPACES.glob("diloco-*")}
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
-
-
 def start(wan_file: Path, ready: Path, *words: object) -> subprocess.Popen[bytes]:
     """Start an emulation whose command makes `ready` and then sleeps."""
     script = f"echo $$ > {ready}.tmp && mv {ready}.tmp {ready}; sleep 600"
     command = [*DILOCO, "emulate", str(wan_file), *map(str, words), "--", "sh", "-c", script]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(ready.exists)
+    wait_until(ready.exists)
     return process
 
 
@@ -182,7 +175,7 @@ def test_ctrl_c_is_the_commands_to_heed_and_the_network_goes_with_it(
         [*DILOCO, "emulate", str(wan_file), "--", "sh", "-c", script],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    wait_for(ready.exists)
+    wait_until(ready.exists)
     spaces = namespaces_of(process)
 
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody in it
@@ -203,7 +196,7 @@ def test_ctrl_c_ends_the_check_and_the_network(tmp_path: Path) -> None:
         [*DILOCO, "emulate", str(path), "--check", "--", "touch", str(tmp_path / "ran")],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    wait_for(lambda: bool(ours() - before))
+    wait_until(lambda: bool(ours() - before))
 
     process.send_signal(signal.SIGINT)
     process.wait(30)
@@ -247,7 +240,7 @@ def test_the_next_start_sweeps_after_sigkill_and_touches_nothing_else(
         name = next(name for name in left if name.endswith("-a"))
         enter = ["ip", "netns", "exec", name, "sh", "-c", script]
         orphan = subprocess.Popen(enter, start_new_session=True)
-        wait_for((tmp_path / "orphan").exists)
+        wait_until((tmp_path / "orphan").exists)
         killed.kill()
         killed.wait(30)
         assert left <= ours()

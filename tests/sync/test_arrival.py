@@ -12,43 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.virtual_run import Setting, VirtualIsland, VirtualRun
+from tests.virtual_run import (
+    TOKENS,
+    Setting,
+    VirtualIsland,
+    VirtualRun,
+    descend,
+    four_islands,
+)
 from transport.errors import ConnectError
 from transport.faulty import Fault, Faults, FaultScript, FaultyTransport
 from transport.loopback import run_virtual
 
-DESCENT = {"a": 1.0, "b": 3.0, "c": 2.0, "d": 1.5}
-NAMES = ("a", "b", "c", "d")
-TOKENS = {"a": 3, "b": 5, "c": 7, "d": 11}
-
-
-def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-    for parameter in parameters.values():
-        parameter.sub_(DESCENT[island])
+NAMES = tuple(TOKENS)
 
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     """Four islands, the last twice as slow; K = 1 with the grace that is measured."""
-    setting = Setting(
-        {name: [16.0] * 2 for name in "uvwx"},
-        descend,
-        tmp_path,
-        inner_steps=40,
-        islands=NAMES,
-        tokens=TOKENS,
-        num_fragments=4,
-        inner_steps_per_round=8,
-        overlap_steps=2,
-        flush=True,
-        min_members=1,
-        quorum=1,
-        total_tokens=40 * sum(TOKENS.values()),
-        steps_s={"d": 2.0},
-    )
-    return replace(setting, timing=setting.measured())
+    return four_islands(tmp_path, 40, steps_s={"d": 2.0})
 
 
 def merged(island: VirtualIsland) -> list[dict[str, Any]]:

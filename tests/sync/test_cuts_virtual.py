@@ -11,46 +11,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from torch import Tensor
 
 from diloco.rounds.pins import pinned_version
 from diloco.sync.agreement import Cut
 from tests.several_syncers import Several
-from tests.virtual_run import Checkpoint, Setting, VirtualIsland
+from tests.virtual_run import TOKENS, Checkpoint, Setting, VirtualIsland, four_islands
 from transport.loopback import run_virtual
 
-DESCENT = {"a": 1.0, "b": 3.0, "c": 2.0, "d": 1.5}
-NAMES = ("a", "b", "c", "d")
-TOKENS = {"a": 3, "b": 5, "c": 7, "d": 11}
+NAMES = tuple(TOKENS)
 NUM_FRAGMENTS = 4
 CUT = 3
-
-
-def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-    for parameter in parameters.values():
-        parameter.sub_(DESCENT[island])
 
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     """Four islands of three speeds; K = 1 with the grace that is measured."""
-    setting = Setting(
-        {name: [16.0] * 2 for name in "uvwx"},
-        descend,
-        tmp_path,
-        inner_steps=30,
-        islands=NAMES,
-        tokens=TOKENS,
-        num_fragments=NUM_FRAGMENTS,
-        inner_steps_per_round=8,
-        overlap_steps=2,
-        flush=True,
-        min_members=1,
-        quorum=1,
-        total_tokens=30 * sum(TOKENS.values()),
-        steps_s={"c": 1.3, "d": 2.0},
-    )
-    return replace(setting, timing=setting.measured())
+    return four_islands(tmp_path, 30, steps_s={"c": 1.3, "d": 2.0})
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import blake3
 import pytest
-from torch import Tensor
 
 from diloco.rounds.donation import LaneGiven, Manifest, lane_name
 from diloco.rounds.record import fragment_directory, record_path, versions_in
@@ -17,31 +15,22 @@ from diloco.sync.heal import HealTalk, Lane, fetch_lanes, find_manifest, give, l
 from diloco.telemetry.round_events import FragmentRepaired
 from protos.control_pb2 import HealAnswer, ReportReply
 from tests.several_syncers import Several
-from tests.virtual_run import RUN, Setting, grant
+from tests.virtual_run import RUN, Setting, descend, grant
 from transport.loopback import run_virtual
 
 CUT = 7
 
 
-def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
-    for parameter in parameters.values():
-        parameter.sub_({"a": 1.0, "b": 3.0}[island])
-
-
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
-    setting = Setting(
+    return Setting(
         {name: [16.0] * numel for name, numel in zip("uvwx", (2, 300, 40, 700), strict=True)},
         descend,
         tmp_path,
         inner_steps=60,
         num_fragments=4,
         flush=True,
-        min_members=1,
-        quorum=1,
-        total_tokens=60 * 2,
-    )
-    return replace(setting, timing=setting.measured())
+    ).on_arrival(total_tokens=60 * 2)
 
 
 def test_a_lost_version_is_taken_back_by_the_syncer_that_has_the_fragment(setting: Setting) -> None:
