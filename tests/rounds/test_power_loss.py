@@ -96,7 +96,11 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    "stride", [pytest.param(1, marks=pytest.mark.slow, id="all"), pytest.param(7, id="some")]
+    "stride",
+    [
+        pytest.param(1, marks=(pytest.mark.slow, pytest.mark.timeout(600)), id="all"),
+        pytest.param(7, id="some"),
+    ],
 )
 @pytest.mark.parametrize("snapshot_rounds", [1, 3], ids=["snapshot", "log"])
 def test_power_lost_at_any_moment_takes_nothing_that_was_promised(
