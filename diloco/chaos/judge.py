@@ -242,22 +242,20 @@ def _digest_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
         if story.fault.kind is Kind.CORRUPT and story.fired
     }
     newest = tuple(evidence.newest[p].digest for p in sorted(evidence.newest))
+    last_with: dict[tuple[int, str], int] = {}  # fragment, digest -> newest version that has it
+    for (p, version), header in tape.items():
+        last_with[p, header["digest"]] = max(version, last_with.get((p, header["digest"]), -1))
     for island, events in evidence.events.items():
         for event in events:
             if event["kind"] == "fragment_merged" and event["digest"]:
-                p, version = event["fragment_id"], event["version"]
+                p, version, digest = event["fragment_id"], event["version"], event["digest"]
+                made = tape.get((p, version), {}).get("digest", "no such version")
                 # The syncer's newest word may be of a later version than what was merged.
-                known = {
-                    header["digest"]
-                    for (fragment, of), header in tape.items()
-                    if fragment == p
-                    and (of >= version if evidence.is_on_arrival else of == version)
-                }
-                if event["digest"] not in known:
+                is_later = evidence.is_on_arrival and last_with.get((p, digest), -1) > version
+                if digest != made and not is_later:
                     yield (
-                        f"{island} merged fragment {p} version {version} as "
-                        f"{event['digest'][:16]}, the tape has "
-                        f"{', '.join(sorted(each[:16] for each in known)) or 'no such version'}"
+                        f"{island} merged fragment {p} version {version} as {digest[:16]}, the "
+                        f"tape has {made[:16]}"
                     )
             elif event["kind"] == "fragment_staged":
                 key = event["fragment_id"], event["version"]
