@@ -286,6 +286,7 @@ def test_a_writer_killed_at_any_change_of_the_disk_leaves_the_old_checkpoint_or_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_killed_writers_leave_whole_checkpoints_or_none(tmp_path: Path) -> None:
     draws = random.Random(SEED)
     for number, awaited in enumerate(["*/rank-*", "*/rank-*", MANIFEST, MANIFEST]):
