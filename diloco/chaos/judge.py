@@ -200,7 +200,7 @@ def next_publication_s(fault: FaultStory, story: Story) -> float | None:
     """
     if fault.began_s is None:
         return None
-    since_s = fault.began_s + fault.fault.lasts_s
+    since_s = fault.began_s + fault.lasted_s
     first: dict[int, float] = {}
     for at_s, fragment, _ in story.published:
         if at_s > since_s:

@@ -37,6 +37,7 @@ class Performance(ABC):
     Attributes:
         fired: Whether it took effect.
         note: What a reader of the log wants to know.
+        kept_s: Seconds for which it went on beyond its time, because nobody had met it.
         place: What only one fault at a time can be done to; None: they do not meet.
     """
 
@@ -48,6 +49,12 @@ class Performance(ABC):
         self.fault = fault
         self.fired = False
         self.note = ""
+        self.kept_s = 0.0
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether nobody has met it yet, and somebody may."""
+        return False
 
     @abstractmethod
     def begin(self) -> bool:
@@ -265,6 +272,16 @@ class _FromWithin(Performance):
     def value(self) -> object:
         """What the file says of the target."""
 
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether its target has been starting again, or silent, and is to come back."""
+        return not (self._told_s or self._count or self.world.is_gone(self.fault.target))
+
+    @property
+    def _count(self) -> int:
+        """How often it was met, as its target has told so far."""
+        return fired(self.world.chaos_dir, self.who)[self.counted] - self._before
+
     def end(self) -> bool:
         """Take it back, and wait until it is known what it did."""
         if not self._told_s:
@@ -274,7 +291,7 @@ class _FromWithin(Performance):
             write_json(self.path, values)
         if time.monotonic() < self._told_s:
             return False
-        count = fired(self.world.chaos_dir, self.who)[self.counted] - self._before
+        count = self._count
         self.fired, self.note = count > 0, f"{count} times"
         return True
 

@@ -174,7 +174,7 @@ def has_had_time(story: FaultStory, allowed_s: float, over_s: float | None) -> b
 
 def _span(story: FaultStory) -> tuple[float, float]:
     assert story.began_s is not None, "what never began has no span"
-    lasted_s = max(story.fault.lasts_s, story.back_s or 0.0)
+    lasted_s = max(story.lasted_s, story.back_s or 0.0)
     return story.began_s, story.began_s + lasted_s
 
 

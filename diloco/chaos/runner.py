@@ -26,7 +26,7 @@ from diloco.launch.state_dir import StateDir
 from transport.units import parse_duration
 
 _LOOK_S = 0.05
-#: Seconds for which a fault waits for its target.
+#: Seconds for which a fault waits for its target, before its begin and beyond its end.
 _PATIENCE_S = 30.0
 #: The length of a run over the time in which faults come to it, at least.
 _AFTERWARDS = 1.1
@@ -236,14 +236,29 @@ class Director:
         self._under_way = [
             (end_s, performance)
             for end_s, performance in self._under_way
-            if now_s < end_s or not self._try_end(performance)
+            if now_s < end_s
+            or self._keeps(performance, now_s - end_s)
+            or not self._try_end(performance)
         ]
+
+    @staticmethod
+    def _keeps(performance: Performance, beyond_s: float) -> bool:
+        """Let a fault go on that has met nobody: else it would not have taken effect."""
+        if beyond_s > _PATIENCE_S or not performance.is_awaiting:
+            return False
+        performance.kept_s = beyond_s
+        return True
 
     def _try_end(self, performance: Performance) -> bool:
         if not performance.end():
             return False
-        number = performance.fault.number
-        self._truth.write("ended", number=number, fired=performance.fired, note=performance.note)
+        self._truth.write(
+            "ended",
+            number=performance.fault.number,
+            fired=performance.fired,
+            note=performance.note,
+            kept_s=round(performance.kept_s, 3),
+        )
         return True
 
     def _see_who_is_back(self) -> None:

@@ -5,7 +5,8 @@ what is read back. Times are seconds since the run's processes were started; `un
 joins them to events.
 
     begun   number, kind, target, note     a fault was done
-    ended   number, fired, note            it is over; whether it took effect
+    ended   number, fired, note, kept_s    it is over; whether it took effect; by how much longer
+                                           than planned it lasted, since nobody had met it
     back    number, seconds                the process that it ended serves again
     published   fragment, version          a version was seen on disk for the first time
     training, over                         every island has begun; all islands have ended
@@ -74,6 +75,12 @@ class FaultStory:
     fired: bool = False
     back_s: float | None = None
     note: str = ""
+    kept_s: float = 0.0
+
+    @property
+    def lasted_s(self) -> float:
+        """For how long it was done: as planned, or until somebody met it."""
+        return self.fault.lasts_s + self.kept_s
 
 
 @dataclass(slots=True)
@@ -121,6 +128,7 @@ def read_story(lines: Sequence[Mapping[str, Any]], faults: Sequence[Timed]) -> S
                 of = story.faults[line["number"]]
                 of.ended_s, of.fired = t, line["fired"]
                 of.note = line["note"] or of.note
+                of.kept_s = line.get("kept_s", 0.0)  # what never began was not kept
             case "back":
                 story.faults[line["number"]].back_s = line["seconds"]
     return story

@@ -61,6 +61,11 @@ class World:
             return None
         return ranks_of(supervisor.pid).get(int(rank)) if slash else supervisor.pid
 
+    def is_gone(self, target: str) -> bool:
+        """Whether a target has ended and nobody starts it again: an island that came to its end."""
+        supervisor = self.run.islands.get(target)
+        return supervisor is not None and target not in self.away and supervisor.poll() is not None
+
     def pids(self, target: str) -> list[int]:
         """All processes of a target: of an island its supervisor and every rank."""
         pid = self.pid(target)

@@ -20,7 +20,7 @@ from diloco.chaos import performers
 from diloco.chaos.performers import Performance, perform
 from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Timed
 from diloco.chaos.runner import Director
-from diloco.chaos.truth import TruthLog
+from diloco.chaos.truth import TruthLog, read_story
 from diloco.chaos.world import World, is_frozen, ranks_of
 from diloco.config.load import load_config
 from diloco.durable import read_json
@@ -453,6 +453,47 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
     lines = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())
     order = [(line["what"], line["number"]) for line in lines]
     assert order == [("begun", 0), ("ended", 0), ("begun", 1), ("ended", 1)]
+
+
+@pytest.mark.parametrize("end", ["met", "patience", "gone", "over"])
+def test_a_fault_that_met_nobody_goes_on_until_it_is_met_or_cannot_be(
+    scene: Scene, tmp_path: Path, end: str
+) -> None:
+    island = scene.island("exec sleep 60")
+    path = links_path(scene.world.chaos_dir)
+    links = ChaoticLinks.of({VARIABLE: str(scene.world.chaos_dir)}, "east", "127.0.0.1:1")
+    assert links is not None
+    transport = links.around(cast(Transport, Echo()), carries_fragments=True)
+    fault = Timed(0, Kind.DELAY, "east", 0.0, 1.0, 0.01, 1e6, 1.0, 3600.0, 77)
+    wait_until(lambda: chaos.is_heeded(scene.world.chaos_dir, "east"))
+
+    with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
+        director = Director(scene.world, truth, [fault], lambda done, all_of: None, 60.0)
+        director._begin(0.0, 0.0)
+        ((end_s, performance),) = director._under_way
+        director._end(end_s + 20.0)
+        assert "east" in (read_json(path) or {}) and director._under_way
+
+        past_s = end_s + 20.0
+        if end == "met":  # by a call of the next second, when its rank has read the file
+            while performance.is_awaiting:
+                asyncio.run(transport.call("fragment.submit", b"", b"", deadline_s=20.0))
+        elif end == "patience":
+            past_s += 20.0
+        elif end == "gone":
+            island.kill()
+            island.wait()
+        if end == "over":
+            director.finish()
+        else:
+            director._end(past_s)
+            assert "east" not in (read_json(path) or {})
+            wait_until(lambda: director._end(past_s) or not director._under_way)
+
+    *_, ended = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())
+    story = read_story([ended], [fault]).faults[0]
+    assert (ended["what"], story.fired) == ("ended", end == "met")
+    assert story.lasted_s == pytest.approx(21.0)
 
 
 def test_faults_on_purpose_stay_on_this_machine(tmp_path: Path) -> None:
