@@ -313,6 +313,19 @@ assert "torch" not in sys.modules
     assert result.returncode == 0, "\n".join(frames)
 
 
+def test_a_coordinator_starts_without_what_only_some_runs_need() -> None:
+    program = """
+import sys, diloco.launch.coordinator
+print(*{"prometheus_client", "diloco.coordinator.decider", "torch"} & {*sys.modules})
+"""
+
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert not loaded.stdout.split(), "it is to be back within 2 s of a kill, mostly imports"
+
+
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for source in sources():

@@ -14,7 +14,7 @@ from diloco.chaos.report import ChaosReport, report_on
 from diloco.chaos.runner import configured, drive, faults_of
 from diloco.launch.ending import Request
 
-#: Told what is done, and of faults how many are over and in all.
+#: Told what is done, how much of it, of how much.
 Progress = Callable[[str, int, int], None]
 _SYNCER_MODULES = "import diloco.launch.syncer, diloco.rounds.syncer"
 
@@ -37,8 +37,9 @@ def run_plan(
     undisturbed = None
     if plan.config.judge.loss_rise:
         same = configured(plan, directory / "undisturbed")
-        say = "the same run without faults"
-        undisturbed = gather(drive(plan, same, (), request, lambda *_: on_progress(say, 0, 1)), ())
+        say = "tokens of the same run without faults"
+        made = drive(plan, same, (), request, lambda done, total: on_progress(say, done, total))
+        undisturbed = gather(made, ())
     kills_syncer = any(f.kind is Kind.KILL and f.role == SYNCER for f in faults)
     return report_on(
         evidence,

@@ -34,7 +34,7 @@ TRUTH = "truth.jsonl"
 #: After these another coordinator or syncer serves.
 _ENDING = frozenset({Kind.KILL, Kind.RESTART, Kind.TRUNCATE, Kind.FLIP, Kind.DISK_FULL})
 
-#: Told how many faults are over, of how many.
+#: Told how many faults are over, of how many; of a run without, tokens.
 Progress = Callable[[int, int], None]
 
 
@@ -191,9 +191,13 @@ class Director:
                 return
             self._began_s = self._truth.write("training")
         self._end(now_s)
-        self._begin(max(now_s - self._began_s, self._length_s * self._world.progress), now_s)
-        num_over = self._num_faults - len(self._to_come) - len(self._under_way)
-        self._on_progress(num_over, self._num_faults)
+        trained, total = self._world.trained_tokens, self._world.run.config.total_tokens
+        self._begin(max(now_s - self._began_s, self._length_s * trained / total), now_s)
+        if self._num_faults:
+            num_over = self._num_faults - len(self._to_come) - len(self._under_way)
+            self._on_progress(num_over, self._num_faults)
+        else:
+            self._on_progress(min(trained, total), total)
 
     def finish(self) -> None:
         """Undo what is still under way once the run is over, and see what it came to."""

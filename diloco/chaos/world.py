@@ -93,12 +93,11 @@ class World:
         return 0
 
     @property
-    def progress(self) -> float:
-        """What islands have trained over what ends the run, in tokens: about 1 at its end."""
-        config = self.run.config
+    def trained_tokens(self) -> int:
+        """What islands have trained so far; about `Config.total_tokens` at the run's end."""
+        islands = self.run.config.islands
         steps = {name: self.inner_step(name) for name in self.run.islands}
-        trained = sum(n * config.islands[name].tokens_per_inner_step for name, n in steps.items())
-        return trained / config.total_tokens
+        return sum(n * islands[name].tokens_per_inner_step for name, n in steps.items())
 
     def fragments(self, *syncers: str) -> list[Path]:
         """Directories of the fragments of these syncers; of all, if none is named."""

@@ -5,6 +5,9 @@ back what was durable and adopts the syncers that outlived it. A resume begins a
 journal knows it first, then the syncers that live are stopped, and the next ones take their stores
 back to the checkpoint. No tensor is ever loaded here.
 
+Most of the time until a killed coordinator serves again goes by in imports: what only some runs
+need is imported by these.
+
 Source: design.md section 2; protocol.md sections 8 and 9.
 """
 
@@ -19,13 +22,13 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
 from diloco.coordinator.board import Board
 from diloco.coordinator.daemon import RETURN_S, Coordinator, Operations
-from diloco.coordinator.decider import Decider, DeciderRules
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
 from diloco.coordinator.membership import Membership
@@ -62,8 +65,10 @@ from diloco.launch.state_dir import (
 from diloco.launch.syncer_supervisor import SyncerSupervisor
 from diloco.rounds.log import headers_in
 from diloco.rounds.pins import pin_directory
-from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics
 from transport.identity import Role
+
+if TYPE_CHECKING:
+    from diloco.coordinator.decider import Decider
 
 logger = logging.getLogger(__name__)
 
@@ -275,26 +280,43 @@ async def _serving(
         security=security,
         chunk_bytes=config.transport.chunk_bytes,
     )
+    try:
+        async with _serving_metrics(config, coordinator, is_restart=earlier is not None):
+            endpoint = Endpoint(local_address(server.address), os.getpid())
+            await having_room(
+                "the coordinator's address",
+                lambda: endpoint.write(state.coordinator),
+                given_up=signals.forced,
+            )
+            yield coordinator_address(server.address, config.coordinator)
+    finally:
+        await server.stop(_DRAIN_S)
+        if decider is not None:
+            decider.stop()
+
+
+@contextlib.asynccontextmanager
+async def _serving_metrics(
+    config: Config, coordinator: Coordinator, *, is_restart: bool
+) -> AsyncIterator[None]:
+    """Serve metrics where the run asks for them."""
+    protection = metrics_protection(config, Role.COORDINATOR)
+    if not config.telemetry.coordinator_metrics:
+        yield
+        return
+    from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics
+
     metrics = MetricsServer(
         config.telemetry.coordinator_metrics,
         lambda: coordinator_metrics(coordinator.status()),
         setting="telemetry.coordinator_metrics",
-        protection=metrics_protection(config, Role.COORDINATOR),
+        protection=protection,
     )
     try:
-        await metrics.start(is_restart=earlier is not None)
-        endpoint = Endpoint(local_address(server.address), os.getpid())
-        await having_room(
-            "the coordinator's address",
-            lambda: endpoint.write(state.coordinator),
-            given_up=signals.forced,
-        )
-        yield coordinator_address(server.address, config.coordinator)
+        await metrics.start(is_restart=is_restart)
+        yield
     finally:
         await metrics.stop()
-        await server.stop(_DRAIN_S)
-        if decider is not None:
-            decider.stop()
 
 
 def _build_decider(
@@ -308,6 +330,8 @@ def _build_decider(
     outer = config.outer
     if outer.exchange == "syncer":
         return None
+    from diloco.coordinator.decider import Decider, DeciderRules
+
     coordinator.board.instead_of_syncer = "none: the islands merge among themselves"
     return Decider(
         membership=membership,

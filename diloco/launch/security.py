@@ -11,11 +11,11 @@ import logging
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.telemetry.protection import Protection
 from transport.addresses import is_loopback, split_address, split_candidates
 from transport.contracts import Handlers, Server, Transport
 from transport.framing import DEFAULT_CHUNK_BYTES
@@ -31,9 +31,6 @@ from transport.pacing import Pacer
 from transport.tcp_counters import can_count
 from transport.tls import Tls
 from transport.tokens import TABLE_FILE, TokenTable, read_token
-
-if TYPE_CHECKING:  # only those who serve metrics load what serves them
-    from diloco.telemetry.prometheus import Protection
 
 logger = logging.getLogger(__name__)
 
@@ -271,8 +268,6 @@ def metrics_protection(config: Config, role: Role) -> Protection:
     Raises:
         ConfigError: If `telemetry.metrics_token` cannot be read.
     """
-    from diloco.telemetry.prometheus import Protection
-
     chosen, certs = config.telemetry.metrics_token, config.transport.certs
     try:
         token = read_token(Path(chosen)) if chosen else ""

@@ -19,7 +19,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from diloco.errors import ConfigError
+from diloco.telemetry.protection import Protection
 from protos.control_pb2 import FragmentStatus, IslandStatus, ReportRequest, StatusReply
 from protos.fragment_pb2 import FragmentState
 from transport.addresses import split_address
@@ -43,19 +43,7 @@ _RETRY_WAIT_S = 0.2
 _SILENCE_S = 10.0
 _SCRAPE_S = 30.0
 _MAX_SCRAPES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Protection:
-    """What a scrape must show, and what it is shown; nothing of both on loopback.
-
-    Attributes:
-        token: Bearer token; empty: none is asked for.
-        certificate: PEM file with certificate and key; None: plain HTTP.
-    """
-
-    token: str = field(default="", repr=False)
-    certificate: Path | None = None
+_OPEN = Protection()
 
 
 class MetricsServer:
@@ -67,7 +55,7 @@ class MetricsServer:
         collect: Callable[[], Iterable[Metric]],
         *,
         setting: str,
-        protection: Protection = Protection(),
+        protection: Protection = _OPEN,
         busy_s: float = 3.0,
     ) -> None:
         """Assign only.

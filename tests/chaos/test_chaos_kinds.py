@@ -425,6 +425,24 @@ def test_a_run_does_not_outrun_its_faults(scene: Scene, tmp_path: Path) -> None:
     assert step == 0.75 * config.run.inner_steps
 
 
+def test_a_run_without_faults_tells_its_tokens(scene: Scene, tmp_path: Path) -> None:
+    config = scene.world.run.config
+    scene.island("exec sleep 60")
+    config.telemetry_dir.mkdir(parents=True)
+    told = []
+    with (
+        TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth,
+        (config.telemetry_dir / "events-east-0.jsonl").open("a") as events,
+    ):
+        director = Director(scene.world, truth, (), lambda *values: told.append(values), 60.0)
+        for step in (3, config.run.inner_steps + 1):  # where nobody waits it may be beyond
+            events.write(json.dumps({"kind": "inner_step", "inner_step": step}) + "\n")
+            events.flush()
+            director.look()
+
+    assert told == [(3 * 128, config.total_tokens), (config.total_tokens, config.total_tokens)]
+
+
 def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Path) -> None:
     scene.island("exec sleep 60")
     path = links_path(scene.world.chaos_dir)

@@ -15,6 +15,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.launch.chaos import STEP_VARIABLE
 from diloco.launch.checkpoints import MANIFEST, step_directory, valid_steps
 from diloco.launch.local import LocalRun
 from diloco.launch.local_resume import find_resume_step, read_standing
@@ -23,7 +24,7 @@ from diloco.rounds.pins import pinned_steps
 from tests.data.text_files import write_jsonl
 from tests.run_files import FinishedRun, all_logs, with_text, write_run
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 ISLANDS = {"fsdp": "dp_shard = 2", "one": ""}
 DECOUPLED = [
@@ -33,6 +34,9 @@ DECOUPLED = [
     "checkpoint.every_tokens=4096",
 ]
 INNER_STEPS = 200
+#: Seconds of an inner step, at least: the run ends by tokens, and without that a fast island would
+#: train them all before a slow one has started. Now it needs 40 s for that.
+PACE = {STEP_VARIABLE: "0.1"}
 
 
 def config_of(directory: Path, *overrides: str) -> Config:
@@ -46,7 +50,7 @@ def config_of(directory: Path, *overrides: str) -> Config:
 
 
 def run_until_stopped(config: Config) -> None:
-    with LocalRun(config) as run:
+    with LocalRun(config, environment=PACE) as run:
 
         def look() -> None:
             events = read_events(config.telemetry_dir, config.islands)
@@ -83,7 +87,7 @@ def test_a_run_in_which_nobody_waits_is_stopped_with_a_cut_and_resumed(tmp_path:
     lines: list[str] = []
     assert find_resume_step(resumed, None, lines.append, start="diloco local") == number
     assert any(f"resuming from the checkpoint of cut {number}" in line for line in lines)
-    with LocalRun(resumed, resume_step=number) as run:
+    with LocalRun(resumed, resume_step=number, environment=PACE) as run:
         run.start()
         code = run.wait(lambda: None)
         run.wait_for_coordinator()

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 
-from diloco.telemetry.prometheus import MetricsServer, Protection
+from diloco.telemetry.prometheus import MetricsServer
+from diloco.telemetry.protection import Protection
 from tests.transport.pki import COORDINATOR, Pki
 from transport.certificates import read_certificates
 from transport.tokens import make_token
