@@ -164,8 +164,9 @@ def _apply_tensor_parallel(model: Llama, mesh: IslandMesh) -> None:
     }
     assert mesh.device_mesh is not None
     parallelize_module(model, mesh.device_mesh, root)
+    assert model.norm is not None
     model.norm = _PositionwiseNorm(model.norm, mesh.device_mesh)
-    for layer in model.layers:
+    for layer in model.blocks:
         assert isinstance(layer, Block)
         parallelize_module(layer, mesh.device_mesh, block)
         layer.attention_norm = _PositionwiseNorm(layer.attention_norm, mesh.device_mesh)
@@ -197,7 +198,7 @@ def _apply_fsdp(model: Llama, mesh: IslandMesh) -> None:
     Such a block gives its gathered parameters back after its forward and gathers again for its
     backward; the root's unit keeps them from forward to backward.
     """
-    for layer in model.layers:
+    for layer in model.blocks:
         if sum(parameter.numel() for parameter in layer.parameters()) >= MIN_UNIT_NUMEL:
             fully_shard(layer, mesh=mesh.device_mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh.device_mesh, reshard_after_forward=False)
