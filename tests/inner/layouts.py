@@ -154,7 +154,7 @@ def case_of(name: str) -> Case:
 @cache
 def run_rows(num_ranks: int) -> list[dict[str, Any]]:
     """Train all rows of a number of ranks; returns, by rank, the results by name."""
-    return run_ranks(_train_rows, num_ranks, timeout_s=50 * num_ranks)
+    return run_ranks(_train_rows, num_ranks, timeout_s=100 if num_ranks < 8 else 350)
 
 
 def _train_rows(island_rank: int) -> dict[str, Any]:
