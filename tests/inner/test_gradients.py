@@ -1,4 +1,7 @@
-"""Settling and clipping of gradients whose tensors lie on no mesh, on one, or on several."""
+"""Settling and clipping of gradients whose tensors lie on no mesh, on one, or on several.
+
+Beside them the gradients of a loss whose logits lie on two ranks.
+"""
 
 import math
 from functools import cache
@@ -8,12 +11,15 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from diloco.config.mesh import MeshConfig
+from diloco.inner.cross_entropy import split_log_sum_exp
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
-from diloco.inner.parallelize import make_mesh
+from diloco.inner.mesh import make_mesh
+from diloco.inner.tensor_parallel import partial_parameters
 from tests.distributed import run_ranks
-from tests.inner.small_island import CPU, make_model, one_rank, small_data, whole
+from tests.inner.small_island import CPU, debug_shape, make_model, one_rank, small_data, whole
 
 SHAPES = {"plain": (3, 5), "split": (5, 4), "copied": (7,), "grid": (6, 2), "by column": (2, 3)}
 
@@ -50,13 +56,14 @@ def settle_by_hand(island_rank):
     also = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()]))
     split = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
     ours = float(island_rank + 1)
-    summed.grad = DTensor.from_local(torch.tensor([ours, 0.0, 1.0]), mesh, [Partial()])
-    also.grad = DTensor.from_local(torch.full((2, 2), ours), mesh, [Partial()])
+    # Labelled as FSDP2 labels them: nothing says that they are parts of a sum.
+    summed.grad = DTensor.from_local(torch.tensor([ours, 0.0, 1.0]), mesh, [Replicate()])
+    also.grad = DTensor.from_local(torch.full((2, 2), ours), mesh, [Replicate()])
     split.grad = DTensor.from_local(torch.arange(4.0), mesh, [Replicate()])
     plain, unused = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     plain.grad = torch.tensor([ours])
     parameters = [summed, split, also, plain, unused]
-    settle_gradients_(parameters)
+    settle_gradients_(parameters, partial=[summed, also, unused], group=mesh.get_group())
     placements_agree = all(p.grad.placements == p.placements for p in (summed, split, also))
     values = [p.grad.to_local().tolist() for p in (summed, split, also)]
     return placements_agree, values, plain.grad.tolist(), unused.grad
@@ -64,12 +71,12 @@ def settle_by_hand(island_rank):
 
 def model_gradients(mesh, is_tied):
     """Gradients of one batch as this rank's optimizer sees them, and unsharded."""
-    model = make_model(mesh, is_tied=is_tied)
+    model = make_model(mesh, debug_shape(is_tied=is_tied))
     tokens = small_data().batch(0, 0, 4)
     logits = model(tokens[:, :-1], torch.arange(tokens.shape[1] - 1))
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    settle_gradients_(model.parameters())
+    settle_gradients_(model.parameters(), partial=partial_parameters(model), group=mesh.tp_group)
     local = {
         name: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).numpy().copy()
         for name, p in model.named_parameters()
@@ -77,11 +84,32 @@ def model_gradients(mesh, is_tied):
     return local, {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
+def logits_and_targets():
+    """Logits up to 600, far beyond exp's range, of targets in both halves of the vocabulary."""
+    generator = torch.Generator().manual_seed(3)
+    logits_NV = torch.randn((6, 8), generator=generator) * 200.0
+    return logits_NV.requires_grad_(), torch.tensor([0, 3, 4, 7, 5, 2])
+
+
+def combined(lse_N, picked_N):
+    """A cross entropy and a penalty of large sums, as a loss uses both values."""
+    return ((lse_N - picked_N) + 1e-3 * lse_N.square()).mean()
+
+
+def split_loss(mesh, island_rank):
+    logits_NV, targets_N = logits_and_targets()
+    half_NV = logits_NV.detach().chunk(2, dim=1)[island_rank].clone().requires_grad_()
+    loss = combined(*split_log_sum_exp(half_NV, targets_N, mesh.tp_group))
+    loss.backward()
+    return loss.item(), half_NV.grad.numpy().copy()
+
+
 def on_each_rank(island_rank):
-    mesh = make_mesh(CPU, tp=2)
+    mesh = make_mesh(CPU, MeshConfig(tp=2))
     return {
         "clip": {max_norm: clip_everything(max_norm) for max_norm in (0.5, 100.0, math.inf)},
         "settle": settle_by_hand(island_rank),
+        "loss": split_loss(mesh, island_rank),
         "model": {is_tied: model_gradients(mesh, is_tied) for is_tied in (False, True)},
     }
 
@@ -129,6 +157,17 @@ def test_settled_gradients_have_the_placements_of_their_parameters_and_the_sum_o
         ]
         assert plain == [island_rank + 1]
         assert unused is None
+
+
+def test_split_logits_give_the_loss_and_the_gradients_of_whole_ones():
+    logits_NV, targets_N = logits_and_targets()
+    expected = combined(logits_NV.logsumexp(1), logits_NV.gather(1, targets_N[:, None])[:, 0])
+    expected.backward()
+
+    (loss, left), (other_loss, right) = (result["loss"] for result in two_ranks())
+
+    assert loss == other_loss == pytest.approx(expected.item(), rel=1e-6)
+    np.testing.assert_allclose(np.hstack([left, right]), logits_NV.grad.numpy(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
