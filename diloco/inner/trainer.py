@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from diloco.config.inner import InnerConfig
 from diloco.data.batches import Batches, Evaluation
 from diloco.errors import ConfigError
-from diloco.inner.cross_entropy import split_log_sum_exp
+from diloco.inner.cross_entropy import token_losses
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
 from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Llama
@@ -124,8 +123,12 @@ class InnerTrainer:
         for index, micro_batch in enumerate(torch.split(tokens, self._micro_batch_size)):
             is_last = index == self._micro_batches - 1
             set_is_last_micro_batch_(self.model, self._mesh, is_last)
-            micro_loss = self._token_losses(micro_batch).mean() / self._micro_batches
-            torch.autograd.backward(micro_loss)
+            losses_BS, penalties_BS = self._token_losses(micro_batch, z_loss=self._config.z_loss)
+            micro_loss = losses_BS.mean() / self._micro_batches
+            minimised = micro_loss
+            if penalties_BS is not None:
+                minimised = micro_loss + penalties_BS.mean() / self._micro_batches
+            torch.autograd.backward(minimised)
             loss += micro_loss.detach()
         settle_gradients_(
             self.model.parameters(),
@@ -161,24 +164,25 @@ class InnerTrainer:
         rows = torch.arange(first, first + num_rounds * size)
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for part in torch.split(rows, size):
-            losses = self._token_losses(tokens[part.clamp(max=num_sequences - 1)])
+            losses, _ = self._token_losses(tokens[part.clamp(max=num_sequences - 1)], z_loss=0.0)
             total += losses[: int((part < num_sequences).sum())].sum(dtype=torch.float64)
         reshard_(self.model.modules())  # else the next forward would use today's gathered values
         return self._sum_over_island(total) / self._evaluation.num_bytes
 
-    def _token_losses(self, tokens_BS1: Tensor) -> Tensor:
-        """Compute the loss of every predicted token, shape [B, S]."""
+    def _token_losses(self, tokens_BS1: Tensor, *, z_loss: float) -> tuple[Tensor, Tensor | None]:
+        """Compute loss and penalty of every predicted token, shape [B, S]; see `token_losses`."""
         tokens_BS1 = tokens_BS1.to(self._mesh.device)
         positions_S = torch.arange(tokens_BS1.shape[1] - 1, device=self._mesh.device)
         logits_BSV = self.model(tokens_BS1[:, :-1], positions_S)
         targets_BS = tokens_BS1[:, 1:]
-        logits_NV, targets_N = logits_BSV.flatten(0, 1).float(), targets_BS.flatten()
-        if self._mesh.config.loss_parallel:
-            assert self._mesh.tp_group is not None
-            lse_N, picked_N = split_log_sum_exp(logits_NV, targets_N, self._mesh.tp_group)
-            return (lse_N - picked_N).view_as(targets_BS)
-        losses_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
-        return losses_N.view_as(targets_BS)
+        losses_N, penalties_N = token_losses(
+            logits_BSV.flatten(0, 1).float(),
+            targets_BS.flatten(),
+            group=self._mesh.tp_group if self._mesh.config.loss_parallel else None,
+            z_loss=z_loss,
+        )
+        penalties_BS = None if penalties_N is None else penalties_N.view_as(targets_BS)
+        return losses_N.view_as(targets_BS), penalties_BS
 
     def _sum_over_island(self, value: Tensor) -> float:
         """Add a scalar over the ranks that took different tokens."""

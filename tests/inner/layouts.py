@@ -43,6 +43,7 @@ class Case:
         mesh: Axes and options; their product is the number of ranks.
         model: What differs from `SHAPE`.
         optimizer: What differs from `OPTIMIZER`.
+        z_loss: Coefficient of the penalty of log Z.
         micro_batches: Parts of a rank's batch; one rank trains in one part.
         collectives: Collectives of a rank and inner step, where they are counted.
     """
@@ -51,6 +52,7 @@ class Case:
     mesh: MeshConfig
     model: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    z_loss: float = 0.0
     micro_batches: int = 1
     collectives: Mapping[str, int] | None = None
 
@@ -63,12 +65,16 @@ class Case:
             mesh,
             shape=replace(SHAPE, **self.model),
             optimizer=InnerOptimizerConfig(**{**OPTIMIZER.model_dump(), **self.optimizer}),
+            z_loss=self.z_loss,
             micro_batches=micro_batches,
             num_evaluated=EVALUATED,
         )
 
 
 TIED = {"tie_embeddings": True}
+MUON = {"name": "muon", "lr": 5e-3}
+#: Large, so that it is felt within few steps.
+Z_LOSS = 0.01
 
 
 def counted(gathers: int, scatters: int, sums: int) -> dict[str, int]:
@@ -109,6 +115,15 @@ CASES = [
         model=TIED,
         collectives=counted(18, 18, 4),
     ),
+    Case(
+        "fsdp-muon-accumulated",
+        MeshConfig(dp_shard=2, fsdp_unit="block"),
+        optimizer=MUON,
+        z_loss=Z_LOSS,
+        micro_batches=2,
+    ),
+    Case("replicated-muon", MeshConfig(dp_replicate=2), model=TIED, optimizer=MUON),
+    Case("tp-muon", MeshConfig(tp=2, loss_parallel=True), optimizer=MUON, z_loss=Z_LOSS),
     # -- 4 ranks
     Case("fsdp-tp", MeshConfig(dp_shard=2, tp=2), model=TIED, collectives=counted(20, 19, 4)),
     Case(
@@ -124,6 +139,8 @@ CASES = [
         collectives=counted(18, 10, 8),
     ),
     Case("replicated-tp", MeshConfig(dp_replicate=2, tp=2), micro_batches=2),
+    Case("fsdp-tp-muon", MeshConfig(dp_shard=2, tp=2), model=TIED, optimizer=MUON),
+    Case("hsdp-muon", MeshConfig(dp_replicate=2, dp_shard=2), optimizer=MUON, z_loss=Z_LOSS),
     # -- 8 ranks
     Case("hsdp-tp", MeshConfig(dp_replicate=2, dp_shard=2, tp=2), model=TIED),
     Case(
@@ -164,7 +181,7 @@ def _train_rows(island_rank: int) -> dict[str, Any]:
 
 def alone(case: Case) -> dict[str, Any]:
     """Train on one rank what a row trains on several."""
-    key = repr((sorted(case.model.items()), sorted(case.optimizer.items())))
+    key = repr((sorted(case.model.items()), sorted(case.optimizer.items()), case.z_loss))
     if key not in _ALONE:
         _ALONE[key] = train(case, one_rank(), 1)
     return _ALONE[key]
