@@ -18,6 +18,20 @@ from typing import Any
 from diloco.config.island import IslandConfig
 from diloco.config.schema import Config
 from diloco.launch.lives import IslandLife, effective, has_ended
+from diloco.launch.summary_parts import (
+    Alternative,
+    ArrivalSummary,
+    FragmentSummary,
+    IslandSummary,
+)
+from diloco.launch.summary_text import (
+    alternative_text,
+    arrival_text,
+    island_lines,
+    link_text,
+    recomputed_text,
+    shape_text,
+)
 from diloco.launch.text_account import TextSummary, text_summary
 from diloco.launch.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan
@@ -27,98 +41,8 @@ from diloco.rounds.replay import FragmentReplay, Verdict
 from diloco.rounds.store import FragmentStore
 from diloco.telemetry.meter import utilisation
 from transport.link import LinkProfile
-from transport.units import format_bandwidth, format_bytes, format_duration
 
 logger = logging.getLogger(__name__)
-
-#: An island is called slower than another when its undisturbed step takes this many times as long.
-_SLOWER = 1.1
-#: Share of wall time from which on it is worth saying why an island was blocked.
-_WORTH_SAYING = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class IslandSummary:
-    """One island's life; bytes are those of all its carriers, headers included.
-
-    `inner_steps` is where it ended, `num_steps` what it made: fewer after a warm start. Times are
-    of its `num_starts` starts together, those of inner steps made in vain left out;
-    `undisturbed_step_s` and `overwritten_steps` are of the last start alone; `lost_steps` are those
-    that its `num_returns` returns cost. `published_nats_per_byte` is None of one that left early.
-    """
-
-    island: str
-    shape: str
-    inner_steps: int
-    num_steps: int
-    tokens: int
-    local_nats_per_byte: float
-    published_nats_per_byte: float | None
-    utilisation: float
-    goodput: float
-    overwritten_steps: float
-    blocked_s: float
-    wall_s: float
-    undisturbed_step_s: float
-    bytes_up: int
-    bytes_down: int
-    digests: tuple[str, ...]
-    num_starts: int
-    num_returns: int
-    lost_steps: int
-    dropped_tokens: float = 0.0
-    left_tokens: float = 0.0
-
-    @property
-    def has_left_early(self) -> bool:
-        """Whether it ended before the run did, and holds no last version."""
-        return not self.digests
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether its quiet steps were not undisturbed (`diloco.telemetry.meter.utilisation`)."""
-        inner_s = self.goodput * self.wall_s
-        return self.num_steps * self.undisturbed_step_s > (1 + _WORTH_SAYING) * inner_s
-
-
-@dataclass(frozen=True, slots=True)
-class FragmentSummary:
-    """A fragment's last version and whether it could be recomputed from its contributions.
-
-    `is_bit_equal` is None where there was nothing to recompute: nothing was published, or an
-    all-reduce handed on the mean of many islands. `problem` says what is not as it was published.
-    """
-
-    fragment_id: int
-    version: int
-    digest: str
-    contributors: tuple[str, ...]
-    recomputed_versions: tuple[int, ...]
-    is_bit_equal: bool | None
-    problem: str = ""
-    merged_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivalSummary:
-    """Rounds of a run in which nobody waited, flushes left out, as its islands saw them merged.
-
-    `num_solo` of them counted one island only. `total_tokens` is what ended the run.
-    """
-
-    num_rounds: int
-    num_solo: int
-    total_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """What another way of training would have moved, and its time on the same link."""
-
-    name: str
-    bytes_up: int
-    bytes_down: int
-    transfer_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +74,7 @@ class Summary:
         if not self.are_versions_recomputed:
             problems.append(
                 f"recomputing the last versions from their contributions: "
-                f"{_recomputed_text(self.fragments)}"
+                f"{recomputed_text(self.fragments)}"
             )
         if not self.is_loss_low_enough:
             problems.append(
@@ -200,11 +124,11 @@ class Summary:
                 f"stands."
             )
         for island in self.islands:
-            lines += _island_lines(island, self.islands)
+            lines += island_lines(island, self.islands)
         if self.away:
             lines.append(f"  Away when the run ended, and not counted: {', '.join(self.away)}.")
         if self.arrival is not None:
-            lines.append(f"  {_arrival_text(self.arrival, self.islands, self.fragments)}")
+            lines.append(f"  {arrival_text(self.arrival, self.islands, self.fragments)}")
         if self.text is not None:
             lines.append(f"  {self.text.as_text()}")
         versions = ", ".join(f"{f.fragment_id}: v{f.version}" for f in self.fragments)
@@ -212,7 +136,7 @@ class Summary:
             f"  Published versions {versions}; digests "
             f"{'equal on every island' if self.are_digests_equal else 'DIFFER BETWEEN ISLANDS'}; "
             f"last versions recomputed from the retained contributions: "
-            f"{_recomputed_text(self.fragments)}."
+            f"{recomputed_text(self.fragments)}."
         )
         if self.max_nats_per_byte:
             lines.append(
@@ -221,7 +145,7 @@ class Summary:
                 f"{self.max_nats_per_byte:g} nats a byte of evaluation.max_nats_per_byte."
             )
         for alternative in self.alternatives:
-            lines.append(f"  {_alternative_text(alternative, self.islands)}")
+            lines.append(f"  {alternative_text(alternative, self.islands)}")
         return "\n".join(lines)
 
 
@@ -262,7 +186,7 @@ def summarise(
     resumed = {step for life in lives.values() for step in life.resumed_after}
     return Summary(
         run=config.run.name,
-        link=_link_text(link),
+        link=link_text(link),
         islands=tuple(
             _island_summary(island, config.islands[island], life) for island, life in lives.items()
         ),
@@ -325,61 +249,10 @@ def _whole(path: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _arrival_text(
-    arrival: ArrivalSummary,
-    islands: Sequence[IslandSummary],
-    fragments: Sequence[FragmentSummary],
-) -> str:
-    trained = sum(island.tokens for island in islands)
-    dropped = sum(island.dropped_tokens for island in islands)
-    merged = [fragment.merged_tokens for fragment in fragments]
-    solo = arrival.num_solo / arrival.num_rounds if arrival.num_rounds else 0.0
-    over = trained / arrival.total_tokens - 1
-    return (
-        f"Nobody waited: {arrival.total_tokens:,} merged tokens end the run; {trained:,} were "
-        f"trained ({over:+.1%} of the plan), {min(merged):,} to {max(merged):,} merged a "
-        f"fragment, {dropped:,.0f} ({dropped / trained:.1%}) dropped, as rounds did not wait for "
-        f"them. {arrival.num_solo} of {arrival.num_rounds} rounds ({solo:.1%}) counted one island "
-        f"only."
-    )
-
-
-def _island_lines(i: IslandSummary, islands: Sequence[IslandSummary]) -> list[str]:
-    """Say what one island did."""
-    last = " of the last start" if i.num_starts > 1 else ""
-    published = (
-        "it left before the end with"
-        if i.published_nats_per_byte is None
-        else f"held-out loss of the published parameters {i.published_nats_per_byte:.4f} nats a "
-        f"byte, of its own before the flush"
-    )
-    lines = [
-        f"  {i.island} ({i.shape}): {i.num_steps} inner steps, {i.tokens:,} tokens in "
-        f"{format_duration(i.wall_s)}, evaluations not counted; {published} "
-        f"{i.local_nats_per_byte:.4f}.",
-        f"    utilisation {i.utilisation:.1%} (undisturbed step "
-        f"{format_duration(i.undisturbed_step_s)}), not blocked {1 - i.blocked_s / i.wall_s:.1%}, "
-        f"goodput {i.goodput:.1%}, blocked {i.blocked_s:.2f} s, overwritten steps{last} "
-        f"{i.overwritten_steps:.1f}; moved {format_bytes(i.bytes_up)} up, "
-        f"{format_bytes(i.bytes_down)} down.",
-    ]
-    if i.is_shared:
-        lines.append(
-            "    Utilisation is at most that: its steps beside exchanges were as fast as those "
-            "without, so something else ran on its cores."
-        )
-    if i.num_returns:
-        times = "once" if i.num_returns == 1 else f"{i.num_returns} times"
-        lines.append(f"    Returned {times}: {i.lost_steps} inner steps were lost.")
-    if (waited := _wait_text(i, islands)) is not None:
-        lines.append(f"    {waited}")
-    return lines
-
-
 def _island_summary(island: str, config: IslandConfig, life: IslandLife) -> IslandSummary:
     return IslandSummary(
         island=island,
-        shape=_shape_text(config),
+        shape=shape_text(config),
         inner_steps=life.inner_steps,
         num_steps=life.num_steps,
         tokens=life.tokens,
@@ -430,18 +303,6 @@ def _fragment_summary(
     )
 
 
-def _recomputed_text(fragments: Sequence[FragmentSummary]) -> str:
-    """Say what recomputing came to, without praise for what was not done."""
-    if problems := [f"fragment {f.fragment_id} {f.problem}" for f in fragments if f.problem]:
-        return f"NOT EQUAL, {'; '.join(problems)}"
-    num_done = sum(len(fragment.recomputed_versions) for fragment in fragments)
-    if not num_done:
-        return "there are none"
-    untouched = [str(f.fragment_id) for f in fragments if f.is_bit_equal is None]
-    none_of = f" (none of fragment {', '.join(untouched)})" if untouched else ""
-    return f"{num_done} bit-equal{none_of}"
-
-
 def _alternatives(
     plan: Plan, schedule: Schedule, link: LinkProfile | None, start_step: int
 ) -> tuple[Alternative, ...]:
@@ -461,50 +322,4 @@ def _alternative(name: str, traffic: Traffic, link: LinkProfile | None) -> Alter
         traffic.bytes_up,
         traffic.bytes_down,
         None if link is None else traffic.transfer_s(link),
-    )
-
-
-def _alternative_text(alternative: Alternative, islands: Sequence[IslandSummary]) -> str:
-    moved = max(island.bytes_up + island.bytes_down for island in islands)
-    total = alternative.bytes_up + alternative.bytes_down
-    text = (
-        f"{alternative.name.capitalize()} would have moved {format_bytes(alternative.bytes_up)} up "
-        f"and {format_bytes(alternative.bytes_down)} down an island, {total / moved:.1f} times as "
-        f"much"
-    )
-    if alternative.transfer_s is None:
-        return text + "."
-    return text + f": {format_duration(alternative.transfer_s)} of transfers on this link."
-
-
-def _wait_text(island: IslandSummary, islands: Sequence[IslandSummary]) -> str | None:
-    """Name the slowest island if waiting for it explains most of what this one was blocked.
-
-    All islands make the same number of inner steps, so a faster one waits about
-    num_steps * (slowest undisturbed step - its own); what goes beyond is the link's.
-    """
-    slowest = max(islands, key=lambda other: other.undisturbed_step_s)
-    times = slowest.undisturbed_step_s / island.undisturbed_step_s
-    ahead_s = island.num_steps * (slowest.undisturbed_step_s - island.undisturbed_step_s)
-    is_blocked = island.blocked_s >= _WORTH_SAYING * island.wall_s
-    if times < _SLOWER or ahead_s < island.blocked_s / 2 or not is_blocked:
-        return None
-    return (
-        f"Utilisation is lost by waiting: it mostly waited for {slowest.island}, whose inner step "
-        f"takes {times:.1f} times as long."
-    )
-
-
-def _shape_text(config: IslandConfig) -> str:
-    ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
-    return ", ".join(filter(None, [ranks, config.mesh.shape_text]))
-
-
-def _link_text(link: LinkProfile | None) -> str:
-    if link is None:
-        return "as it is"
-    return (
-        f"{link.name} ({format_bandwidth(link.up.bandwidth_bps)} up, "
-        f"{format_bandwidth(link.down.bandwidth_bps)} down, "
-        f"{format_duration(link.up.delay_s + link.down.delay_s)} round trip)"
     )
