@@ -37,6 +37,12 @@ class CheckpointConfig(Section):
         description="Directory of this site's checkpoints, seen by all ranks of its island; empty: "
         "checkpoints in coordinator.state_dir",
     )
+    asynchronous: Local[bool] = Field(
+        default=True,
+        description="Whether training goes on while a checkpoint is written, from a copy in host "
+        "memory: 12 bytes a parameter, shared by the island's ranks; false: it waits, and no copy "
+        "is made, as at a graceful stop",
+    )
 
     def num_unsure(self, apart: int) -> int:
         """Newest checkpoints that are kept though it is not known that every island has them.

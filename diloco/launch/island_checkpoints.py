@@ -16,10 +16,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from diloco.config.classes import fingerprint
 from diloco.data.batches import Batches
@@ -45,6 +47,7 @@ from diloco.launch.disk import num_unsure_checkpoints
 from diloco.launch.healing import Healing
 from diloco.launch.memory_copies import MemoryCopies
 from diloco.launch.progress import progress_bar
+from diloco.launch.save_thread import SaveThread
 from diloco.launch.warm_start import WarmStart
 from diloco.outer.fragments import plan_difference
 from diloco.sync.connection import Connection
@@ -102,6 +105,7 @@ class IslandCheckpoints:
         self._writer = CheckpointWriter(
             config.checkpoint_dir, config.island_id, outer.plan, group=group
         )
+        self._thread = SaveThread()
 
     @property
     def _place(self) -> tuple[Path, str]:
@@ -130,40 +134,67 @@ class IslandCheckpoints:
             self._batches.seek(self._outer.start_step)
 
     def write(self) -> None:
-        """Write the checkpoint of the present inner step.
+        """Write the checkpoint of the present inner step, once the one before is written.
 
-        Where it cannot be written, training goes on without it.
+        Training waits for a copy in host memory, and the files are written behind it; that of a
+        graceful stop is waited for. Where it cannot be written, training goes on without it.
 
         Raises:
             DilocoError: If it was the checkpoint of a graceful stop.
         """
         outer, step, began = self._outer, self._outer.inner_step, time.monotonic()
+        self.settle()
         number = outer.checkpoint_number
         cut = number if self._config.outer.is_on_arrival else 0
         text = {slot: position.as_json() for slot, position in self._batches.positions().items()}
+        text_json = json.dumps(text) if cut else ""
         training = training_tensors(self._trainer.model, self._trainer.optimizer)
-        about = {
-            "run": self._config.run.name,
-            "config_fingerprint": fingerprint(self._config),
-            "model": self._config.model.model_dump(),
-            "optimizer_step": optimizer_step(self._trainer.optimizer),
-            "data": self._batches.state_dict(),
-        }
-        try:
-            with outer.checkpointing(text_json=json.dumps(text) if cut else ""):
+        if self._config.checkpoint.asynchronous and not outer.is_stopping:
+            with outer.checkpoint_part(text_json=text_json) as part:
                 state = outer.state_dict()
-                about["timeline"] = int(state["meta"][1])
-                about["versions"] = outer.versions
-                num_bytes = self._writer.write(
-                    step, training=training, outer=state, about=about, cut=cut
-                )
-                if self._is_leader:
-                    self._on_event(CheckpointWritten(step, num_bytes, time.monotonic() - began))
-        except OSError as error:
-            self._failed(step, error)
+                about = self._about(state)
+                taken = self._writer.take(training, state)
+            blocked_s = time.monotonic() - began
+
+            def save(group: dist.ProcessGroup | None) -> None:
+                try:
+                    num_bytes = self._writer.save(step, taken, about=about, cut=cut, group=group)
+                except OSError as error:
+                    part.end(is_whole=False)
+                    self._tell_failed(step, error)
+                    return
+                part.end(is_whole=True)
+                self._written(step, number, num_bytes, time.monotonic() - began, blocked_s)
+
+            self._thread.start(save)
             return
-        if self._is_leader:
-            self._remove_old(number)
+        try:
+            with outer.checkpointing(text_json=text_json):
+                state = outer.state_dict()
+                num_bytes = self._writer.write(
+                    step, training=training, outer=state, about=self._about(state), cut=cut
+                )
+                seconds = time.monotonic() - began
+        except OSError as error:
+            reason = self._tell_failed(step, error)
+            if outer.is_stopping:
+                raise DilocoError(
+                    f"the run was asked to stop, and can be resumed from an earlier checkpoint "
+                    f"only: {reason}"
+                ) from error
+        else:
+            self._written(step, number, num_bytes, seconds, seconds)
+
+    def check(self) -> None:
+        """Raise what has ended the writing behind, if anything but a disk has; waits for nothing.
+
+        A disk that fails ends one checkpoint, which was told then.
+        """
+        self._thread.check()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        self._thread.settle()
 
     def copy(self) -> None:
         """Copy the inner state to memory, if that is due after the present inner step."""
@@ -171,11 +202,32 @@ class IslandCheckpoints:
             self._memory.copy(self._outer.inner_step, data=self._batches.state_dict())
 
     def close(self) -> None:
-        """Wait for the copy that is under way."""
+        """Wait for the copy in memory that is under way."""
         if self._memory is not None:
             self._memory.close(self._outer.inner_step)
 
-    def _failed(self, step: int, error: OSError) -> None:
+    def _about(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Say of what a checkpoint is, for its manifest."""
+        return {
+            "run": self._config.run.name,
+            "config_fingerprint": fingerprint(self._config),
+            "model": self._config.model.model_dump(),
+            "optimizer": self._config.inner.optimizer.name,
+            "optimizer_step": optimizer_step(self._trainer.optimizer),
+            "data": self._batches.state_dict(),
+            "timeline": int(state["meta"][1]),
+            "versions": self._outer.versions,
+        }
+
+    def _written(
+        self, step: int, number: int, num_bytes: int, seconds: float, blocked_s: float
+    ) -> None:
+        """Tell of a checkpoint that is whole, and remove those that it makes needless."""
+        if self._is_leader:
+            self._on_event(CheckpointWritten(step, num_bytes, seconds, blocked_s))
+            self._remove_old(number)
+
+    def _tell_failed(self, step: int, error: OSError) -> str:
         reason = (
             f"no checkpoint after inner step {step}, earlier ones stay: {error}. Make room in "
             f"checkpoint.dir = {self._config.checkpoint_dir}"
@@ -183,11 +235,7 @@ class IslandCheckpoints:
         logger.error("%s", reason)
         if self._is_leader:
             self._on_event(CheckpointFailed(step, reason))
-        if self._outer.is_stopping:
-            raise DilocoError(
-                f"the run was asked to stop, and can be resumed from an earlier checkpoint only: "
-                f"{reason}"
-            )
+        return reason
 
     def _remove_old(self, step: int) -> None:
         complete = self._connection.complete_checkpoints

@@ -370,6 +370,7 @@ class _Rank:
         outer, record, pace = self._outer, self.record, paced(os.environ)
         record.begin()
         while not outer.is_over:
+            self._checkpoints.check()
             is_quiet = outer.num_in_flight == 0
             metrics = pace(self._trainer.inner_step(outer.inner_step, outer.schedule_step))
             record.step(metrics, is_quiet=is_quiet)
@@ -389,6 +390,7 @@ class _Rank:
     def _finish(self) -> None:
         """Evaluate, flush, and evaluate what is published; after a stop, only leave."""
         outer, record = self._outer, self.record
+        self._checkpoints.settle()
         if self._text is not None:
             self._text.close(outer.inner_step)
         if outer.is_stopping:

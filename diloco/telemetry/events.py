@@ -179,12 +179,16 @@ class BytesMoved(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten(Event):
-    """An island's part of a run checkpoint is on disk; bytes of all ranks, seconds of this one."""
+    """An island's part of the run checkpoint of an inner step is on disk; bytes of all ranks.
+
+    `seconds` until it was, on this rank; `blocked_s` of them training waited.
+    """
 
     kind: ClassVar[str] = "checkpoint_written"
     inner_step: int
     bytes: int
     seconds: float
+    blocked_s: float
 
 
 @dataclass(frozen=True, slots=True)
