@@ -49,7 +49,7 @@ from diloco.launch.memory_copies import MemoryCopies
 from diloco.launch.progress import progress_bar
 from diloco.launch.save_thread import SaveThread
 from diloco.launch.warm_start import WarmStart
-from diloco.outer.fragments import plan_difference
+from diloco.outer.fragments import plan_difference, tensor_difference
 from diloco.sync.connection import Connection
 from diloco.sync.heal import NotHealed
 from diloco.sync.session import DiLoCo
@@ -212,7 +212,6 @@ class IslandCheckpoints:
             "run": self._config.run.name,
             "config_fingerprint": fingerprint(self._config),
             "model": self._config.model.model_dump(),
-            "optimizer": self._config.inner.optimizer.name,
             "optimizer_step": optimizer_step(self._trainer.optimizer),
             "data": self._batches.state_dict(),
             "timeline": int(state["meta"][1]),
@@ -261,12 +260,7 @@ class IslandCheckpoints:
             checkpoint = self._open(step)
         except ConfigError as error:
             raise ConfigError(f"{error}. {self._others_text(step)}") from error
-        if checkpoint.plan != self._outer.plan:
-            raise ConfigError(
-                f"the checkpoint of inner step {step} in {self._config.checkpoint_dir} is of "
-                f"another plan (there) than run {self._config.run.name!r} (here): "
-                + "; ".join(plan_difference(self._outer.plan.to_json(), checkpoint.plan.to_json()))
-            )
+        self._insist_on_plan(checkpoint)
         load_parameters_(self._trainer.model, checkpoint.read)
         self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
         if not self._config.outer.is_on_arrival:  # there the coordinator says where that is
@@ -275,6 +269,21 @@ class IslandCheckpoints:
         if self._is_leader:
             abandon_later(*self._place, step=step, timeline=self._outer.timeline)
         self._connection.report_checkpoints([step])
+
+    def _insist_on_plan(self, checkpoint: Checkpoint) -> None:
+        here, there = self._outer.plan, checkpoint.plan
+        if here == there:
+            return
+        source = f"the checkpoint of {checkpoint.step} in {self._config.checkpoint_dir}"
+        if differing := tensor_difference(here, there):
+            raise ConfigError(
+                f"{source} is of another model than run {self._config.run.name!r}: {differing}; "
+                f"give the [model] that it was made with, or the checkpoint.dir of this run"
+            )
+        raise ConfigError(
+            f"{source} is of another plan (there) than run {self._config.run.name!r} (here): "
+            + "; ".join(plan_difference(here.to_json(), there.to_json()))
+        )
 
     def _return(self) -> None:
         """Take the inner optimizer from this island's newest copy in memory or checkpoint."""
