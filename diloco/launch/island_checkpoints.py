@@ -46,6 +46,7 @@ from diloco.launch.checkpoints import (
 from diloco.launch.disk import num_unsure_checkpoints
 from diloco.launch.healing import Healing
 from diloco.launch.memory_copies import MemoryCopies
+from diloco.launch.mirror import Mirror, Mirroring
 from diloco.launch.progress import progress_bar
 from diloco.launch.save_thread import SaveThread
 from diloco.launch.warm_start import WarmStart
@@ -75,6 +76,7 @@ class IslandCheckpoints:
         *,
         memory: MemoryCopies | None,
         healing: Healing | None = None,
+        mirror: Mirror | None = None,
         on_event: Callable[[Event], None],
     ) -> None:
         """Assign only; the run has been joined.
@@ -86,6 +88,7 @@ class IslandCheckpoints:
             batches: The island's text.
             memory: Opened; None: no copies in memory.
             healing: Takes an inner optimizer from another island; None: it is not to.
+            mirror: Second place of the checkpoints; None: there is none.
             on_event: Hears of the leader's checkpoints.
         """
         config = connection.config
@@ -106,6 +109,10 @@ class IslandCheckpoints:
             config.checkpoint_dir, config.island_id, outer.plan, group=group
         )
         self._thread = SaveThread()
+        self._mirror = mirror
+        self._mirroring: Mirroring | None = None
+        if mirror is not None and self._is_leader:
+            self._mirroring = Mirroring(mirror, *self._place, on_event=on_event)
 
     @property
     def _place(self) -> tuple[Path, str]:
@@ -202,7 +209,9 @@ class IslandCheckpoints:
             self._memory.copy(self._outer.inner_step, data=self._batches.state_dict())
 
     def close(self) -> None:
-        """Wait for the copy in memory that is under way."""
+        """Wait for the copies that are under way, in memory and to the mirror."""
+        if self._mirroring is not None:
+            self._mirroring.close()
         if self._memory is not None:
             self._memory.close(self._outer.inner_step)
 
@@ -224,7 +233,9 @@ class IslandCheckpoints:
         """Tell of a checkpoint that is whole, and remove those that it makes needless."""
         if self._is_leader:
             self._on_event(CheckpointWritten(step, num_bytes, seconds, blocked_s))
-            self._remove_old(number)
+            left = self._remove_old(number)
+            if self._mirroring is not None:
+                self._mirroring.add(step, number, left)
 
     def _tell_failed(self, step: int, error: OSError) -> str:
         reason = (
@@ -236,28 +247,32 @@ class IslandCheckpoints:
             self._on_event(CheckpointFailed(step, reason))
         return reason
 
-    def _remove_old(self, step: int) -> None:
+    def _remove_old(self, step: int) -> list[int]:
+        """Remove what no resume can need; returns what is left."""
         complete = self._connection.complete_checkpoints
         if complete is None:
-            return  # with the next one
+            return written_steps(*self._place)  # with the next one
         resumed = self._outer.resume_step
         # An island that crashes before anything new is published resumes once more.
         needed = complete if resumed is None else (*complete, resumed)
+        in_use = () if self._mirroring is None else self._mirroring.in_use
         try:
             left = remove_old(
                 *self._place,
                 newest=step,
                 needed=needed,
                 num_unsure=num_unsure_checkpoints(self._config),
+                in_use=in_use,
             )
         except OSError as error:
             logger.warning("old checkpoints cannot be removed: %s", error)
-        else:
-            self._connection.report_checkpoints(left)
+            return written_steps(*self._place)
+        self._connection.report_checkpoints(left)
+        return left
 
     def _resume(self, step: int) -> None:
         try:
-            checkpoint = self._open(step)
+            checkpoint = self._open_or_fetch(step)
         except ConfigError as error:
             raise ConfigError(f"{error}. {self._others_text(step)}") from error
         self._insist_on_plan(checkpoint)
@@ -268,6 +283,8 @@ class IslandCheckpoints:
         self._outer.load_state_dict(checkpoint.outer_state(self._outer.state_dict()))
         if self._is_leader:
             abandon_later(*self._place, step=step, timeline=self._outer.timeline)
+            if self._mirroring is not None:
+                self._mirroring.abandon_later(step, self._outer.timeline)
         self._connection.report_checkpoints([step])
 
     def _insist_on_plan(self, checkpoint: Checkpoint) -> None:
@@ -287,7 +304,7 @@ class IslandCheckpoints:
 
     def _return(self) -> None:
         """Take the inner optimizer from this island's newest copy in memory or checkpoint."""
-        steps = written_steps(*self._place)
+        steps = written_steps(*self._place) or self._fetch_newest()
         if not self._config.outer.is_on_arrival:  # later ones will be written anew
             self._connection.report_checkpoints(s for s in steps if s <= self._outer.start_step)
         memory, began, copied = self._memory, time.monotonic(), None
@@ -394,6 +411,57 @@ class IslandCheckpoints:
         insist_on_all_ranks(self._group, problem, error=ConfigError)
         assert checkpoint is not None
         return checkpoint
+
+    def _open_or_fetch(self, step: int) -> Checkpoint:
+        """Open a checkpoint; what is not whole here is taken from the mirror; collective.
+
+        Raises:
+            ConfigError: On all ranks, if it is whole in neither place.
+        """
+        try:
+            return self._open(step)
+        except ConfigError as error:
+            if self._mirror is None:
+                raise
+            logger.warning("%s: it is looked for in the mirror", error)
+            try:
+                self._fetch(step)
+            except ConfigError as other:
+                raise ConfigError(f"{error}; {other}") from other
+        return self._open(step)
+
+    def _fetch_newest(self) -> list[int]:
+        """Take the newest mirrored checkpoint, where none is on disk; returns those on disk."""
+        if self._mirror is None:
+            return []
+        steps: list[int] = []
+        try:
+            if self._is_leader:
+                steps = self._mirror.steps()[-1:]
+        except Exception as error:  # of as many types as there are file systems
+            logger.warning("the mirror %s cannot be read: %r", self._mirror.url, error)
+        steps = insist_on_all_ranks(self._group, "", steps)[0]
+        try:
+            for step in steps:
+                self._fetch(step)
+        except ConfigError as error:
+            logger.warning("%s", error)
+            return []
+        return steps
+
+    def _fetch(self, step: int) -> None:
+        """Let the leader copy a checkpoint from the mirror; collective.
+
+        Raises:
+            ConfigError: On all ranks, if it could not.
+        """
+        problem = ""
+        if self._is_leader and self._mirror is not None:
+            try:
+                self._mirror.fetch(step, *self._place)
+            except ConfigError as error:
+                problem = str(error)
+        insist_on_all_ranks(self._group, problem, error=ConfigError)
 
     def _others_text(self, step: int) -> str:
         """Say from what else the run could be resumed, without reading any of it."""

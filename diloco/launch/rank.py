@@ -48,6 +48,7 @@ from diloco.launch.island_checkpoints import IslandCheckpoints
 from diloco.launch.job import Job, meet
 from diloco.launch.logs import log_to
 from diloco.launch.memory_copies import MemoryCopies
+from diloco.launch.mirror import Mirror
 from diloco.launch.record import RankRecord
 from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
@@ -141,6 +142,9 @@ class _Rank:
                 f"their supervisor, and another launcher has started these; start the island with "
                 f"`diloco island` and without RANK, WORLD_SIZE and MASTER_ADDR, or set it to 0"
             )
+        self._mirror = None
+        if config.checkpoint.mirror:
+            self._mirror = Mirror(config.checkpoint.mirror, config.island_id)
         self.record.open()
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
@@ -182,6 +186,7 @@ class _Rank:
             batches,
             memory=self._open_memory(),
             healing=self._open_healing(connection),
+            mirror=self._mirror,
             on_event=self.record.write,
         )
         self._checkpoints.take_up(warm)

@@ -201,6 +201,27 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointMirrored(Event):
+    """A checkpoint (inner step, or cut) is whole in `checkpoint.mirror`, too; 0 bytes: it was."""
+
+    kind: ClassVar[str] = "checkpoint_mirrored"
+    inner_step: int
+    checkpoint: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMirrorFailed(Event):
+    """A checkpoint is not in `checkpoint.mirror`; on disk it is, and training goes on."""
+
+    kind: ClassVar[str] = "checkpoint_mirror_failed"
+    inner_step: int
+    checkpoint: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryCopied(Event):
     """All ranks' inner states of inner step `copied_step` are known to lie whole in host memory.
 
