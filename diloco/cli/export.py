@@ -1,16 +1,20 @@
-"""`diloco export`: the published parameters of a run as a Hugging Face model."""
+"""`diloco export`: the published parameters of a run as a Hugging Face model, or as DCP."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
+
+from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.table import Table
 
     from diloco.launch.export import Export
+
+Layout: TypeAlias = Literal["hf", "dcp"]
 
 
 def register(app: typer.Typer) -> None:
@@ -32,27 +36,61 @@ def export(
             "--at", metavar="STEP", help="Export the run checkpoint of that inner step instead."
         ),
     ] = None,
+    layout: Annotated[
+        Layout,
+        typer.Option(
+            "--format",
+            help="hf: safetensors under Hugging Face's names; dcp: torch.distributed.checkpoint "
+            "under torchtitan's.",
+        ),
+    ] = "hf",
+    shard_bytes: Annotated[
+        str,
+        typer.Option("--shard-bytes", metavar="SIZE", help="Largest file of safetensors, as 5GB."),
+    ] = "",
     force: Annotated[
         bool, typer.Option("--force", help="Replace an earlier export in that directory.")
     ] = False,
 ) -> None:
-    """Write the published parameters of a run, safetensors under Hugging Face's names.
+    """Write the published parameters of a run: a model that others load.
 
     Reads the durable records only, so the run may be under way; says which versions it took.
     """
     from rich.console import Console
 
     from diloco.cli.progress import counting
-    from diloco.launch.export import export_run, find_run
+    from diloco.launch.export import MAX_FILE_BYTES, export_run, find_run
 
+    if shard_bytes and layout != "hf":
+        raise ConfigError(
+            f"--shard-bytes {shard_bytes} is for --format hf; with {layout} every tensor is a file"
+        )
+    max_file_bytes = _size(shard_bytes) if shard_bytes else MAX_FILE_BYTES
     state = find_run(run)
     default = state.root / ("export" if at_step is None else f"export-step-{at_step:012d}")
     with counting(Console(stderr=True)) as show:
-        made = export_run(state, out or default, at_step=at_step, overwrite=force, on_progress=show)
-    _tell(made)
+        made = export_run(
+            state,
+            out or default,
+            at_step=at_step,
+            overwrite=force,
+            layout=layout,
+            max_file_bytes=max_file_bytes,
+            on_progress=show,
+        )
+    _tell(made, layout)
 
 
-def _tell(made: Export) -> None:
+def _size(text: str) -> int:
+    from transport.units import parse_bytes
+
+    try:
+        return parse_bytes(text, is_positive=True)
+    except ValueError as error:
+        raise ConfigError(f"--shard-bytes: {error}") from error
+
+
+def _tell(made: Export, layout: Layout) -> None:
     from rich.console import Console
 
     from transport.units import format_bytes
@@ -65,7 +103,13 @@ def _tell(made: Export) -> None:
         f"{len(made.files)} file(s): {made.directory}"
     )
     console.print(_standing(made))
-    console.print(f'Load it: transformers.LlamaForCausalLM.from_pretrained("{made.directory}")')
+    how = f'transformers.LlamaForCausalLM.from_pretrained("{made.directory}")'
+    if layout == "dcp":
+        how = (
+            f'in torchtitan checkpoint.initial_load_path = "{made.directory}" and '
+            f"initial_load_model_only = true, or torch.distributed.checkpoint.load"
+        )
+    console.print(f"Load it: {how}")
     if made.absent_tokenizer:
         console.print(
             f"The tokenizer is not on this machine; where it is, add it: transformers.AutoTokenizer"

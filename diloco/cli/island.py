@@ -85,6 +85,7 @@ def island(
     from diloco.config.load import load_config
     from diloco.launch.address import find_coordinator
     from diloco.launch.island import run_island
+    from diloco.launch.mirror import Mirror
     from diloco.launch.place import Place
     from diloco.launch.security import INSECURE_WARNING
 
@@ -92,6 +93,8 @@ def island(
     place = Place.of(config.island.ranks, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
     address = find_coordinator(config, coordinator)
     directory = output or config.telemetry_dir
+    if config.checkpoint.mirror and os.environ.get("RANK", "0") == "0":
+        Mirror(config.checkpoint.mirror, name).probe()
     if resume:
         typer.echo(_found_text(config))
     if config.transport.insecure:
@@ -187,9 +190,14 @@ def _found_text(config: Config) -> str:
     """
     from diloco.errors import ConfigError
     from diloco.launch.checkpoints import valid_steps
+    from diloco.launch.mirror import Mirror
 
     directory = config.checkpoint_dir / config.island_id
     steps = valid_steps(config.checkpoint_dir, config.island_id)
+    if config.checkpoint.mirror and not steps:
+        mirror = Mirror(config.checkpoint.mirror, config.island_id)
+        if found := ", ".join(map(str, mirror.steps())):
+            return f"checkpoints of island {config.island_id} in {mirror.url}: inner steps {found}"
     if not steps:
         raise ConfigError(
             f"--resume: no valid checkpoint of island {config.island_id} in {directory}. Give the "

@@ -37,6 +37,37 @@ class CheckpointConfig(Section):
         description="Directory of this site's checkpoints, seen by all ranks of its island; empty: "
         "checkpoints in coordinator.state_dir",
     )
+    asynchronous: Local[bool] = Field(
+        default=True,
+        description="Whether training goes on while a checkpoint is written, from a copy in host "
+        "memory: 12 bytes a parameter, shared by the island's ranks; false: it waits, and no copy "
+        "is made, as at a graceful stop",
+    )
+
+    mirror: Local[str] = Field(
+        default="",
+        description="URL of fsspec (s3://BUCKET/PATH, gs://..., file:///mnt/...) to which each "
+        "checkpoint is copied behind the training, and from which it is taken when it is not on "
+        "disk; as many are kept; credentials are the file system's own affair; empty: none",
+    )
+
+    @field_validator("mirror")
+    @classmethod
+    def _check_mirror(cls, value: str) -> str:
+        if not value:
+            return value
+        from fsspec.registry import known_implementations, registry  # slow, and seldom needed
+
+        protocol, separator, _ = value.partition("://")
+        if not separator:
+            raise ValueError("must be a URL: for a directory file:///PATH")
+        if protocol not in {*known_implementations, *registry}:
+            raise ValueError(
+                f"fsspec knows no {protocol}://: install the package that registers it, or choose "
+                "s3:// (pip install s3fs), gs:// (gcsfs), abfs:// (adlfs), sftp:// (paramiko) or "
+                "file://"
+            )
+        return value
 
     def num_unsure(self, apart: int) -> int:
         """Newest checkpoints that are kept though it is not known that every island has them.

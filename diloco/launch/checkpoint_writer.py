@@ -1,9 +1,13 @@
 """Writing an island's checkpoint: every rank its lanes, then the leader what makes them whole.
 
-Tensors are streamed: besides what the training holds, a rank needs the memory of one lane. A disk
-that is full ends the checkpoint, not the training: the failing rank goes on taking part in the
+`write` streams tensors: besides what the training holds, a rank needs the memory of one lane.
+`take` copies them to host memory, and `save` writes the copy, in another thread if one likes. A
+disk that is full ends the checkpoint, not the training: the failing rank goes on taking part in the
 collectives, so that nobody waits, and then all ranks know. A step that has a checkpoint keeps it
 until the new one is whole (`checkpoints`).
+
+`torch.distributed.checkpoint` is not what an island writes: its metadata is a pickle, its files
+have no digests, and it has no word for lanes, by which any other layout reads these.
 
 Source: protocol.md section 9; the format of safetensors, https://github.com/huggingface/safetensors
 """
@@ -59,6 +63,17 @@ class _Tensor:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank writes of a checkpoint: what its file lists, and the bytes, to be walked once.
+
+    Walking is collective unless they were copied.
+    """
+
+    header: list[_Tensor]
+    pieces: Iterator[Buffer]
+
+
 class CheckpointWriter:
     """Writes the checkpoints of one start of an island; every rank has one and calls alike.
 
@@ -99,6 +114,47 @@ class CheckpointWriter:
             cut: Number of the cut that it is of, which then names it; 0: of none.
 
         Returns:
+            As `save`.
+
+        Raises:
+            OSError: As `save`.
+        """
+        part = self._part(training, outer)
+        return self.save(step, part, about=about, cut=cut, group=self._group)
+
+    def take(
+        self, training: Mapping[str, Mapping[str, Tensor]], outer: Mapping[str, Tensor]
+    ) -> RankPart:
+        """Copy to host memory what this rank writes, for `save`; collective.
+
+        The outer state is not copied: its tensors are replaced and never written to.
+
+        Args:
+            training: As for `write`.
+            outer: As for `write`.
+        """
+        part = self._part(training, outer)
+        return RankPart(part.header, iter(list(part.pieces)))
+
+    def save(
+        self,
+        step: int,
+        part: RankPart,
+        *,
+        about: Mapping[str, Any],
+        cut: int,
+        group: dist.ProcessGroup | None,
+    ) -> int:
+        """Write what was taken; collective on `group`.
+
+        Args:
+            step: As for `write`.
+            part: Of this rank.
+            about: As for `write`.
+            cut: As for `write`.
+            group: CPU (gloo) group in which the ranks agree, used by nobody else meanwhile.
+
+        Returns:
             Bytes of the whole checkpoint. The same step of an earlier time has been replaced.
 
         Raises:
@@ -112,22 +168,21 @@ class CheckpointWriter:
                 parts = _next_parts(path)
             except OSError as error:
                 failure = f"{path}: {error.strerror or error}"
-        parts = insist_on_all_ranks(self._group, failure, parts)[0]
-        pieces, header = self._pieces(training, outer)
+        parts = insist_on_all_ranks(group, failure, parts)[0]
         name = rank_file(self._island_rank, self._num_ranks)
         try:
-            mine = {name: _write(path / parts / name, header, pieces)}
+            mine = {name: _write(path / parts / name, part.header, part.pieces)}
         except OSError as error:
             failure = f"{path / parts / name}: {error.strerror or error}"
-            for _ in pieces:  # the others still collect
+            for _ in part.pieces:  # the others still collect
                 pass
         files: dict[str, dict[str, Any]] = {}
         try:
-            for part in insist_on_all_ranks(self._group, failure, mine):
-                files |= part
+            for written in insist_on_all_ranks(group, failure, mine):
+                files |= written
             if self._island_rank == 0:
                 failure = self._complete(path, parts, files, self._manifest(step, cut, about))
-            insist_on_all_ranks(self._group, failure)
+            insist_on_all_ranks(group, failure)
         finally:
             if self._island_rank == 0:  # what was replaced, or has failed; else the next write does
                 with contextlib.suppress(OSError):
@@ -147,9 +202,9 @@ class CheckpointWriter:
             return f"{path}: {error.strerror or error}"
         return ""
 
-    def _pieces(
+    def _part(
         self, training: Mapping[str, Mapping[str, Tensor]], outer: Mapping[str, Tensor]
-    ) -> tuple[Iterator[Buffer], list[_Tensor]]:
+    ) -> RankPart:
         """Return what the file holds, in order, and the values, which only a full walk collects."""
         shards = {
             section: LaneShards(self._plan, tensors, group=self._group)
@@ -179,7 +234,7 @@ class CheckpointWriter:
             for value in outer.values():
                 yield _bytes(value)
 
-        return walk(), header
+        return RankPart(header, walk())
 
     def _manifest(self, step: int, cut: int, about: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -287,7 +287,13 @@ class Checkpoint:
 
 
 def remove_old(
-    directory: Path, island: str, *, newest: int, needed: Collection[int], num_unsure: int
+    directory: Path,
+    island: str,
+    *,
+    newest: int,
+    needed: Collection[int],
+    num_unsure: int,
+    in_use: Collection[int] = (),
 ) -> list[int]:
     """Remove what no resume can need, after the checkpoint of inner step `newest` was written.
 
@@ -300,6 +306,7 @@ def remove_old(
         newest: Inner step just written; later ones, of another history, are left alone.
         needed: Inner steps to keep in any case. What was abandoned by a resume from before the last
             of them is removed.
+        in_use: Inner steps that somebody reads just now: they stay, and say nothing of the others.
         num_unsure: Newest checkpoints, after the last needed one, to keep beside them; at least 1.
 
     Returns:
@@ -308,7 +315,7 @@ def remove_old(
     last_needed = max(needed, default=-1)
     whole = [step for step in written_steps(directory, island) if step <= newest]
     unsure = [step for step in whole if step > last_needed]
-    kept = [step for step in whole if step in {*needed, *unsure[-num_unsure:]}]
+    kept = [step for step in whole if step in {*needed, *unsure[-num_unsure:], *in_use}]
     for step, path in _steps(directory, island).items():
         if step > newest or step in kept:
             continue

@@ -1,8 +1,9 @@
-"""Export of a run's published parameters as a Hugging Face Llama model.
+"""Export of a run's published parameters as a Hugging Face Llama model, or in PyTorch's DCP.
 
     OUT/model.safetensors                    float32, Hugging Face's names; above a size cut into
     OUT/model-00001-of-00003.safetensors     several, with model.safetensors.index.json
     OUT/config.json                          LlamaConfig
+    OUT/.metadata, OUT/__0_0.distcp, ...     instead of these with format "dcp": torchtitan's names
     OUT/diloco.json                          which versions these are, digests of the files
     OUT/tokenizer.json, ...                  if the run has a tokenizer and its files are here
 
@@ -18,11 +19,12 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from diloco.config.classes import fingerprint
 from diloco.config.load import load_config
@@ -30,8 +32,12 @@ from diloco.durable import sync_directory, write_durably
 from diloco.errors import ConfigError
 from diloco.inner.hugging_face import config_json, hugging_face_names
 from diloco.inner.model import parameter_shapes
+from diloco.inner.torchtitan import to_torchtitan, torchtitan_names
 from diloco.launch.published import Published, PublishedFragment, read_published
 from diloco.launch.state_dir import StateDir
+
+#: How an export is laid out.
+Layout: TypeAlias = Literal["hf", "dcp"]
 
 #: A larger model is cut into files of at most this size (a tensor is never cut).
 MAX_FILE_BYTES = 5 * 10**9
@@ -86,6 +92,7 @@ def export_run(
     *,
     at_step: int | None = None,
     overwrite: bool = False,
+    layout: Layout = "hf",
     max_file_bytes: int = MAX_FILE_BYTES,
     on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> Export:
@@ -96,11 +103,14 @@ def export_run(
         out: Directory to make, with its parents.
         at_step: Inner step of a run checkpoint; None takes the newest published versions.
         overwrite: Whether an earlier export may be replaced; nothing else ever is.
-        max_file_bytes: Size above which the model is cut into several files.
+        layout: "hf": safetensors and config.json; "dcp": what `torch.distributed.checkpoint` and
+            torchtitan load.
+        max_file_bytes: Size above which the model is cut into several files; with "hf" only.
         on_progress: Told (phase, values done, values to do); the phases are "reading", "writing".
 
     Raises:
-        ConfigError: If there is nothing to export, or `out` is in the way or cannot be written.
+        ConfigError: If there is nothing to export, `out` is in the way or cannot be written, or the
+            layout has no word for the model.
     """
     _insist_on_room(out, overwrite=overwrite)
     published = read_published(
@@ -110,7 +120,11 @@ def export_run(
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
         temporary.mkdir(parents=True)
-        files = _write_weights(published, temporary, max_file_bytes, on_progress)
+        if layout == "hf":
+            files = _write_weights(published, temporary, max_file_bytes, on_progress)
+            _write_json(temporary / "config.json", _model_config(published))
+        else:
+            files = _write_dcp(published, temporary, on_progress)
         export = Export(
             out,
             published.config.run.name,
@@ -120,7 +134,6 @@ def export_run(
             files,
             _copy_tokenizer(published.config.data.tokenizer, temporary),
         )
-        _write_json(temporary / "config.json", _model_config(published))
         _write_json(temporary / MANIFEST, _manifest(export, published, at_step))
         _replace(temporary, out)
     except (OSError, SafetensorError) as error:
@@ -165,13 +178,38 @@ def _write_weights(
         _sync(path)
         done += sum(tensor.numel() for tensor in tensors.values())
         on_progress("writing", done, total)
-        digest = blake3.blake3().update_mmap(path).hexdigest()
-        files[path.name] = {"bytes": path.stat().st_size, "blake3": digest}
+        files[path.name] = _described(path)
         weight_map |= dict.fromkeys(tensors, path.name)
     if len(groups) > 1:
         index = {"metadata": {"total_size": _ITEM_BYTES * total}, "weight_map": weight_map}
         _write_json(directory / "model.safetensors.index.json", index)
     return files
+
+
+def _write_dcp(
+    published: Published, directory: Path, on_progress: Callable[[str, int, int], None]
+) -> dict[str, dict[str, Any]]:
+    """Write all tensors under torchtitan's names; returns what each file is."""
+    from diloco.launch.dcp import write_dcp  # slow, and seldom needed
+
+    shape, shapes = published.shape, parameter_shapes(published.shape)
+    names = {theirs: ours for ours, theirs in torchtitan_names(shape).items()}
+    total, done = sum(map(math.prod, shapes.values())), 0
+
+    def read(name: str) -> Tensor:
+        nonlocal done
+        values = to_torchtitan(shape, names[name], published.read(names[name]))
+        done += values.numel()
+        on_progress("writing", done, total)
+        return values
+
+    write_dcp(directory, {theirs: tuple(shapes[ours]) for theirs, ours in names.items()}, read)
+    return {path.name: _described(path) for path in sorted(directory.iterdir())}
+
+
+def _described(path: Path) -> dict[str, Any]:
+    digest = blake3.blake3().update_mmap(path).hexdigest()
+    return {"bytes": path.stat().st_size, "blake3": digest}
 
 
 def _groups(shapes: Mapping[str, Sequence[int]], max_file_bytes: int) -> list[list[str]]:

@@ -11,7 +11,7 @@ from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.data.streams import StreamData
 from diloco.data.tokenizer import is_hub_tokenizer
-from diloco.launch.checkpoints import found_directory, read_manifest
+from diloco.launch.checkpoints import MANIFEST, found_directory, read_manifest
 from diloco.launch.warm_start import find_warm_start, is_hub_model
 
 
@@ -43,7 +43,7 @@ def open_inputs(
         if resume_step is not None:
             for island in sorted(config.islands):
                 path = found_directory(config.checkpoint_dir, island, resume_step)
-                if path.is_dir():  # else it is at another site
+                if (path / MANIFEST).exists():  # else it is at another site, or in a mirror
                     data.insist_on_content(read_manifest(path)["data"])
     if resume_step is None and not any(setting.startswith("run.") for setting in left_out):
         warm = find_warm_start(config)

@@ -16,10 +16,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from diloco.config.classes import fingerprint
 from diloco.data.batches import Batches
@@ -47,9 +49,11 @@ from diloco.launch.checkpoints import (
 from diloco.launch.disk import num_unsure_checkpoints
 from diloco.launch.healing import Healing
 from diloco.launch.memory_copies import MemoryCopies
+from diloco.launch.mirror import Mirror, Mirroring
 from diloco.launch.progress import progress_bar
+from diloco.launch.save_thread import SaveThread
 from diloco.launch.warm_start import WarmStart
-from diloco.outer.fragments import plan_difference
+from diloco.outer.fragments import plan_difference, tensor_difference
 from diloco.sync.connection import Connection
 from diloco.sync.heal import NotHealed
 from diloco.sync.session import DiLoCo
@@ -75,6 +79,7 @@ class IslandCheckpoints:
         *,
         memory: MemoryCopies | None,
         healing: Healing | None = None,
+        mirror: Mirror | None = None,
         on_event: Callable[[Event], None],
     ) -> None:
         """Assign only; the run has been joined.
@@ -86,6 +91,7 @@ class IslandCheckpoints:
             batches: The island's text.
             memory: Opened; None: no copies in memory.
             healing: Takes an inner optimizer from another island; None: it is not to.
+            mirror: Second place of the checkpoints; None: there is none.
             on_event: Hears of the leader's checkpoints.
         """
         config = connection.config
@@ -105,6 +111,11 @@ class IslandCheckpoints:
         self._writer = CheckpointWriter(
             config.checkpoint_dir, config.island_id, outer.plan, group=group
         )
+        self._thread = SaveThread()
+        self._mirror = mirror
+        self._mirroring: Mirroring | None = None
+        if mirror is not None and self._is_leader:
+            self._mirroring = Mirroring(mirror, *self._place, on_event=on_event)
 
     @property
     def _place(self) -> tuple[Path, str]:
@@ -134,41 +145,67 @@ class IslandCheckpoints:
             self._batches.seek(self._outer.start_step)
 
     def write(self) -> None:
-        """Write the checkpoint of the present inner step.
+        """Write the checkpoint of the present inner step, once the one before is written.
 
-        Where it cannot be written, training goes on without it.
+        Training waits for a copy in host memory, and the files are written behind it; that of a
+        graceful stop is waited for. Where it cannot be written, training goes on without it.
 
         Raises:
             DilocoError: If it was the checkpoint of a graceful stop.
         """
         outer, step, began = self._outer, self._outer.inner_step, time.monotonic()
+        self.settle()
         number = outer.checkpoint_number
         cut = number if self._config.outer.is_on_arrival else 0
         text = {slot: position.as_json() for slot, position in self._batches.positions().items()}
+        text_json = json.dumps(text) if cut else ""
         training = training_tensors(self._trainer.model, self._trainer.optimizer)
-        about = {
-            "run": self._config.run.name,
-            "config_fingerprint": fingerprint(self._config),
-            "model": self._config.model.model_dump(),
-            INNER_OPTIMIZER: optimizer_name(self._trainer.optimizer),
-            "optimizer_step": optimizer_step(self._trainer.optimizer),
-            "data": self._batches.state_dict(),
-        }
-        try:
-            with outer.checkpointing(text_json=json.dumps(text) if cut else ""):
+        if self._config.checkpoint.asynchronous and not outer.is_stopping:
+            with outer.checkpoint_part(text_json=text_json) as part:
                 state = outer.state_dict()
-                about["timeline"] = int(state["meta"][1])
-                about["versions"] = outer.versions
-                num_bytes = self._writer.write(
-                    step, training=training, outer=state, about=about, cut=cut
-                )
-                if self._is_leader:
-                    self._on_event(CheckpointWritten(step, num_bytes, time.monotonic() - began))
-        except OSError as error:
-            self._failed(step, error)
+                about = self._about(state)
+                taken = self._writer.take(training, state)
+            blocked_s = time.monotonic() - began
+
+            def save(group: dist.ProcessGroup | None) -> None:
+                try:
+                    num_bytes = self._writer.save(step, taken, about=about, cut=cut, group=group)
+                except OSError as error:
+                    part.end(is_whole=False)
+                    self._tell_failed(step, error)
+                    return
+                part.end(is_whole=True)
+                self._written(step, number, num_bytes, time.monotonic() - began, blocked_s)
+
+            self._thread.start(save)
             return
-        if self._is_leader:
-            self._remove_old(number)
+        try:
+            with outer.checkpointing(text_json=text_json):
+                state = outer.state_dict()
+                num_bytes = self._writer.write(
+                    step, training=training, outer=state, about=self._about(state), cut=cut
+                )
+                seconds = time.monotonic() - began
+        except OSError as error:
+            reason = self._tell_failed(step, error)
+            if outer.is_stopping:
+                raise DilocoError(
+                    f"the run was asked to stop, and can be resumed from an earlier checkpoint "
+                    f"only: {reason}"
+                ) from error
+        else:
+            self._written(step, number, num_bytes, seconds, seconds)
+
+    def check(self) -> None:
+        """Raise what has ended the writing behind, if anything but a disk has; waits for nothing.
+
+        A disk that fails ends one checkpoint, which was told then.
+        """
+        self._thread.check()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        self._thread.settle()
 
     def copy(self) -> None:
         """Copy the inner state to memory, if that is due after the present inner step."""
@@ -176,11 +213,36 @@ class IslandCheckpoints:
             self._memory.copy(self._outer.inner_step, data=self._batches.state_dict())
 
     def close(self) -> None:
-        """Wait for the copy that is under way."""
+        """Wait for the copies that are under way, in memory and to the mirror."""
+        if self._mirroring is not None:
+            self._mirroring.close()
         if self._memory is not None:
             self._memory.close(self._outer.inner_step)
 
-    def _failed(self, step: int, error: OSError) -> None:
+    def _about(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Say of what a checkpoint is, for its manifest."""
+        return {
+            "run": self._config.run.name,
+            "config_fingerprint": fingerprint(self._config),
+            "model": self._config.model.model_dump(),
+            INNER_OPTIMIZER: optimizer_name(self._trainer.optimizer),
+            "optimizer_step": optimizer_step(self._trainer.optimizer),
+            "data": self._batches.state_dict(),
+            "timeline": int(state["meta"][1]),
+            "versions": self._outer.versions,
+        }
+
+    def _written(
+        self, step: int, number: int, num_bytes: int, seconds: float, blocked_s: float
+    ) -> None:
+        """Tell of a checkpoint that is whole, and remove those that it makes needless."""
+        if self._is_leader:
+            self._on_event(CheckpointWritten(step, num_bytes, seconds, blocked_s))
+            left = self._remove_old(number)
+            if self._mirroring is not None:
+                self._mirroring.add(step, number, left)
+
+    def _tell_failed(self, step: int, error: OSError) -> str:
         reason = (
             f"no checkpoint after inner step {step}, earlier ones stay: {error}. Make room in "
             f"checkpoint.dir = {self._config.checkpoint_dir}"
@@ -188,42 +250,37 @@ class IslandCheckpoints:
         logger.error("%s", reason)
         if self._is_leader:
             self._on_event(CheckpointFailed(step, reason))
-        if self._outer.is_stopping:
-            raise DilocoError(
-                f"the run was asked to stop, and can be resumed from an earlier checkpoint only: "
-                f"{reason}"
-            )
+        return reason
 
-    def _remove_old(self, step: int) -> None:
+    def _remove_old(self, step: int) -> list[int]:
+        """Remove what no resume can need; returns what is left."""
         complete = self._connection.complete_checkpoints
         if complete is None:
-            return  # with the next one
+            return written_steps(*self._place)  # with the next one
         resumed = self._outer.resume_step
         # An island that crashes before anything new is published resumes once more.
         needed = complete if resumed is None else (*complete, resumed)
+        in_use = () if self._mirroring is None else self._mirroring.in_use
         try:
             left = remove_old(
                 *self._place,
                 newest=step,
                 needed=needed,
                 num_unsure=num_unsure_checkpoints(self._config),
+                in_use=in_use,
             )
         except OSError as error:
             logger.warning("old checkpoints cannot be removed: %s", error)
-        else:
-            self._connection.report_checkpoints(left)
+            return written_steps(*self._place)
+        self._connection.report_checkpoints(left)
+        return left
 
     def _resume(self, step: int) -> None:
         try:
-            checkpoint = self._open(step)
+            checkpoint = self._open_or_fetch(step)
         except ConfigError as error:
             raise ConfigError(f"{error}. {self._others_text(step)}") from error
-        if checkpoint.plan != self._outer.plan:
-            raise ConfigError(
-                f"the checkpoint of inner step {step} in {self._config.checkpoint_dir} is of "
-                f"another plan (there) than run {self._config.run.name!r} (here): "
-                + "; ".join(plan_difference(self._outer.plan.to_json(), checkpoint.plan.to_json()))
-            )
+        self._insist_on_plan(checkpoint)
         self._insist_on_optimizer(checkpoint)
         load_parameters_(self._trainer.model, checkpoint.read)
         self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
@@ -232,11 +289,28 @@ class IslandCheckpoints:
         self._outer.load_state_dict(checkpoint.outer_state(self._outer.state_dict()))
         if self._is_leader:
             abandon_later(*self._place, step=step, timeline=self._outer.timeline)
+            if self._mirroring is not None:
+                self._mirroring.abandon_later(step, self._outer.timeline)
         self._connection.report_checkpoints([step])
+
+    def _insist_on_plan(self, checkpoint: Checkpoint) -> None:
+        here, there = self._outer.plan, checkpoint.plan
+        if here == there:
+            return
+        source = f"the checkpoint of {checkpoint.step} in {self._config.checkpoint_dir}"
+        if differing := tensor_difference(here, there):
+            raise ConfigError(
+                f"{source} is of another model than run {self._config.run.name!r}: {differing}; "
+                f"give the [model] that it was made with, or the checkpoint.dir of this run"
+            )
+        raise ConfigError(
+            f"{source} is of another plan (there) than run {self._config.run.name!r} (here): "
+            + "; ".join(plan_difference(here.to_json(), there.to_json()))
+        )
 
     def _return(self) -> None:
         """Take the inner optimizer from this island's newest copy in memory or checkpoint."""
-        steps = written_steps(*self._place)
+        steps = written_steps(*self._place) or self._fetch_newest()
         if not self._config.outer.is_on_arrival:  # later ones will be written anew
             self._connection.report_checkpoints(s for s in steps if s <= self._outer.start_step)
         memory, began, copied = self._memory, time.monotonic(), None
@@ -344,6 +418,57 @@ class IslandCheckpoints:
         insist_on_all_ranks(self._group, problem, error=ConfigError)
         assert checkpoint is not None
         return checkpoint
+
+    def _open_or_fetch(self, step: int) -> Checkpoint:
+        """Open a checkpoint; what is not whole here is taken from the mirror; collective.
+
+        Raises:
+            ConfigError: On all ranks, if it is whole in neither place.
+        """
+        try:
+            return self._open(step)
+        except ConfigError as error:
+            if self._mirror is None:
+                raise
+            logger.warning("%s: it is looked for in the mirror", error)
+            try:
+                self._fetch(step)
+            except ConfigError as other:
+                raise ConfigError(f"{error}; {other}") from other
+        return self._open(step)
+
+    def _fetch_newest(self) -> list[int]:
+        """Take the newest mirrored checkpoint, where none is on disk; returns those on disk."""
+        if self._mirror is None:
+            return []
+        steps: list[int] = []
+        try:
+            if self._is_leader:
+                steps = self._mirror.steps()[-1:]
+        except Exception as error:  # of as many types as there are file systems
+            logger.warning("the mirror %s cannot be read: %r", self._mirror.url, error)
+        steps = insist_on_all_ranks(self._group, "", steps)[0]
+        try:
+            for step in steps:
+                self._fetch(step)
+        except ConfigError as error:
+            logger.warning("%s", error)
+            return []
+        return steps
+
+    def _fetch(self, step: int) -> None:
+        """Let the leader copy a checkpoint from the mirror; collective.
+
+        Raises:
+            ConfigError: On all ranks, if it could not.
+        """
+        problem = ""
+        if self._is_leader and self._mirror is not None:
+            try:
+                self._mirror.fetch(step, *self._place)
+            except ConfigError as error:
+                problem = str(error)
+        insist_on_all_ranks(self._group, problem, error=ConfigError)
 
     def _others_text(self, step: int) -> str:
         """Say from what else the run could be resumed, without reading any of it."""

@@ -51,6 +51,7 @@ from diloco.launch.island_checkpoints import IslandCheckpoints
 from diloco.launch.job import Job, meet
 from diloco.launch.logs import log_to
 from diloco.launch.memory_copies import MemoryCopies
+from diloco.launch.mirror import Mirror
 from diloco.launch.record import RankRecord
 from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
@@ -145,6 +146,9 @@ class _Rank:
                 f"`diloco island` and without RANK, WORLD_SIZE and MASTER_ADDR, or set it to 0"
             )
         _insist_on_names(config)
+        self._mirror = None
+        if config.checkpoint.mirror:
+            self._mirror = Mirror(config.checkpoint.mirror, config.island_id)
         self.record.open()
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
@@ -188,6 +192,7 @@ class _Rank:
             batches,
             memory=self._open_memory(),
             healing=self._open_healing(connection),
+            mirror=self._mirror,
             on_event=self.record.write,
         )
         self._checkpoints.take_up(warm)
@@ -382,6 +387,7 @@ class _Rank:
         outer, record, pace = self._outer, self.record, paced(os.environ)
         record.begin()
         while not outer.is_over:
+            self._checkpoints.check()
             is_quiet = outer.num_in_flight == 0
             metrics = pace(self._trainer.inner_step(outer.inner_step, outer.schedule_step))
             record.step(metrics, is_quiet=is_quiet)
@@ -401,6 +407,7 @@ class _Rank:
     def _finish(self) -> None:
         """Evaluate, flush, and evaluate what is published; after a stop, only leave."""
         outer, record = self._outer, self.record
+        self._checkpoints.settle()
         if self._text is not None:
             self._text.close(outer.inner_step)
         if outer.is_stopping:

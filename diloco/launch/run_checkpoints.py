@@ -10,6 +10,7 @@ Source: protocol.md section 9.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +26,15 @@ from diloco.coordinator.membership import Membership
 from diloco.coordinator.terms import terms_of
 from diloco.errors import ConfigError
 from diloco.launch.checkpoints import found_directory, verify
+from diloco.launch.mirror import Mirror
 from diloco.launch.progress import progress_bar
 from diloco.launch.state_dir import StateDir
 from diloco.launch.stores import Part, assigned_parts
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import pinned_steps, verify_pin
 from diloco.rounds.record import RecordInvalid
+
+logger = logging.getLogger(__name__)
 
 START = "diloco coordinator RUN.toml"
 RESUME = f"{START} --resume"
@@ -249,7 +253,21 @@ def _problems(
                 show = progress_bar(f"{what}, island {island}", tell)
                 verify(found_directory(config.checkpoint_dir, island, step), on_progress=show)
             except ConfigError as error:
-                yield f"island {island}: {error}"
+                if _is_mirrored(config, island, step):
+                    tell(f"island {island}: {error}; it will be taken from its mirror")
+                else:
+                    yield f"island {island}: {error}"
+
+
+def _is_mirrored(config: Config, island: str, step: int) -> bool:
+    """Whether the island, which sees this site's files, can take its part from its mirror."""
+    if not config.checkpoint.mirror:
+        return False
+    try:
+        return step in Mirror(config.checkpoint.mirror, island).steps()
+    except Exception as error:  # of as many types as there are file systems
+        logger.warning("checkpoint.mirror = %s cannot be read: %r", config.checkpoint.mirror, error)
+        return False
 
 
 def _found_text(state: StateDir, membership: Membership) -> str:

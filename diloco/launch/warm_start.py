@@ -1,18 +1,21 @@
 """Warm start: where a run's first parameters come from when not from its seed.
 
     model directory or hub name    safetensors and config.json of a Llama: weights
+    directory of PyTorch's DCP     a Llama that torchtitan or anybody has saved: weights
     state_dir of a run             its newest published parameters: weights
     checkpoint of an island        published parameters, inner optimizer, learning-rate and data
                                    position: the run goes on at the checkpoint's inner step
 
 Outer momentum and residuals are zero in every case. Parameters are found by their canonical names,
-so the plan of the run that they come from does not matter. Nothing is ever unpickled.
+so the plan of the run that they come from does not matter. No pickle makes anything but the records
+of DCP's metadata (`diloco.launch.dcp`).
 
 Source: protocol.md section 9.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -31,6 +34,7 @@ from diloco.errors import ConfigError
 from diloco.inner.hugging_face import hugging_face_names, read_shape
 from diloco.inner.model import LlamaShape, parameter_shapes
 from diloco.inner.state import INNER_OPTIMIZER
+from diloco.inner.torchtitan import from_torchtitan, torchtitan_names
 from diloco.launch.checkpoints import Checkpoint, valid_steps
 from diloco.launch.published import read_published
 from diloco.launch.state_dir import StateDir
@@ -38,11 +42,24 @@ from diloco.launch.state_dir import StateDir
 logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"(?:step|cut)-(\d+)")
+_DCP = ".metadata"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = frozenset({"F32", "BF16", "F16"})
-#: Old Llama checkpoints store these frequencies; they follow from rope_theta.
-_IGNORED = ".rotary_emb.inv_freq"
+#: Old checkpoints store these frequencies; they follow from rope_theta.
+_IGNORED = (".rotary_emb.inv_freq", "freqs_cis")
 _SHOWN_PROBLEMS = 8
+#: What else is saved beside a model's weights, by torchtitan and others.
+_NO_WEIGHTS = ("optimizer", "optim.", "lr_scheduler", "dataloader", "train_state", "rng", "outer.")
+#: Names of the head, where it is stored though it repeats the embedding.
+_HEADS = tuple(
+    f"{prefix}{name}"
+    for prefix in ("", "model.")
+    for name in (
+        "head.weight",
+        "lm_head.weight",
+        "output.weight",
+    )
+)
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -89,14 +106,16 @@ def find_warm_start(config: Config) -> WarmStart | None:
         if not is_hub_model(named):
             raise ConfigError(
                 f"run.warm_start = {named!r}: there is no such directory. Give an export (diloco "
-                f"export), a Hugging Face model, a run's state_dir or one of its checkpoints, or a "
-                f"hub name, OWNER/MODEL"
+                f"export), a Hugging Face model, a directory of torch.distributed.checkpoint, a "
+                f"run's state_dir or one of its checkpoints, or a hub name, OWNER/MODEL"
             )
         found = _from_model(_download(named), f"{named} of Hugging Face's hub", shape)
     elif (path / StateDir(path).resolved.name).is_file():
         found = _from_run(path, config, shape)
     elif (path / "config.json").is_file():
         found = _from_model(path, f"the model in {path}", shape)
+    elif (path / _DCP).is_file():
+        found = _from_dcp(path, shape)
     else:
         found = _from_checkpoint(path, config.island_id, shape)
     if config.run.inner_steps <= found.start_step:
@@ -153,6 +172,45 @@ def _drop_tied_head(found: dict[str, tuple[int, ...]], weights: _Weights, source
             "its config.json and set model.tie_embeddings = false"
         )
     del found[head]
+
+
+def _from_dcp(directory: Path, shape: LlamaShape) -> WarmStart:
+    """Find the model under our names, Hugging Face's or torchtitan's, whatever else was saved."""
+    from diloco.launch.dcp import DcpDirectory  # slow, and seldom needed
+
+    saved, source = DcpDirectory(directory), f"the checkpoint of PyTorch in {directory}"
+    found = {
+        name: size
+        for name, size in saved.shapes.items()
+        if not name.startswith(_NO_WEIGHTS) and not name.endswith(_IGNORED)
+    }
+    ours = parameter_shapes(shape)
+    namings = [{name: name for name in ours}, hugging_face_names(shape)]
+    with contextlib.suppress(ConfigError):  # a model that torchtitan's Llama is not
+        namings.append(torchtitan_names(shape))
+    choices = [
+        {name: prefix + theirs for name, theirs in naming.items()}
+        for naming in namings
+        for prefix in ("", "model.")
+    ]
+    names = max(choices, key=lambda choice: len(found.keys() & choice.values()))
+    is_titans = names["embed.weight"].endswith("tok_embeddings.weight")
+    if shape.tie_embeddings:
+        embedding = names["embed.weight"]
+        for head in (name for name in _HEADS if name in found):
+            if not torch.equal(saved.read(head), saved.read(embedding)):
+                raise ConfigError(
+                    f"{source}: model.tie_embeddings = true, but {head} differs from {embedding}: "
+                    "set model.tie_embeddings = false"
+                )
+            del found[head]
+    _insist_on_tensors(found, {names[name]: size for name, size in ours.items()}, source)
+
+    def read(section: str, name: str) -> Tensor:
+        values = saved.read(names[name])
+        return from_torchtitan(shape, name, values) if is_titans else values
+
+    return WarmStart(source, 0, has_optimizer=False, optimizer_step=0, data_state=None, read=read)
 
 
 class _Weights:
@@ -261,8 +319,9 @@ def _locate(path: Path, island_id: str) -> tuple[Path, str, int]:
     if not islands:
         raise ConfigError(
             f"run.warm_start = {str(path)!r} is none of these: a model (config.json and "
-            "*.safetensors), the state_dir of a run, a directory of checkpoints; an export is a "
-            "model: diloco export RUN --out DIR"
+            "*.safetensors), a directory of torch.distributed.checkpoint (.metadata), the "
+            "state_dir of a run, a directory of checkpoints; an export is a model: diloco export "
+            "RUN --out DIR"
         )
     island = island_id if island_id in islands else islands[0]
     steps = valid_steps(directory, island)

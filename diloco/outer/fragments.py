@@ -152,6 +152,16 @@ class Plan:
         return blake3.blake3(self.to_json().encode()).hexdigest()
 
 
+def tensor_difference(here: Plan, there: Plan) -> str:
+    """Name the first tensor, by sorted name, that two plans do not have alike; empty: all are."""
+    ours = {spec.name: list(spec.shape) for spec in here.tensors}
+    theirs = {spec.name: list(spec.shape) for spec in there.tensors}
+    for name in sorted({*ours, *theirs}):
+        if (a := ours.get(name)) != (b := theirs.get(name)):
+            return f"{name}: {a or 'absent'} here, {b or 'absent'} there"
+    return ""
+
+
 def plan_difference(ours: str, theirs: str) -> list[str]:
     """Name the first ten places where two plan manifests differ, with both values.
 

@@ -59,6 +59,7 @@ from diloco.sync.arguments import (
     over_text,
 )
 from diloco.sync.captured import StateLayout
+from diloco.sync.checkpoint_part import CheckpointPart, CutTaken
 from diloco.sync.connection import Connection
 from diloco.sync.groups import island_sums, make_groups
 from diloco.sync.layout import build_plan, build_schedule
@@ -393,46 +394,69 @@ class DiLoCo(Position):
             ConfigError: On arrival, if no checkpoint is due.
             DilocoError: If the syncer cannot keep the present versions, or the stop has failed.
         """
-        self._insist_on_training(is_stepping=False)
-        if self._on_arrival:
-            yield from self._cutting(text_json)
-            return
-        self._connection.io.drive(self._loop.pinning())
-        is_saved = False
+        part, is_saved = self._begin_part(text_json), False
         try:
             yield
             is_saved = True
         finally:
             is_whole = self._groups.all_say(is_saved)
-        if is_whole:
-            self._connection.kept(self.inner_step)
-        else:
-            logger.error(
-                "no checkpoint after inner step %d: another rank could not save", self.inner_step
-            )
-        if is_whole and self.is_stopping:
+            part.end(is_whole=is_whole)
+            self._part_over()
+        if not is_whole:
+            logger.error("no part of %s: another rank could not save", part)
+        elif self.is_stopping and not self._on_arrival:
             self._connection.io.drive(self._stopping.completing(self.inner_step))
 
-    def _cutting(self, text_json: str) -> Iterator[None]:
-        """Make what is saved this island's part of the cut, or tell that it has none."""
+    @contextlib.contextmanager
+    def checkpoint_part(self, *, text_json: str = "") -> Iterator[CheckpointPart]:
+        """Copy inside what is to be saved, and save it while training goes on; collective.
+
+        As `checkpointing`, but the coordinator hears of it when `CheckpointPart.end` was called on
+        every rank, from any thread: the ranks must have agreed that all have saved, or that one has
+        not. One part at a time; end it before the next, and before `finish`.
+
+        Args:
+            text_json: As for `checkpointing`.
+
+        Raises:
+            ConfigError: At a graceful stop, which must wait: `checkpointing`; on arrival, if no
+                checkpoint is due.
+            DilocoError: If the syncer cannot keep the present versions.
+        """
+        if self.is_stopping:
+            raise ConfigError(
+                f"the graceful stop after inner step {self.inner_step} must wait for its "
+                f"checkpoint: save it inside `with outer.checkpointing():`"
+            )
+        part = self._begin_part(text_json)
+        try:
+            yield part
+        except BaseException:
+            part.end(is_whole=False)
+            raise
+        finally:
+            self._part_over()
+
+    def _begin_part(self, text_json: str) -> CheckpointPart:
+        """Have the syncer keep the present versions; on arrival, say that a cut is being taken."""
+        self._insist_on_training(is_stepping=False)
+        if not self._on_arrival:
+            self._connection.io.drive(self._loop.pinning())
+            return CheckpointPart(self._connection, self.inner_step)
         if not self.checkpoint_due:
             raise ConfigError(
                 f"no run checkpoint is due after inner step {self.inner_step}: with outer.merge = "
                 f'"on_arrival" the coordinator asks for them (checkpoint.every_tokens, diloco stop '
                 f"HOST:PORT --checkpoint): use outer.checkpointing() while outer.checkpoint_due"
             )
-        number, is_saved = self.checkpoint_number, False
+        number = self.checkpoint_number
         self._connection.cutting(number)
-        try:
-            yield
-            is_saved = True
-        finally:
-            is_whole = self._groups.all_say(is_saved)
-            versions = self.versions if is_whole else ()
-            self._connection.cut(number, self.inner_step, versions, text_json)
+        cut = CutTaken(number, self.versions, text_json)
+        return CheckpointPart(self._connection, self.inner_step, cut)
+
+    def _part_over(self) -> None:
+        if self._on_arrival:
             self._loop.cut_over()
-        if not is_whole:
-            logger.error("no part of cut %d: another rank could not save", number)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part of the island's outer state, by lane; collective.

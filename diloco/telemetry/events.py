@@ -179,12 +179,16 @@ class BytesMoved(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten(Event):
-    """An island's part of a run checkpoint is on disk; bytes of all ranks, seconds of this one."""
+    """An island's part of the run checkpoint of an inner step is on disk; bytes of all ranks.
+
+    `seconds` until it was, on this rank; `blocked_s` of them training waited.
+    """
 
     kind: ClassVar[str] = "checkpoint_written"
     inner_step: int
     bytes: int
     seconds: float
+    blocked_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,27 @@ class CheckpointFailed(Event):
 
     kind: ClassVar[str] = "checkpoint_failed"
     inner_step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMirrored(Event):
+    """A checkpoint (inner step, or cut) is whole in `checkpoint.mirror`, too; 0 bytes: it was."""
+
+    kind: ClassVar[str] = "checkpoint_mirrored"
+    inner_step: int
+    checkpoint: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMirrorFailed(Event):
+    """A checkpoint is not in `checkpoint.mirror`; on disk it is, and training goes on."""
+
+    kind: ClassVar[str] = "checkpoint_mirror_failed"
+    inner_step: int
+    checkpoint: int
     reason: str
 
 

@@ -74,7 +74,11 @@ class Metrics:
                     f"validation_metrics/{event.parameters}_nats_per_byte": event.nats_per_byte
                 }
             case CheckpointWritten():
-                scalars = {"checkpoint/bytes": event.bytes, "checkpoint/write(s)": event.seconds}
+                scalars = {
+                    "checkpoint/bytes": event.bytes,
+                    "checkpoint/write(s)": event.seconds,
+                    "checkpoint/blocked(s)": event.blocked_s,
+                }
             case MemoryCopied():
                 scalars = {"memory_copy/bytes": event.bytes, "memory_copy/wait(s)": event.seconds}
             case IslandEnded():

@@ -118,3 +118,24 @@ def test_what_is_not_there_is_refused(
 
     assert isinstance(result.exception, ConfigError)
     assert words in str(result.exception)
+
+
+def test_size_of_files_and_format_are_chosen_and_what_makes_no_sense_is_refused(
+    tmp_path: Path,
+) -> None:
+    state = stored(tmp_path)
+
+    cut = invoke(state.root, "--shard-bytes", "40kB", "--out", tmp_path / "cut")
+    dcp = invoke(state.root, "--format", "dcp", "--out", tmp_path / "dcp")
+
+    assert (tmp_path / "cut" / "model.safetensors.index.json").is_file(), cut.output
+    assert all(path.stat().st_size < 41_000 for path in (tmp_path / "cut").glob("*.safetensors"))
+    assert (tmp_path / "dcp" / ".metadata").is_file(), dcp.output
+    assert f'checkpoint.initial_load_path = "{tmp_path / "dcp"}"' in dcp.stdout
+    for arguments, told in [
+        (["--shard-bytes", "5 apples"], "--shard-bytes: '5 apples'"),
+        (["--shard-bytes", "1GB", "--format", "dcp"], "with dcp every tensor is a file"),
+    ]:
+        refused = invoke(state.root, *arguments, "--out", tmp_path / "no")
+        assert isinstance(refused.exception, ConfigError)
+        assert told in str(refused.exception)

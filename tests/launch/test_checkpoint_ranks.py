@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -169,7 +170,12 @@ def test_what_fsdp_and_tp_wrote_hsdp_and_one_rank_read_to_the_bit_and_train_on()
 
 def checkpoints_of(trained: Trained, directory: Path, **outer: Any) -> IslandCheckpoints:
     outer_config = SimpleNamespace(is_on_arrival=False)
-    config = SimpleNamespace(checkpoint_dir=directory, island_id=ISLAND, outer=outer_config)
+    config = SimpleNamespace(
+        checkpoint_dir=directory,
+        island_id=ISLAND,
+        outer=outer_config,
+        run=SimpleNamespace(name="tiny"),
+    )
     site: Any = SimpleNamespace(config=config, report_checkpoints=lambda steps: None)
     joined: Any = SimpleNamespace(plan=trained.plan(), versions=[1], **outer)
     batches: Any = SimpleNamespace(seek=lambda step: None)
@@ -263,3 +269,17 @@ def test_a_torn_plan_is_met_by_both_and_both_fall_back() -> None:
         assert seen["read"] <= {"step-000000000004"}, "the others are listed, not read"
         assert seen["optimizer_step"] == 1, "of inner step 2"
         assert [told in text and "--resume" not in text for text in seen["warned"]] == [True]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_its_first_tensor(tmp_path: Path) -> None:
+    trained, other = Trained(num_steps=1), Trained(num_steps=0)
+    trained.write(tmp_path, 2)
+    other.model = torch.nn.Sequential(torch.nn.Linear(128, 200), torch.nn.Linear(200, 64))
+
+    checkpoints = checkpoints_of(other, tmp_path, resume_step=2)
+    with pytest.raises(ConfigError) as refusal:
+        checkpoints.take_up(None)
+
+    assert "of another model than run 'tiny': 0.bias: [200] here, [300] there; " in str(
+        refusal.value
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from diloco.coordinator.membership import Membership
 from diloco.errors import ConfigError
 from diloco.inner.model import LlamaShape
 from diloco.launch.local_resume import find_resume_step, read_standing
+from diloco.launch.mirror import Mirror
 from diloco.launch.run_checkpoints import choose_checkpoint, insist_on_run, open_journal
 from diloco.launch.state_dir import StateDir, Timeline, read_timeline
 from diloco.launch.syncer import take_to_timeline
@@ -149,6 +151,25 @@ def test_parts_of_islands_on_this_machine_are_looked_at_too(stored: Stored) -> N
     assert stored.choose([10, 20, 30]) == 10
 
     assert "checkpoint of inner step 20 is torn, skipped: island east" in "\n".join(stored.told)
+
+
+def test_a_part_that_is_in_its_islands_mirror_is_not_missing(
+    stored: Stored, tmp_path: Path
+) -> None:
+    for island in ISLANDS:
+        stored.keep(island, 20)
+    path = stored.keep("west", 30)
+    Mirror(f"file://{tmp_path}/far", "west").put(path)
+    shutil.rmtree(path)
+    stored.keep("east", 30)
+
+    assert stored.choose([20, 30]) == 20
+    checkpoint = stored.config.checkpoint.model_copy(update={"mirror": f"file://{tmp_path}/far"})
+    stored.config = stored.config.model_copy(update={"checkpoint": checkpoint})
+    assert stored.choose([20, 30]) == 30
+
+    assert "island west: " in "\n".join(stored.told)
+    assert "it will be taken from its mirror" in "\n".join(stored.told)
 
 
 @pytest.mark.parametrize("at_step", [None, 10])

@@ -1,0 +1,156 @@
+"""Checkpoints that are written while training goes on: real ranks, disks that stand still."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from diloco.inner.state import optimizer_step, training_tensors
+from diloco.launch import checkpoint_writer
+from diloco.launch.checkpoint_writer import CheckpointWriter, RankPart
+from diloco.launch.checkpoints import Checkpoint, valid_steps
+from diloco.launch.save_thread import SaveThread
+from tests.distributed import run_ranks
+from tests.launch.small_checkpoint import ISLAND, Trained, make_optimizer
+from tests.served_run import ServedRun
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def events(output: Path, kind: str) -> list[dict[str, Any]]:
+    path = output / "events-east-0.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "awaited-at-the-end"])
+def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before_whole(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    directory, output = tmp_path / "state" / "checkpoints", tmp_path / "out"
+    settings = ["checkpoint.every_inner_steps=20", "checkpoint.keep=4"]
+    with ServedRun(tmp_path, {"east": ""}, settings, inner_steps=56) as served:
+        arguments = ["40", str(tmp_path / "go-on"), "--config", str(served.run_file)]
+        arguments += ["--island", "east", "--coordinator", served.address, "--output", str(output)]
+        rank = subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.slow_disk_rank", *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
+        )
+        try:
+            # The disk stands still from step 40 on: the last inner step is made all the same.
+            wait_until(lambda: len(events(output, "inner_step")) == 56)
+            (torn,) = directory.glob("east/step-000000000040/parts-0001/rank-*.tmp")
+            assert torn.stat().st_size > 0
+            assert rank.poll() is None, "the end of the run waits for the checkpoint"
+            if is_killed:
+                rank.send_signal(signal.SIGKILL)
+            else:
+                (tmp_path / "go-on").touch()
+            code = rank.wait(60)
+        finally:
+            rank.kill()
+
+    assert code == (-signal.SIGKILL if is_killed else 0)
+    assert valid_steps(directory, "east") == ([20] if is_killed else [20, 40])
+    written = events(output, "checkpoint_written")
+    assert [event["inner_step"] for event in written] == ([20] if is_killed else [20, 40])
+    if not is_killed:
+        assert written[1]["blocked_s"] < written[1]["seconds"]
+        assert list(served.reports["east"].checkpoint_steps) == [20, 40]
+
+
+def sharded() -> Trained:
+    trained = Trained(seed=1, num_steps=0)
+    fully_shard(trained.model, mesh=init_device_mesh("cpu", (2,)))
+    trained.optimizer = make_optimizer(trained.model)
+    trained.step()
+    return trained
+
+
+def save_behind_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
+    """Take, then train on while rank 1's disk stands still; then let that disk be full."""
+    trained, thread = sharded(), SaveThread()
+    writer = CheckpointWriter(directory, ISLAND, trained.plan(), group=dist.group.WORLD)
+    go_on, failures = threading.Event(), []
+    real = checkpoint_writer.write_durably
+
+    def stand_still(path: Path, pieces: Any, **options: Any) -> None:
+        assert go_on.wait(60)
+        real(path, pieces, **options)
+
+    def be_full(path: Path, pieces: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def begin(step: int) -> None:
+        age = optimizer_step(trained.optimizer)
+        part: RankPart = writer.take(
+            training_tensors(trained.model, trained.optimizer), {"meta": torch.tensor([step])}
+        )
+
+        def save(group: dist.ProcessGroup | None) -> None:
+            try:
+                writer.save(step, part, about={"optimizer_step": age}, cut=0, group=group)
+            except OSError as error:
+                failures.append(str(error))
+
+        thread.start(save)
+
+    is_slow = island_rank == 1
+    with mock.patch.object(checkpoint_writer, "write_durably", stand_still if is_slow else real):
+        begin(1)
+        expected = trained.model[0].weight
+        assert isinstance(expected, DTensor)
+        seen: dict[str, Any] = {"taken": expected.full_tensor().flatten().tolist()}
+        for _ in range(3):  # collectives of training, beside those of the thread
+            trained.step()
+        seen["while"] = valid_steps(directory, ISLAND)
+        dist.barrier()
+        go_on.set()
+        thread.settle()
+    seen["after"] = valid_steps(directory, ISLAND)
+    with mock.patch.object(checkpoint_writer, "write_durably", be_full if is_slow else real):
+        begin(4)
+        thread.settle()
+    seen["failures"] = failures
+    seen["left"] = valid_steps(directory, ISLAND)
+
+    def fail(group: dist.ProcessGroup | None) -> None:
+        raise RuntimeError("not a disk")
+
+    thread.start(fail)
+    wait_until(lambda: not thread.is_busy)
+    try:
+        thread.check()
+    except RuntimeError as error:
+        seen["raised"] = str(error)
+    return seen
+
+
+def test_two_ranks_write_what_they_took_and_share_a_full_disk_behind_the_training() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        for seen in run_ranks(save_behind_two_ranks, 2, directory):
+            assert seen["while"] == [], "rank 1 has written nothing yet"
+            assert seen["after"] == seen["left"] == [1]
+            (failure,) = seen["failures"]
+            assert "rank 1: " in failure and "No space left" in failure
+            assert seen["raised"] == "not a disk", "what ends the thread ends the training"
+
+        read = Checkpoint.open(directory, ISLAND, 1).read("model", "0.weight")
+        assert read.flatten().tolist() == seen["taken"], "as it was when it was taken"
