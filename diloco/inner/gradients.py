@@ -13,40 +13,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 
-def settle_gradients_(parameters: Iterable[Tensor]) -> None:
-    """Give every gradient the placements of its parameter; collective.
+def settle_gradients_(
+    parameters: Iterable[Tensor],
+    *,
+    partial: Sequence[Tensor] = (),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Give every gradient the placements and the whole value of its parameter; collective.
 
-    Under sequence parallelism a norm's gradient covers one rank's positions only (placement
-    Partial), and an optimizer that met it would either move the replicas apart or reduce it in one
-    collective a tensor. All such gradients of a mesh are summed in one all-reduce here.
+    Under sequence parallelism a norm's gradient covers one rank's positions only. All of these are
+    summed in one all-reduce here, of shards where FSDP2 has made shards of them.
 
     Args:
         parameters: After backward; those without a gradient and plain tensors are left alone.
+        partial: Those of them whose gradients are parts of a sum over `group`.
+        group: Ranks that hold the parts; not needed without any.
     """
-    partial: dict[DeviceMesh, list[DTensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
             continue
-        if grad.placements == (Partial(),) and parameter.placements == (Replicate(),):
-            partial.setdefault(grad.device_mesh, []).append(parameter)
-        elif grad.placements != parameter.placements:
+        if grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
-    for mesh, replicated in partial.items():
-        _sum_replicated_(mesh, replicated)
-
-
-def _sum_replicated_(mesh: DeviceMesh, parameters: Sequence[DTensor]) -> None:
-    parts = [_local(parameter.grad) for parameter in parameters]
+    parts = [_local(p.grad) for p in partial if p.grad is not None]
+    if not parts:
+        return
+    assert group is not None, "partial gradients are parts of a sum over a group"
     total = torch.cat([part.flatten() for part in parts])
-    dist.all_reduce(total, group=mesh.get_group())
-    pieces = torch.split(total, [part.numel() for part in parts])
-    for parameter, piece in zip(parameters, pieces, strict=True):
-        grad = DTensor.from_local(piece.view(parameter.shape), mesh, [Replicate()], run_check=False)
-        parameter.grad = grad
+    dist.all_reduce(total, group=group)
+    for part, whole in zip(parts, torch.split(total, [p.numel() for p in parts]), strict=True):
+        part.copy_(whole.view_as(part))
 
 
 def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:

@@ -164,32 +164,56 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The decoder: token ids in, logits out."""
+    """The decoder, or some of its neighbouring layers: a stage of a pipeline.
 
-    def __init__(self, shape: LlamaShape) -> None:
-        """Create the modules; values come from `initialise_`."""
-        super().__init__()
-        self.shape = shape
-        self.embed = nn.Embedding(shape.vocab_size, shape.dim)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
-        self.tie_()
+    The stage of layer 0 has the embedding, that of the last layer the last norm and the head; where
+    they are not, `embed`, or `norm` and `head`, are None. Parameters are named alike in a stage and
+    in the whole model: layers keep their index of the whole.
 
-    def forward(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
-        """Compute logits of the next token.
+    Attributes:
+        shape: Of the whole model.
+        layers: The blocks here by their index of the whole model, as text, ascending.
+    """
+
+    def __init__(self, shape: LlamaShape, layers: range | None = None) -> None:
+        """Create the modules; values come from `initialise_`.
 
         Args:
-            tokens_BS: Token ids, shape [B, S], int64.
+            shape: Of the whole model.
+            layers: Indices of the layers to create; None creates the whole model.
+        """
+        super().__init__()
+        self.shape = shape
+        here = range(shape.num_layers) if layers is None else layers
+        is_first, is_last = 0 in here, shape.num_layers - 1 in here
+        self.embed = nn.Embedding(shape.vocab_size, shape.dim) if is_first else None
+        self.layers = nn.ModuleDict({str(index): Block(shape) for index in here})
+        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps) if is_last else None
+        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False) if is_last else None
+        self.tie_()
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """The layers here, in order: what is sharded, compiled and recomputed as a unit."""
+        return tuple(self.layers.values())
+
+    def forward(self, input_: Tensor, positions_S: Tensor) -> Tensor:
+        """Compute logits of the next token, or what the stage behind takes.
+
+        Args:
+            input_: Token ids, shape [B, S], int64; of a stage without the embedding, the residual
+                stream that the stage before returned, shape [B, S, D].
             positions_S: Absolute position of each column, shape [S], int64.
 
         Returns:
-            Logits of shape [B, S, V].
+            Logits of shape [B, S, V]; of a stage without the head, the residual stream.
         """
         cos, sin = rope_table(positions_S, self.shape.head_dim, self.shape.rope_theta)
-        x_BSD = self.embed(tokens_BS)
-        for layer in self.layers:
+        x_BSD = input_ if self.embed is None else self.embed(input_)
+        for layer in self.layers.values():
             x_BSD = layer(x_BSD, cos, sin)
+        if self.norm is None or self.head is None:
+            return x_BSD
         logits_BSV: Tensor = self.head(self.norm(x_BSD))
         return logits_BSV
 
@@ -199,19 +223,24 @@ class Llama(nn.Module):
         To be called again after whatever replaces parameters: tensor parallelism and
         materialisation untie them in silence.
         """
-        if self.shape.tie_embeddings:
+        if self.shape.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
     def assert_tied(self) -> None:
-        """Assert that embedding and head share a parameter exactly if the shape says so."""
+        """Assert that embedding and head, where both are, are tied exactly if the shape says so."""
+        if self.head is None or self.embed is None:
+            return
         is_tied = self.head.weight is self.embed.weight
         assert is_tied == self.shape.tie_embeddings, "embed.weight and head.weight: tying was lost"
 
 
-def build_model(shape: LlamaShape) -> Llama:
-    """Build the decoder without memory, on the meta device; `parallelize` materialises it."""
+def build_model(shape: LlamaShape, layers: range | None = None) -> Llama:
+    """Build the decoder, or the stage of it that has `layers`, without memory, on the meta device.
+
+    `parallelize` materialises it.
+    """
     with torch.device("meta"):
-        return Llama(shape)
+        return Llama(shape, layers)
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
@@ -235,6 +264,8 @@ def initialise_(model: Llama, seed: int) -> None:
     """
     residual_std = INIT_STD / math.sqrt(2 * model.shape.num_layers)
     for name, parameter in model.named_parameters():
+        if name == "head.weight" and model.shape.tie_embeddings:
+            name = "embed.weight"  # the stage of the head starts with the values of the first one
         if parameter.ndim == 1:
             full = torch.ones(parameter.shape)
         else:

@@ -1,5 +1,6 @@
 """The decoder against a plain float64 reference, and initial values that no layout changes."""
 
+import dataclasses
 import hashlib
 import math
 
@@ -100,7 +101,7 @@ def test_shape_is_taken_from_the_configuration():
 
 
 def test_tied_model_lists_its_matrix_once_under_the_embedding():
-    model = make_model(one_rank(), is_tied=True)
+    model = make_model(one_rank(), debug_shape(is_tied=True))
 
     names = [name for name, _ in model.named_parameters()]
     assert "embed.weight" in names
@@ -109,11 +110,33 @@ def test_tied_model_lists_its_matrix_once_under_the_embedding():
 
 
 def test_lost_tying_is_noticed():
-    model = make_model(one_rank(), is_tied=True)
+    model = make_model(one_rank(), debug_shape(is_tied=True))
     model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
 
     with pytest.raises(AssertionError, match="tying was lost"):
         model.assert_tied()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_stages_one_after_another_compute_what_the_whole_model_does(is_tied):
+    shape = dataclasses.replace(TINY, num_layers=5, tie_embeddings=is_tied)
+    whole = Llama(shape)
+    stages = [Llama(shape, layers) for layers in (range(2), range(2, 4), range(4, 5))]
+    for model in (whole, *stages):
+        initialise_(model, 5)
+    tokens, positions = torch.arange(12).view(2, 6), torch.arange(6)
+
+    x = tokens
+    for stage in stages:
+        stage.assert_tied()
+        x = stage(x, positions)
+
+    assert torch.equal(x, whole(tokens, positions))
+    names = [set(stage.state_dict()) for stage in stages]
+    assert set.union(*names) == set(whole.state_dict())
+    assert sum(map(len, names)) == len(whole.state_dict())
+    assert [stage.embed is None for stage in stages] == [False, True, True]
+    assert [stage.head is None for stage in stages] == [True, True, False]
 
 
 def digest(model):
@@ -136,7 +159,7 @@ def test_initial_values_depend_on_seed_and_name_not_on_the_global_generator():
     initialise_(other, 2)
 
     assert digest(first) == digest(same) != digest(other)
-    q = [layer.attention.q.weight for layer in first.layers]
+    q = [layer.attention.q.weight for layer in first.blocks]
     assert not torch.equal(*q)
 
 
