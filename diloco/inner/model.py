@@ -226,6 +226,11 @@ class Llama(nn.Module):
         if self.shape.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
+    @property
+    def tied_parameters(self) -> dict[str, str]:
+        """Which parameter is which other one, by name: also in a stage that has one of them."""
+        return {"head.weight": "embed.weight"} if self.shape.tie_embeddings else {}
+
     def assert_tied(self) -> None:
         """Assert that embedding and head, where both are, are tied exactly if the shape says so."""
         if self.head is None or self.embed is None:

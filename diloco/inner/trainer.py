@@ -23,6 +23,7 @@ from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Llama
 from diloco.inner.optimizer import build_optimizer, learning_rate, set_learning_rate_
 from diloco.inner.parallelize import set_is_last_micro_batch_
+from diloco.inner.pipeline import Pipeline, PipelineRunner, sum_tied_gradients_
 from diloco.inner.tensor_parallel import partial_parameters
 from diloco.sync.shards import reshard_
 
@@ -58,7 +59,7 @@ class InnerTrainer:
 
     def __init__(
         self,
-        model: Llama,
+        model: Llama | Pipeline,
         *,
         mesh: IslandMesh,
         batches: Batches,
@@ -103,6 +104,17 @@ class InnerTrainer:
         self._micro_batch_size = batch_size // parts
         self._inner_steps = inner_steps
         self._clock = clock
+        self._pipeline = (
+            PipelineRunner(
+                model,
+                mesh,
+                self._losses,
+                micro_batches=micro_batches,
+                micro_batch_size=self._micro_batch_size,
+            )
+            if isinstance(model, Pipeline)
+            else None
+        )
 
     def inner_step(self, step: int, schedule_step: float | None = None) -> InnerMetrics:
         """Make the inner step that follows `step` completed ones; collective.
@@ -120,19 +132,22 @@ class InnerTrainer:
         rate = learning_rate(self._config.optimizer, at, self._inner_steps)
         set_learning_rate_(self.optimizer, rate)
         tokens = self._batches.batch(step)
-        loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        for index, micro_batch in enumerate(torch.split(tokens, self._micro_batch_size)):
-            is_last = index == self._micro_batches - 1
-            set_is_last_micro_batch_(self.model, self._mesh, is_last)
-            micro_loss = self._token_losses(micro_batch).mean() / self._micro_batches
-            torch.autograd.backward(micro_loss)
-            loss += micro_loss.detach()
+        loss = self._backward(tokens)
         settle_gradients_(
             self.model.parameters(),
             partial=partial_parameters(self.model),
             group=self._mesh.tp_group,
         )
-        grad_norm = clip_gradients_(self.model.parameters(), self._config.clip_norm)
+        copies: list[Tensor] = []
+        if isinstance(self.model, Pipeline):
+            sum_tied_gradients_(self.model)
+            copies = self.model.tied_copies
+        grad_norm = clip_gradients_(
+            self.model.parameters(),
+            self._config.clip_norm,
+            copies=copies,
+            group=self._mesh.pp_group,
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return InnerMetrics(
@@ -143,6 +158,19 @@ class InnerTrainer:
             num_tokens=self._batch_size * (tokens.shape[1] - 1),
             duration_s=self._clock() - started,
         )
+
+    def _backward(self, tokens_BS1: Tensor) -> Tensor:
+        """Make the gradient of this rank's part of the batch; returns its mean loss, float64."""
+        if self._pipeline is not None:
+            return self._pipeline.backward(tokens_BS1)
+        loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for index, micro_batch in enumerate(torch.split(tokens_BS1, self._micro_batch_size)):
+            is_last = index == self._micro_batches - 1
+            set_is_last_micro_batch_(self.model, self._mesh, is_last)
+            micro_loss = self._token_losses(micro_batch).mean() / self._micro_batches
+            torch.autograd.backward(micro_loss)
+            loss += micro_loss.detach()
+        return loss
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -161,7 +189,14 @@ class InnerTrainer:
         rows = torch.arange(first, first + num_rounds * size)
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for part in torch.split(rows, size):
-            losses = self._token_losses(tokens[part.clamp(max=num_sequences - 1)])
+            sequences = tokens[part.clamp(max=num_sequences - 1)]
+            if self._pipeline is not None:
+                found = self._pipeline.token_losses(sequences)
+                if found is None:  # another rank has the last stage
+                    continue
+                losses = found
+            else:
+                losses = self._token_losses(sequences)
             total += losses[: int((part < num_sequences).sum())].sum(dtype=torch.float64)
         reshard_(self.model.modules())  # else the next forward would use today's gathered values
         return self._sum_over_island(total) / self._evaluation.num_bytes
@@ -170,8 +205,10 @@ class InnerTrainer:
         """Compute the loss of every predicted token, shape [B, S]."""
         tokens_BS1 = tokens_BS1.to(self._mesh.device)
         positions_S = torch.arange(tokens_BS1.shape[1] - 1, device=self._mesh.device)
-        logits_BSV = self.model(tokens_BS1[:, :-1], positions_S)
-        targets_BS = tokens_BS1[:, 1:]
+        return self._losses(self.model(tokens_BS1[:, :-1], positions_S), tokens_BS1[:, 1:])
+
+    def _losses(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        """Compute the loss of every token, shape [B, S], from its logits."""
         logits_NV, targets_N = logits_BSV.flatten(0, 1).float(), targets_BS.flatten()
         if self._mesh.config.loss_parallel:
             assert self._mesh.tp_group is not None
@@ -181,7 +218,8 @@ class InnerTrainer:
         return losses_N.view_as(targets_BS)
 
     def _sum_over_island(self, value: Tensor) -> float:
-        """Add a scalar over the ranks that took different tokens."""
-        if self._mesh.loss_group is not None:
-            dist.all_reduce(value, group=self._mesh.loss_group)
+        """Add a scalar over the ranks that took different tokens, and tell other stages."""
+        for group in (self._mesh.loss_group, self._mesh.pp_group):
+            if group is not None:
+                dist.all_reduce(value, group=group)  # of a pipeline, ranks of its end have it
         return value.item()

@@ -379,7 +379,8 @@ def canonical_parameters(
     """Return the trained parameters under the names that every island uses for them.
 
     Names lose what wrappers add: ``_orig_mod.`` (compile), ``_checkpoint_wrapped_module.``
-    (activation checkpointing) and the ``module.`` of DataParallel classes. A parameter reachable
+    (activation checkpointing), the ``module.`` of DataParallel classes, and the last part of what a
+    module lists as its ``unnamed_modules`` (the stages of a pipeline). A parameter reachable
     under several names (tied) comes once, under the first in sorted order. Where a rank has only
     one of two tied parameters (the head of the last pipeline stage), an attribute of the module
     says so: ``tied_parameters = {"head.weight": "embed.weight"}``, names from that module on.
@@ -449,9 +450,13 @@ def _stripped_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     reshard_(module.modules())
     children = dict(module.named_modules(remove_duplicate=False))
     wrapped = {
-        f"{path}.module".removeprefix(".")
+        f"{path}.{unnamed}".removeprefix(".")
         for path, child in children.items()
-        if isinstance(child, DistributedDataParallel | nn.DataParallel)
+        for unnamed in (
+            ("module",)
+            if isinstance(child, DistributedDataParallel | nn.DataParallel)
+            else getattr(child, "unnamed_modules", ())
+        )
     }
 
     def stripped(path: str) -> str:
