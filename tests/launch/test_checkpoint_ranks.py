@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from diloco.errors import ConfigError
 from diloco.inner.mesh import make_mesh
 from diloco.inner.state import (
+    INNER_OPTIMIZER,
     load_moments_,
     load_parameters_,
     optimizer_step,
@@ -51,7 +52,7 @@ def write(trained: Trained, directory: Path, step: int, island_rank: int) -> Non
         step,
         training=training_tensors(trained.model, trained.optimizer),
         outer={"meta": torch.tensor([step]), f"anchor/9/{island_rank}": torch.ones(3)},
-        about={"optimizer_step": optimizer_step(trained.optimizer)},
+        about={INNER_OPTIMIZER: "adamw", "optimizer_step": optimizer_step(trained.optimizer)},
     )
 
 
