@@ -19,7 +19,8 @@ def synchronised_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         ValueError: If a declared name is no buffer.
     """
     for path, part in module.named_modules(remove_duplicate=False):
-        for name in getattr(part, "synchronised_buffers", ()):
+        # Of the class: wrappers hand on the attributes of what they wrap.
+        for name in getattr(type(part), "synchronised_buffers", ()):
             buffer = dict(part.named_buffers(recurse=False)).get(name)
             if buffer is None:
                 raise ValueError(

@@ -33,6 +33,7 @@ from diloco.compression.lanes import padding_of
 from diloco.errors import PlanMismatch
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
+from diloco.sync.buffers import synchronised_buffers
 
 SLAB_BYTES = 256 * 2**20  # most that a rank sends, and most that it receives, in one collective
 _ITEM_BYTES = 4
@@ -472,14 +473,23 @@ def _dtype_problems(parameters: Mapping[str, Tensor]) -> list[str]:
 
 
 def tensor_specs(parameters: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """Return name and unsharded shape of every parameter, by sorted name: the plan's input."""
-    return [TensorSpec(name, tuple(parameters[name].shape)) for name in sorted(parameters)]
+    """Return name and unsharded shape of every tensor, by sorted name: the plan's input.
+
+    What is not trained (`requires_grad`) is a buffer.
+    """
+    return [
+        TensorSpec(name, tuple(tensor.shape), not tensor.requires_grad)
+        for name, tensor in sorted(parameters.items())
+    ]
 
 
 def canonical_parameters(
     modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the trained parameters under the names that every island uses for them.
+    """Return what islands synchronise under the names that every island uses for it.
+
+    These are the trained parameters, and the buffers that modules declare for it
+    (`diloco.sync.buffers`), which are those without ``requires_grad``.
 
     Names lose what wrappers add: ``_orig_mod.`` (compile), ``_checkpoint_wrapped_module.``
     (activation checkpointing) and the ``module.`` of DataParallel classes. A parameter reachable
@@ -490,7 +500,7 @@ def canonical_parameters(
             parameters themselves by name, which stays as it is.
 
     Returns:
-        Canonical name -> parameter, sorted by name; those with ``requires_grad`` only.
+        Canonical name -> parameter or buffer, sorted by name; nothing that is frozen.
 
     Raises:
         ValueError: If a parameter is not float32, two different ones share a name, or there are
@@ -507,7 +517,7 @@ def canonical_parameters(
     for name in sorted(parameters):
         first_names.setdefault(id(parameters[name]), name)
     canonical = {name: parameters[name] for name in first_names.values()}
-    if not canonical:
+    if not any(tensor.requires_grad for tensor in canonical.values()):
         raise ValueError(
             "there is no parameter with requires_grad: nothing to train; freeze fewer parameters, "
             "or pass the model's modules themselves"
@@ -538,20 +548,21 @@ def _named_parameters(
         yield from _stripped_parameters(module)
 
 
-def _stripped_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield trained parameters, tied ones repeatedly, by name without what wrappers added."""
+def _stripped_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is synchronised, tied ones repeatedly, by name without what wrappers added."""
     reshard_(module.modules())
     wrapped = {
         f"{path}.module".removeprefix(".")
         for path, child in module.named_modules(remove_duplicate=False)
         if isinstance(child, DistributedDataParallel | nn.DataParallel)
     }
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            parts = path.split(".")
-            kept = (
-                part
-                for i, part in enumerate(parts)
-                if part not in _WRAPPER_ATTRIBUTES and ".".join(parts[: i + 1]) not in wrapped
-            )
-            yield ".".join(kept), parameter
+    every = module.named_parameters(remove_duplicate=False)
+    trained = ((path, parameter) for path, parameter in every if parameter.requires_grad)
+    for path, tensor in itertools.chain(trained, synchronised_buffers(module)):
+        parts = path.split(".")
+        kept = (
+            part
+            for i, part in enumerate(parts)
+            if part not in _WRAPPER_ATTRIBUTES and ".".join(parts[: i + 1]) not in wrapped
+        )
+        yield ".".join(kept), tensor
