@@ -132,3 +132,9 @@ class InnerConfig(Section):
         gt=0,
         description="Largest gradient norm of an inner step, over the whole island",
     )
+    z_loss: Policy[float] = Field(
+        default=0.0,
+        ge=0,
+        description="Coefficient of the mean square of log Z, Z the sum of exp(logits), in what is "
+        "minimised, not in what is reported; PaLM: 1e-4",
+    )
