@@ -14,12 +14,13 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Local, Section
 from diloco.config.fields import Problem, later
+from diloco.config.pipeline import DEFAULT_SCHEDULE, Schedule, stages_problem
 
 #: Axes whose product is the number of ranks, outermost first: neighbours along tp are next to each
 #: other, so on one host. `ep` is no axis of its own: it regroups the ranks of dp_shard x cp.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 #: Designed, not built.
-_LATER = ("pp", "cp", "ep")
+_LATER = ("cp", "ep")
 
 
 class MeshConfig(Section):
@@ -38,6 +39,12 @@ class MeshConfig(Section):
     )
     ep: Local[int] = Field(
         default=1, ge=1, description="Ranks that share experts, among those of dp_shard x cp"
+    )
+    schedule: Local[Schedule] = Field(
+        default=DEFAULT_SCHEDULE, description="Order in which micro-batches pass the stages of pp"
+    )
+    stages_per_rank: Local[int] = Field(
+        default=1, ge=1, description="Stages of each rank of pp: 2 for zbv and dualpipev"
     )
     fsdp_unit: Local[Literal["auto", "block", "model"]] = Field(
         default="auto",
@@ -97,7 +104,16 @@ class MeshConfig(Section):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        """Refuse options that would do nothing."""
+        """Refuse options that would do nothing, and axes that do not go together."""
+        if problem := stages_problem(self.schedule, self.pp, self.stages_per_rank):
+            raise ValueError(problem)
+        if self.pp > 1 and self.reshard != "auto":
+            raise ValueError(
+                f'reshard = "{self.reshard}" is not for pp = {self.pp}: stages keep parameters '
+                "gathered while micro-batches pass them; leave it out"
+            )
+        if self.pp > 1 and self.cp * self.ep > 1:
+            raise ValueError(f"pp = {self.pp} beside cp or ep comes later; set either to 1")
         if self.reshard != "auto" and self.dp_shard * self.cp == 1:
             raise ValueError(
                 f'reshard = "{self.reshard}" is for parameters spread over dp_shard or cp, and '

@@ -70,6 +70,12 @@ class IslandMesh:
         return None if submesh is None else submesh.get_group()
 
     @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that have other layers; None without pipeline parallelism."""
+        submesh = self.submesh("pp")
+        return None if submesh is None else submesh.get_group()
+
+    @property
     def dp_size(self) -> int:
         """Number of ranks that take different sequences; 1 without data parallelism."""
         return self.config.dp_size

@@ -66,13 +66,10 @@ def build_optimizer(
 
     Args:
         model: Materialised and parallelised, or its parts; tied parameters are taken once.
-        config: Settings of the optimizer.
-
-    Raises:
-        ConfigError: If a pattern of the settings matches no parameter.
+        config: Settings of the optimizer, which `check_names` has held against the whole model: a
+            stage of a pipeline need not have what a pattern matches.
     """
     parameters = canonical_parameters(model)
-    check_names(config, {name: tuple(p.shape) for name, p in parameters.items()})
     groups: dict[bool, dict[tuple[float, float], list[Tensor]]] = {False: {}, True: {}}
     for name, parameter in parameters.items():
         decay = _by_name(config.weight_decay_by_name, name)

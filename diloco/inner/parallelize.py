@@ -60,14 +60,15 @@ def _apply_data_parallel(model: Llama, mesh: IslandMesh) -> None:
 
     A unit is gathered, and its gradients are reduced, in one collective. A block's own unit gives
     its gathered parameters back after its forward and gathers again for its backward; the root's,
-    needed at both ends of a step, keeps them from forward to backward (reshard "auto").
+    needed at both ends of a step, keeps them from forward to backward (reshard "auto"). A stage of
+    a pipeline keeps all of them while micro-batches pass it.
     """
     data_mesh = mesh.submesh("dp_replicate", "fsdp")
     if data_mesh is None:
         return
     for layer in _unit_blocks(model, mesh.config):
         if mesh.size("fsdp") > 1:
-            gives_back = mesh.config.reshard != "never"
+            gives_back = mesh.config.reshard != "never" and mesh.size("pp") == 1
             fully_shard(layer, mesh=data_mesh, reshard_after_forward=gives_back)
         else:
             replicate(layer, mesh=data_mesh)

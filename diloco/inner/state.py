@@ -157,6 +157,8 @@ def new_moments_(
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     kept = _kept(optimizer)
     for parameter in canonical_parameters(model).values():
+        if not parameter.requires_grad:
+            continue  # a buffer has none; `moments` gives zeros in their place
         # Where AdamW itself keeps it: beside the parameter when fused, else on the CPU.
         device = parameter.device if is_fused else torch.device("cpu")
         age = torch.tensor(float(step), dtype=torch.float32, device=device)

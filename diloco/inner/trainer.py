@@ -22,6 +22,7 @@ from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Llama
 from diloco.inner.optimizer import build_optimizer, learning_rate, set_learning_rate_
 from diloco.inner.parallelize import set_is_last_micro_batch_
+from diloco.inner.pipeline import Pipeline, PipelineRunner, sum_tied_gradients_
 from diloco.inner.tensor_parallel import partial_parameters
 from diloco.sync.shards import reshard_
 
@@ -57,7 +58,7 @@ class InnerTrainer:
 
     def __init__(
         self,
-        model: Llama,
+        model: Llama | Pipeline,
         *,
         mesh: IslandMesh,
         batches: Batches,
@@ -102,6 +103,17 @@ class InnerTrainer:
         self._micro_batch_size = batch_size // parts
         self._inner_steps = inner_steps
         self._clock = clock
+        self._pipeline = (
+            PipelineRunner(
+                model,
+                mesh,
+                self._micro_loss,
+                micro_batches=micro_batches,
+                micro_batch_size=self._micro_batch_size,
+            )
+            if isinstance(model, Pipeline)
+            else None
+        )
 
     def inner_step(self, step: int, schedule_step: float | None = None) -> InnerMetrics:
         """Make the inner step that follows `step` completed ones; collective.
@@ -119,23 +131,22 @@ class InnerTrainer:
         rate = learning_rate(self._config.optimizer, at, self._inner_steps)
         set_learning_rate_(self.optimizer, rate)
         tokens = self._batches.batch(step)
-        loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        for index, micro_batch in enumerate(torch.split(tokens, self._micro_batch_size)):
-            is_last = index == self._micro_batches - 1
-            set_is_last_micro_batch_(self.model, self._mesh, is_last)
-            losses_BS, penalties_BS = self._token_losses(micro_batch, z_loss=self._config.z_loss)
-            micro_loss = losses_BS.mean() / self._micro_batches
-            minimised = micro_loss
-            if penalties_BS is not None:
-                minimised = micro_loss + penalties_BS.mean() / self._micro_batches
-            torch.autograd.backward(minimised)
-            loss += micro_loss.detach()
+        loss = self._backward(tokens)
         settle_gradients_(
             self.model.parameters(),
             partial=partial_parameters(self.model),
             group=self._mesh.tp_group,
         )
-        grad_norm = clip_gradients_(self.model.parameters(), self._config.clip_norm)
+        copies: list[Tensor] = []
+        if isinstance(self.model, Pipeline):
+            sum_tied_gradients_(self.model)
+            copies = self.model.tied_copies
+        grad_norm = clip_gradients_(
+            self.model.parameters(),
+            self._config.clip_norm,
+            copies=copies,
+            group=self._mesh.pp_group,
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return InnerMetrics(
@@ -146,6 +157,22 @@ class InnerTrainer:
             num_tokens=self._batch_size * (tokens.shape[1] - 1),
             duration_s=self._clock() - started,
         )
+
+    def _backward(self, tokens_BS1: Tensor) -> Tensor:
+        """Make the gradient of this rank's part of the batch; returns its mean loss, float64."""
+        tokens_BS1 = tokens_BS1.to(self._mesh.device)
+        if self._pipeline is not None:
+            return self._pipeline.backward(tokens_BS1)
+        loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for index, micro_batch in enumerate(torch.split(tokens_BS1, self._micro_batch_size)):
+            is_last = index == self._micro_batches - 1
+            set_is_last_micro_batch_(self.model, self._mesh, is_last)
+            logits_BSV = self._logits(micro_batch)
+            assert logits_BSV is not None, "only of a pipeline ranks have no logits"
+            minimised, micro_loss = self._micro_loss(logits_BSV, micro_batch[:, 1:])
+            torch.autograd.backward(minimised)
+            loss += micro_loss
+        return loss
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -164,17 +191,35 @@ class InnerTrainer:
         rows = torch.arange(first, first + num_rounds * size)
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for part in torch.split(rows, size):
-            losses, _ = self._token_losses(tokens[part.clamp(max=num_sequences - 1)], z_loss=0.0)
+            sequences = tokens[part.clamp(max=num_sequences - 1)].to(self._mesh.device)
+            logits_BSV = self._logits(sequences)
+            if logits_BSV is None:
+                continue  # another rank has the end of the pipeline
+            losses, _ = self._losses(logits_BSV, sequences[:, 1:], z_loss=0.0)
             total += losses[: int((part < num_sequences).sum())].sum(dtype=torch.float64)
         reshard_(self.model.modules())  # else the next forward would use today's gathered values
         return self._sum_over_island(total) / self._evaluation.num_bytes
 
-    def _token_losses(self, tokens_BS1: Tensor, *, z_loss: float) -> tuple[Tensor, Tensor | None]:
-        """Compute loss and penalty of every predicted token, shape [B, S]; see `token_losses`."""
-        tokens_BS1 = tokens_BS1.to(self._mesh.device)
+    def _logits(self, tokens_BS1: Tensor) -> Tensor | None:
+        """Compute the logits of all but the last column; None where another rank has them."""
+        if self._pipeline is not None:
+            return self._pipeline.logits(tokens_BS1)
         positions_S = torch.arange(tokens_BS1.shape[1] - 1, device=self._mesh.device)
-        logits_BSV = self.model(tokens_BS1[:, :-1], positions_S)
-        targets_BS = tokens_BS1[:, 1:]
+        logits_BSV: Tensor = self.model(tokens_BS1[:, :-1], positions_S)
+        return logits_BSV
+
+    def _micro_loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute what a micro-batch adds to what is minimised, and of it to the loss told."""
+        losses_BS, penalties_BS = self._losses(logits_BSV, targets_BS, z_loss=self._config.z_loss)
+        loss = losses_BS.mean() / self._micro_batches
+        if penalties_BS is None:
+            return loss, loss.detach()
+        return loss + penalties_BS.mean() / self._micro_batches, loss.detach()
+
+    def _losses(
+        self, logits_BSV: Tensor, targets_BS: Tensor, *, z_loss: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute loss and penalty of every predicted token, shape [B, S]; see `token_losses`."""
         losses_N, penalties_N = token_losses(
             logits_BSV.flatten(0, 1).float(),
             targets_BS.flatten(),
@@ -185,7 +230,8 @@ class InnerTrainer:
         return losses_N.view_as(targets_BS), penalties_BS
 
     def _sum_over_island(self, value: Tensor) -> float:
-        """Add a scalar over the ranks that took different tokens."""
-        if self._mesh.loss_group is not None:
-            dist.all_reduce(value, group=self._mesh.loss_group)
+        """Add a scalar over the ranks that took different tokens, and tell other stages."""
+        for group in (self._mesh.loss_group, self._mesh.pp_group):
+            if group is not None:
+                dist.all_reduce(value, group=group)  # of a pipeline, ranks of its end have it
         return value.item()

@@ -37,9 +37,10 @@ from diloco.data.batches import Batches, Data
 from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.model import Llama, LlamaShape, build_model, initialise_, parameter_shapes
+from diloco.inner.model import Llama, LlamaShape, initialise_, parameter_shapes
 from diloco.inner.optimizer import check_names
 from diloco.inner.parallelize import parallelize
+from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.state import load_parameters_
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.chaos import paced
@@ -159,11 +160,12 @@ class _Rank:
         # Too many held-out sequences are refused now, not after the training.
         data.evaluation(config.evaluation.num_sequences)
         warm, start_step = self._find_warm_start(connection)
-        model = build_model(LlamaShape.from_config(config.model))
-        parallelize(model, mesh, sequence_length=config.data.sequence_length)
-        if warm is None:
-            initialise_(model, config.run.seed)
-        else:
+        model = build_part(LlamaShape.from_config(config.model), mesh)
+        for part in parts_of(model):
+            parallelize(part, mesh, sequence_length=config.data.sequence_length)
+            if warm is None:
+                initialise_(part, config.run.seed)
+        if warm is not None:
             load_parameters_(model, warm.read)
         connection.on_join = self._joined
         try:
@@ -295,7 +297,7 @@ class _Rank:
         return text
 
     def _build_trainer(
-        self, model: Llama, mesh: IslandMesh, data: Data, batches: Batches
+        self, model: Llama | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
     ) -> InnerTrainer:
         config = self._config
         return InnerTrainer(
@@ -435,6 +437,15 @@ class _Rank:
         self.record.evaluated(self._outer.inner_step, parameters, loss)
 
 
+def _insist_on_names(config: Config) -> None:
+    """Insist that what the optimizer's settings name is in the model.
+
+    Raises:
+        ConfigError: If a pattern matches no parameter.
+    """
+    check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
+
+
 def exit_at_once(code: int) -> NoReturn:
     """End this process, whatever its threads wait for.
 
@@ -487,12 +498,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     exit_at_once(main())
-
-
-def _insist_on_names(config: Config) -> None:
-    """Insist that what the optimizer's settings name is in the model.
-
-    Raises:
-        ConfigError: If a pattern matches no parameter.
-    """
-    check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
