@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         QuorumLost,
     )
     from diloco.launch.connect import connect
+    from diloco.sync.boxes import declare_part
     from diloco.sync.session import DiLoCo
 
 __all__ = [
@@ -34,12 +35,14 @@ __all__ = [
     "PlanMismatch",
     "QuorumLost",
     "connect",
+    "declare_part",
     "load_config",
 ]
 
 _MODULES = {
     "DiLoCo": "diloco.sync.session",
     "connect": "diloco.launch.connect",
+    "declare_part": "diloco.sync.boxes",
     "load_config": "diloco.config.load",
 }
 

@@ -8,8 +8,10 @@ import torch
 
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
-from diloco.inner.model import LlamaShape, build_model, initialise_
-from diloco.inner.parallelize import make_mesh, parallelize
+from diloco.inner.mesh import make_mesh
+from diloco.inner.model import LlamaShape, initialise_
+from diloco.inner.parallelize import parallelize
+from diloco.inner.pipeline import build_part, parts_of
 from diloco.inner.trainer import InnerTrainer
 
 
@@ -21,10 +23,11 @@ def island_trainer(config: Config, data: Data, batches: Batches) -> InnerTrainer
         data: Text, for the evaluation.
         batches: What the island trains on.
     """
-    mesh = make_mesh(torch.device("cpu"))
-    model = build_model(LlamaShape.from_config(config.model))
-    parallelize(model, mesh, sequence_length=config.data.sequence_length)
-    initialise_(model, config.run.seed)
+    mesh = make_mesh(torch.device("cpu"), config.island.mesh)
+    model = build_part(LlamaShape.from_config(config.model), mesh)
+    for part in parts_of(model):
+        parallelize(part, mesh, sequence_length=config.data.sequence_length)
+        initialise_(part, config.run.seed)
     return InnerTrainer(
         model,
         mesh=mesh,
@@ -32,6 +35,7 @@ def island_trainer(config: Config, data: Data, batches: Batches) -> InnerTrainer
         evaluation=data.evaluation(config.evaluation.num_sequences),
         config=config.inner,
         batch_size=config.island.tokens_per_inner_step // config.data.sequence_length,
+        micro_batches=config.island.micro_batches,
         inner_steps=config.run.inner_steps,
         clock=time.monotonic,
     )

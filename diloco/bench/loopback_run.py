@@ -25,7 +25,7 @@ from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.outer_loop import Arrival, OuterLoop
-from diloco.sync.shards import LaneShards
+from diloco.sync.shards import LaneShards, tensor_specs
 from protos.control_pb2 import ROLE_ISLAND, Grant
 from transport.loopback import LoopbackNetwork, run_virtual
 
@@ -108,7 +108,7 @@ async def _run(
 ) -> LoopbackResult:
     network = LoopbackNetwork()
     names = tuple(sorted(config.islands))
-    plan = build_plan(config.outer, trainings[names[0]].parameters)
+    plan = build_plan(config.outer, tensor_specs(trainings[names[0]].parameters))
     records: list[Mapping[str, Any]] = []
     syncer = _build_syncer(config, plan, directory, records.append)
     await syncer.start()

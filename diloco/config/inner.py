@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from diloco.config.classes import Local, Policy, Section
+from diloco.config.classes import Policy, Section
 from diloco.config.fields import Beta, tuples
 
 
@@ -44,7 +44,4 @@ class InnerConfig(Section):
         default=1.0,
         gt=0,
         description="Largest gradient norm of an inner step, over the whole island",
-    )
-    micro_batches: Local[int] = Field(
-        default=1, ge=1, description="Parts in which a rank computes its batch of one inner step"
     )

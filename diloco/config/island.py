@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from diloco.config.classes import Local, Section
 from diloco.config.fields import MOST_STEPS, Deadline, Problem, Wait
+from diloco.config.mesh import MeshConfig, mesh_problems, nearest_multiple, ranks_problem
 from diloco.config.network import (
     NOT_LOOPBACK,
     UNKNOWN_CALLERS,
@@ -17,6 +18,7 @@ from diloco.config.network import (
     host_of,
 )
 from diloco.config.outer import OuterConfig
+from diloco.config.pipeline import pipeline_problems
 from diloco.peer_texts import MOST_ENDING, MOST_REASON, MOST_TEXT
 from transport.hivemind_address import is_peer_address, parse_peer_address
 from transport.units import parse_duration
@@ -25,22 +27,23 @@ from transport.units import parse_duration
 MAX_PEERS = 16
 
 
-class MeshConfig(Section):
-    """Parallelism inside an island; an axis of 1 is absent."""
-
-    dp_shard: Local[int] = Field(default=1, ge=1, description="Ranks that share parameters (FSDP2)")
-    tp: Local[int] = Field(
-        default=1, ge=1, description="Ranks that share matrices (tensor parallelism)"
-    )
-
-
 class IslandConfig(Section):
     """One island; its neighbours need to know only its name."""
 
     ranks: Local[int] = Field(ge=1, description="Processes of the island")
     mesh: MeshConfig = Field(default=MeshConfig(), description="Axes whose product is ranks")
     tokens_per_inner_step: Local[int] = Field(
-        ge=1, description="Batch of the island: a multiple of sequence_length x dp_shard"
+        ge=1,
+        description="Batch of the island: a multiple of sequence_length x dp_replicate x dp_shard "
+        "x micro_batches",
+    )
+    micro_batches: Local[int] = Field(
+        default=1, ge=1, description="Parts in which a rank computes its batch of one inner step"
+    )
+    device: Local[Literal["auto", "cpu", "cuda"]] = Field(
+        default="auto",
+        description="Where the ranks compute; auto: cuda where every rank of the host has a device "
+        "of its own, else cpu",
     )
     threads: Local[int] = Field(
         default=1, ge=1, description="Threads of each rank, fixed for the run"
@@ -142,10 +145,8 @@ class IslandConfig(Section):
     @classmethod
     def _check_mesh(cls, value: MeshConfig, info: ValidationInfo) -> MeshConfig:
         ranks = info.data.get("ranks")
-        if ranks is not None and value.dp_shard * value.tp != ranks:
-            raise ValueError(f"the product of its axes must equal ranks = {ranks}")
-        if value.dp_shard > 1 and value.tp > 1:
-            raise ValueError("dp_shard and tp above 1 in one island comes later")
+        if ranks is not None and (problem := ranks_problem(value, ranks)):
+            raise ValueError(problem)
         return value
 
 
@@ -200,17 +201,15 @@ def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[P
             )
     tokens, mesh = island.tokens_per_inner_step, island.mesh
     if "data" in data:
-        length = data["data"].sequence_length
-        unit = length * mesh.dp_shard * (data["inner"].micro_batches if "inner" in data else 1)
+        unit = data["data"].sequence_length * mesh.dp_size * island.micro_batches
         if tokens % unit:
             yield (
                 "tokens_per_inner_step",
                 tokens,
-                f"must be a multiple of sequence_length x dp_shard x micro_batches = {unit}",
+                "must be a multiple of sequence_length x dp_replicate x dp_shard x micro_batches = "
+                f"{unit}; {nearest_multiple(tokens, unit)}",
             )
-        if length % mesh.tp:
-            yield "mesh.tp", mesh.tp, f"must divide data.sequence_length = {length}"
-    if "model" in data:
-        for name in ("num_heads", "num_kv_heads", "ffn_dim"):
-            if (size := getattr(data["model"], name)) % mesh.tp:
-                yield "mesh.tp", mesh.tp, f"must divide model.{name} = {size}"
+    yield from mesh_problems(mesh, data)
+    yield from pipeline_problems(
+        mesh.schedule, mesh.pp, mesh.stages_per_rank, island.micro_batches, data
+    )

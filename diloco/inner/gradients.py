@@ -13,43 +13,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 
-def settle_gradients_(parameters: Iterable[Tensor]) -> None:
-    """Give every gradient the placements of its parameter; collective.
+def settle_gradients_(
+    parameters: Iterable[Tensor],
+    *,
+    partial: Sequence[Tensor] = (),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Give every gradient the placements and the whole value of its parameter; collective.
 
-    Under sequence parallelism a norm's gradient covers one rank's positions only (placement
-    Partial), and an optimizer that met it would either move the replicas apart or reduce it in one
-    collective a tensor. All such gradients of a mesh are summed in one all-reduce here.
+    Under sequence parallelism a norm's gradient covers one rank's positions only. All of these are
+    summed in one all-reduce here, of shards where FSDP2 has made shards of them.
 
     Args:
         parameters: After backward; those without a gradient and plain tensors are left alone.
+        partial: Those of them whose gradients are parts of a sum over `group`.
+        group: Ranks that hold the parts; not needed without any.
     """
-    partial: dict[DeviceMesh, list[DTensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
             continue
-        if grad.placements == (Partial(),) and parameter.placements == (Replicate(),):
-            partial.setdefault(grad.device_mesh, []).append(parameter)
-        elif grad.placements != parameter.placements:
+        if grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
-    for mesh, replicated in partial.items():
-        _sum_replicated_(mesh, replicated)
-
-
-def _sum_replicated_(mesh: DeviceMesh, parameters: Sequence[DTensor]) -> None:
-    parts = [_local(parameter.grad) for parameter in parameters]
+    parts = [_local(p.grad) for p in partial if p.grad is not None]
+    if not parts:
+        return
+    assert group is not None, "partial gradients are parts of a sum over a group"
     total = torch.cat([part.flatten() for part in parts])
-    dist.all_reduce(total, group=mesh.get_group())
-    pieces = torch.split(total, [part.numel() for part in parts])
-    for parameter, piece in zip(parameters, pieces, strict=True):
-        grad = DTensor.from_local(piece.view(parameter.shape), mesh, [Replicate()], run_check=False)
-        parameter.grad = grad
+    dist.all_reduce(total, group=group)
+    for part, whole in zip(parts, torch.split(total, [p.numel() for p in parts]), strict=True):
+        part.copy_(whole.view_as(part))
 
 
-def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:
+def clip_gradients_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    *,
+    copies: Sequence[Tensor] = (),
+    group: dist.ProcessGroup | None = None,
+) -> float:
     """Scale all gradients so that their global norm is at most `max_norm`; collective.
 
     norm = sqrt(sum of squares of every element of the unsharded gradients), each element counted
@@ -59,13 +64,16 @@ def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:
     Args:
         parameters: After `settle_gradients_`; plain tensors are this rank's whole parameters.
         max_norm: Above 0; infinity measures and does not scale.
+        copies: Those of them that ranks elsewhere in `group` have, too, and count.
+        group: Ranks that have other parameters: the stages of a pipeline.
 
     Returns:
-        The norm before scaling, equal to the bit on all ranks of each mesh; NaN or infinite if a
+        The norm before scaling, equal to the bit on all ranks; NaN or infinite if a
         gradient is, and then so is what the optimizer makes of it.
     """
     local: list[Tensor] = []
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    elsewhere = {id(parameter) for parameter in copies}
     for parameter in parameters:
         grad = parameter.grad
         if grad is None:
@@ -73,9 +81,15 @@ def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:
         local.append(_local(grad))
         mesh = grad.device_mesh if isinstance(grad, DTensor) else None
         owned = groups.setdefault(mesh, [])
+        if id(parameter) in elsewhere:
+            continue
         if not isinstance(grad, DTensor) or _is_first_copy(grad):
             owned.append(local[-1])
     square = sum(_sum_of_squares(mesh, owned) for mesh, owned in groups.items())
+    if group is not None:
+        total = torch.tensor(square, dtype=torch.float64, device=local[0].device)
+        dist.all_reduce(total, group=group)
+        square = total.item()
     norm = math.sqrt(square)
     factor = max_norm / (norm + 1e-6)
     if factor < 1:

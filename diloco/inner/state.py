@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from diloco.sync.boxes import declared_like, write_stored_
+from diloco.sync.buffers import is_synchronised
 from diloco.sync.shards import canonical_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -56,13 +57,8 @@ def moments(
 def _moment(optimizer: torch.optim.Optimizer, parameter: Tensor, moment: str) -> Tensor:
     if parameter in optimizer.state and moment in optimizer.state[parameter]:
         found: Tensor = optimizer.state[parameter][moment]
-        return found
-    return torch.zeros_like(parameter)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank stores of a tensor, to be read and written in place."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return declared_like(found, parameter)
+    return declared_like(torch.zeros_like(parameter), parameter)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> int:
@@ -73,7 +69,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer) -> int:
 def load_parameters_(model: nn.Module | Iterable[nn.Module], read: Read) -> None:
     """Write section "model" into the parameters, each rank its own part; no communication."""
     for name, parameter in canonical_parameters(model).items():
-        _write_(parameter, read("model", name))
+        write_stored_(parameter, read("model", name))
 
 
 def load_moments_(
@@ -89,7 +85,7 @@ def load_moments_(
     """
     for moment, tensors in new_moments_(model, optimizer, step=step).items():
         for name, values in tensors.items():
-            _write_(values, read(moment, name))
+            write_stored_(values, read(moment, name))
 
 
 def new_moments_(
@@ -102,7 +98,7 @@ def new_moments_(
     """
     is_fused = any(group["fused"] for group in optimizer.param_groups)
     for parameter in canonical_parameters(model).values():
-        if not parameter.requires_grad:
+        if is_synchronised(parameter):
             continue  # a buffer has none; `moments` gives zeros in their place
         # Where AdamW itself keeps it: beside the parameter when fused, else on the CPU.
         device = parameter.device if is_fused else torch.device("cpu")
@@ -111,16 +107,3 @@ def new_moments_(
             moment: torch.zeros_like(parameter) for moment in MOMENTS
         }
     return moments(model, optimizer)
-
-
-@torch.no_grad()
-def _write_(target: Tensor, full: Tensor) -> None:
-    """Copy this rank's part of `full` into `target`."""
-    if full.shape != target.shape:
-        raise ValueError(f"shape {list(full.shape)} cannot be written into {list(target.shape)}")
-    if isinstance(target, DTensor):
-        mesh, placements = target.device_mesh, target.placements
-        part = distribute_tensor(full.to(target.device), mesh, placements, src_data_rank=None)
-        target.to_local().copy_(part.to_local())
-    else:
-        target.copy_(full)

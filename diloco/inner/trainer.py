@@ -13,15 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from diloco.config.inner import InnerConfig
 from diloco.data.batches import Batches, Evaluation
 from diloco.errors import ConfigError
+from diloco.inner.cross_entropy import split_log_sum_exp
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
+from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Llama
 from diloco.inner.optimizer import build_optimizer, learning_rate, set_learning_rate_
-from diloco.inner.parallelize import IslandMesh
+from diloco.inner.parallelize import set_is_last_micro_batch_
+from diloco.inner.pipeline import Pipeline, PipelineRunner, sum_tied_gradients_
+from diloco.inner.tensor_parallel import partial_parameters
+from diloco.sync.shards import reshard_
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +59,14 @@ class InnerTrainer:
 
     def __init__(
         self,
-        model: Llama,
+        model: Llama | Pipeline,
         *,
         mesh: IslandMesh,
         batches: Batches,
         evaluation: Evaluation,
         config: InnerConfig,
         batch_size: int,
+        micro_batches: int = 1,
         inner_steps: int,
         clock: Callable[[], float],
     ) -> None:
@@ -72,20 +77,21 @@ class InnerTrainer:
             mesh: The island's ranks.
             batches: The island's text, of which this rank takes its slice.
             evaluation: Held-out text.
-            config: Optimizer, clipping and micro-batches.
+            config: Optimizer and clipping.
             batch_size: Sequences of the whole island and inner step.
+            micro_batches: Parts in which every rank computes its share of them.
             inner_steps: Inner steps of the run, for the learning rate.
             clock: Monotonic seconds.
 
         Raises:
             ConfigError: If the batch cannot be divided into equal micro-batches.
         """
-        parts = mesh.dp_size * config.micro_batches
+        parts = mesh.dp_size * micro_batches
         if batch_size % parts:
             raise ConfigError(
-                f"a batch of {batch_size} sequences cannot be divided into dp_shard x "
-                f"inner.micro_batches = {parts} equal parts; use a multiple as "
-                "tokens_per_inner_step / sequence_length"
+                f"a batch of {batch_size} sequences cannot be divided into dp_replicate x dp_shard "
+                f"x micro_batches = {parts} equal parts; use a multiple as tokens_per_inner_step / "
+                "sequence_length"
             )
         self.model = model
         self.optimizer = build_optimizer(model, config.optimizer)
@@ -94,9 +100,21 @@ class InnerTrainer:
         self._evaluation = evaluation
         self._config = config
         self._batch_size = batch_size
+        self._micro_batches = micro_batches
         self._micro_batch_size = batch_size // parts
         self._inner_steps = inner_steps
         self._clock = clock
+        self._pipeline = (
+            PipelineRunner(
+                model,
+                mesh,
+                self._losses,
+                micro_batches=micro_batches,
+                micro_batch_size=self._micro_batch_size,
+            )
+            if isinstance(model, Pipeline)
+            else None
+        )
 
     def inner_step(self, step: int, schedule_step: float | None = None) -> InnerMetrics:
         """Make the inner step that follows `step` completed ones; collective.
@@ -114,23 +132,45 @@ class InnerTrainer:
         rate = learning_rate(self._config.optimizer, at, self._inner_steps)
         set_learning_rate_(self.optimizer, rate)
         tokens = self._batches.batch(step)
-        loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        for micro_batch in torch.split(tokens, self._micro_batch_size):
-            micro_loss = self._token_losses(micro_batch).mean() / self._config.micro_batches
-            torch.autograd.backward(micro_loss)
-            loss += micro_loss.detach()
-        settle_gradients_(self.model.parameters())
-        grad_norm = clip_gradients_(self.model.parameters(), self._config.clip_norm)
+        loss = self._backward(tokens)
+        settle_gradients_(
+            self.model.parameters(),
+            partial=partial_parameters(self.model),
+            group=self._mesh.tp_group,
+        )
+        copies: list[Tensor] = []
+        if isinstance(self.model, Pipeline):
+            sum_tied_gradients_(self.model)
+            copies = self.model.tied_copies
+        grad_norm = clip_gradients_(
+            self.model.parameters(),
+            self._config.clip_norm,
+            copies=copies,
+            group=self._mesh.pp_group,
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return InnerMetrics(
             inner_step=step + 1,
-            loss=self._sum_over_dp(loss / self._mesh.dp_size),
+            loss=self._sum_over_island(loss / self._mesh.dp_size),
             grad_norm=grad_norm,
             learning_rate=rate,
             num_tokens=self._batch_size * (tokens.shape[1] - 1),
             duration_s=self._clock() - started,
         )
+
+    def _backward(self, tokens_BS1: Tensor) -> Tensor:
+        """Make the gradient of this rank's part of the batch; returns its mean loss, float64."""
+        if self._pipeline is not None:
+            return self._pipeline.backward(tokens_BS1)
+        loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for index, micro_batch in enumerate(torch.split(tokens_BS1, self._micro_batch_size)):
+            is_last = index == self._micro_batches - 1
+            set_is_last_micro_batch_(self.model, self._mesh, is_last)
+            micro_loss = self._token_losses(micro_batch).mean() / self._micro_batches
+            torch.autograd.backward(micro_loss)
+            loss += micro_loss.detach()
+        return loss
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -149,26 +189,37 @@ class InnerTrainer:
         rows = torch.arange(first, first + num_rounds * size)
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for part in torch.split(rows, size):
-            losses = self._token_losses(tokens[part.clamp(max=num_sequences - 1)])
+            sequences = tokens[part.clamp(max=num_sequences - 1)]
+            if self._pipeline is not None:
+                found = self._pipeline.token_losses(sequences)
+                if found is None:  # another rank has the last stage
+                    continue
+                losses = found
+            else:
+                losses = self._token_losses(sequences)
             total += losses[: int((part < num_sequences).sum())].sum(dtype=torch.float64)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # else the next forward would use today's gathered values
-        return self._sum_over_dp(total) / self._evaluation.num_bytes
+        reshard_(self.model.modules())  # else the next forward would use today's gathered values
+        return self._sum_over_island(total) / self._evaluation.num_bytes
 
     def _token_losses(self, tokens_BS1: Tensor) -> Tensor:
         """Compute the loss of every predicted token, shape [B, S]."""
         tokens_BS1 = tokens_BS1.to(self._mesh.device)
         positions_S = torch.arange(tokens_BS1.shape[1] - 1, device=self._mesh.device)
-        logits_BSV = self.model(tokens_BS1[:, :-1], positions_S)
-        targets_BS = tokens_BS1[:, 1:]
-        losses = F.cross_entropy(
-            logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), reduction="none"
-        )
-        return losses.view_as(targets_BS)
+        return self._losses(self.model(tokens_BS1[:, :-1], positions_S), tokens_BS1[:, 1:])
 
-    def _sum_over_dp(self, value: Tensor) -> float:
-        """Add a scalar over the ranks that took different sequences."""
-        if self._mesh.dp_group is not None:
-            dist.all_reduce(value, group=self._mesh.dp_group)
+    def _losses(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        """Compute the loss of every token, shape [B, S], from its logits."""
+        logits_NV, targets_N = logits_BSV.flatten(0, 1).float(), targets_BS.flatten()
+        if self._mesh.config.loss_parallel:
+            assert self._mesh.tp_group is not None
+            lse_N, picked_N = split_log_sum_exp(logits_NV, targets_N, self._mesh.tp_group)
+            return (lse_N - picked_N).view_as(targets_BS)
+        losses_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
+        return losses_N.view_as(targets_BS)
+
+    def _sum_over_island(self, value: Tensor) -> float:
+        """Add a scalar over the ranks that took different tokens, and tell other stages."""
+        for group in (self._mesh.loss_group, self._mesh.pp_group):
+            if group is not None:
+                dist.all_reduce(value, group=group)  # of a pipeline, ranks of its end have it
         return value.item()

@@ -35,7 +35,7 @@ from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Fragment, Plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.layout import build_plan, build_schedule
-from diloco.sync.shards import canonical_parameters
+from diloco.sync.shards import canonical_parameters, tensor_specs
 from transport.link import LinkProfile
 
 
@@ -153,7 +153,7 @@ def forecast(config: Config) -> Forecast:
         ConfigError: If the model cannot be cut as `outer` says, or there is no such link profile.
     """
     model = build_model(LlamaShape.from_config(config.model))
-    plan = build_plan(config.outer, canonical_parameters(model))
+    plan = build_plan(config.outer, tensor_specs(canonical_parameters(model)))
     schedule = build_schedule(config.outer, config.run.inner_steps)
     link = link_profile(config)
     fragments = tuple(_fragment(config, plan, fragment) for fragment in plan.fragments)

@@ -297,6 +297,8 @@ class _Supervisor:
             "configuration": fingerprint(self.config),
             "ranks": self.config.island.ranks,
             "mesh": self.config.island.mesh.model_dump(),
+            "micro_batches": self.config.island.micro_batches,
+            "device": self.config.island.device,
             "tokens_per_inner_step": self.config.island.tokens_per_inner_step,
             "memory_checkpoint_steps": self.config.island.memory_checkpoint_steps,
             "memory_copies": self.config.island.memory_copies,

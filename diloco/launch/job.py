@@ -25,6 +25,8 @@ class Job:
 
     Of a supervisor of ours also: on how many hosts the island is, and the file in memory that this
     rank's copies lie in (`diloco.launch.host_memory`); None where none are kept.
+
+    `local_rank` is this rank's number on its host, of `num_local_ranks`.
     """
 
     island_rank: int
@@ -32,6 +34,8 @@ class Job:
     rendezvous: str
     num_hosts: int = 1
     memory: int | None = None
+    local_rank: int = 0
+    num_local_ranks: int = 1
 
     @classmethod
     def from_environment(
@@ -44,6 +48,9 @@ class Job:
     ) -> Job:
         """Read RANK and WORLD_SIZE, and check MASTER_ADDR and MASTER_PORT where they are used.
 
+        Of a job that somebody else launched also LOCAL_RANK and LOCAL_WORLD_SIZE, if set. Otherwise
+        consecutive ranks share a host, as many on each.
+
         Raises:
             ConfigError: Naming a variable that is missing or out of range.
         """
@@ -53,15 +60,20 @@ class Job:
             _integer(environ, "MASTER_PORT", 1, 65535)
             if not environ.get("MASTER_ADDR"):
                 raise ConfigError("the environment has no MASTER_ADDR: the launcher must set it")
-        return cls(island_rank, num_ranks, rendezvous, num_hosts, memory)
+        here = max(1, num_ranks // num_hosts)
+        local_rank = island_rank % here
+        if rendezvous == "env://" and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys():
+            here = _integer(environ, "LOCAL_WORLD_SIZE", 1, num_ranks)
+            local_rank = _integer(environ, "LOCAL_RANK", 0, here - 1)
+        return cls(island_rank, num_ranks, rendezvous, num_hosts, memory, local_rank, here)
 
 
-def meet(job: Job) -> None:
-    """Make the default process group (gloo), for the model; an island of one rank has none."""
+def meet(job: Job, backend: str = "gloo") -> None:
+    """Make the default process group, for the model; an island of one rank has none."""
     if job.num_ranks == 1:
         return
     dist.init_process_group(
-        "gloo",
+        backend,
         store=_store(job) if job.rendezvous != "env://" else None,
         rank=job.island_rank,
         world_size=job.num_ranks,

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigError, IslandFailed
 from diloco.inner.placement import ranks_of_copies, recovery_probability
-from diloco.inner.state import MOMENTS, local_part, moments, new_moments_, optimizer_step
+from diloco.inner.state import MOMENTS, moments, new_moments_, optimizer_step
 from diloco.launch.host_memory import CopySlots, Header, insist_on_memory, next_sequence
+from diloco.sync.boxes import stored
 from diloco.sync.groups import COLLECTIVE_S
 from diloco.sync.shards import canonical_parameters
 from diloco.telemetry.events import Event, MemoryCopied, MemoryCopyFailed
@@ -109,7 +110,7 @@ class MemoryCopies:
         self._kept = self._kept_by(self._rank)
         #: What this rank stores of each moment.
         self._shapes = [
-            local_part(parameter).shape for parameter in canonical_parameters(model).values()
+            stored(parameter).shape for parameter in canonical_parameters(model).values()
         ] * len(MOMENTS)
         self._group: dist.ProcessGroup | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-copies")
@@ -183,8 +184,8 @@ class MemoryCopies:
         body = self._slots.body(0, sequence)
         body[: _LENGTH.size + len(text)] = _LENGTH.pack(len(text)) + text
         parts = _local_parts(moments(self._model, self._optimizer))
-        for part, stored in zip(parts, self._stored(body), strict=True):
-            stored.copy_(part)
+        for part, kept in zip(parts, self._stored(body), strict=True):
+            kept.copy_(part)
         self._last = sequence
         waited_s = time.monotonic() - began
         exchange = self._thread.submit(self._exchange, sequence, inner_step)
@@ -310,8 +311,8 @@ class MemoryCopies:
         body = self._slots.body(0, found.sequence)
         about = _read_about(body)
         tensors = new_moments_(self._model, self._optimizer, step=int(about["optimizer_step"]))
-        for part, stored in zip(_local_parts(tensors), self._stored(body), strict=True):
-            part.copy_(stored)
+        for part, kept in zip(_local_parts(tensors), self._stored(body), strict=True):
+            part.copy_(kept)
         moved = sum(holder != owner for owner, holder in enumerate(found.holders))
         data: dict[str, Any] = about["data"]
         return data, moved * len(body)
@@ -412,7 +413,7 @@ def _two(headers: list[Header]) -> list[tuple[int, int]]:
 
 
 def _local_parts(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[Tensor]:
-    return [local_part(tensor) for named in tensors.values() for tensor in named.values()]
+    return [stored(tensor) for named in tensors.values() for tensor in named.values()]
 
 
 def _read_about(body: memoryview) -> dict[str, Any]:

@@ -36,12 +36,15 @@ from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
-from diloco.inner.model import Llama, LlamaShape, build_model, initialise_
-from diloco.inner.parallelize import IslandMesh, make_mesh, parallelize
+from diloco.inner.mesh import IslandMesh, make_mesh
+from diloco.inner.model import Llama, LlamaShape, initialise_
+from diloco.inner.parallelize import parallelize
+from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.state import load_parameters_
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.chaos import paced
 from diloco.launch.connect import connect
+from diloco.launch.device import backend_of, rank_device
 from diloco.launch.donor import Donor
 from diloco.launch.healing import Healing
 from diloco.launch.island_checkpoints import IslandCheckpoints
@@ -144,17 +147,19 @@ class _Rank:
         self.record.open()
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
-        meet(job)
-        mesh = make_mesh(torch.device("cpu"), **config.island.mesh.model_dump())
+        device = rank_device(config.island.device, job, island=config.island_id)
+        meet(job, backend_of(device))
+        mesh = make_mesh(device, config.island.mesh)
         data = open_data(config)
         # Too many held-out sequences are refused now, not after the training.
         data.evaluation(config.evaluation.num_sequences)
         warm, start_step = self._find_warm_start(connection)
-        model = build_model(LlamaShape.from_config(config.model))
-        parallelize(model, mesh, sequence_length=config.data.sequence_length)
-        if warm is None:
-            initialise_(model, config.run.seed)
-        else:
+        model = build_part(LlamaShape.from_config(config.model), mesh)
+        for part in parts_of(model):
+            parallelize(part, mesh, sequence_length=config.data.sequence_length)
+            if warm is None:
+                initialise_(part, config.run.seed)
+        if warm is not None:
             load_parameters_(model, warm.read)
         connection.on_join = self._joined
         try:
@@ -188,7 +193,12 @@ class _Rank:
         self._text = self._open_text(connection, batches)
         if self._is_leader:
             self._write_manifest(data)
-        logger.info("training begins: %r plan=%s", self._outer, self._outer.plan.fingerprint())
+        logger.info(
+            "training begins: %r plan=%s device=%s",
+            self._outer,
+            self._outer.plan.fingerprint(),
+            device,
+        )
 
     def _find_warm_start(self, connection: Connection) -> tuple[WarmStart | None, int]:
         """Open the warm start, and say at which inner step the run began or will.
@@ -279,7 +289,7 @@ class _Rank:
         return text
 
     def _build_trainer(
-        self, model: Llama, mesh: IslandMesh, data: Data, batches: Batches
+        self, model: Llama | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
     ) -> InnerTrainer:
         config = self._config
         return InnerTrainer(
@@ -289,6 +299,7 @@ class _Rank:
             evaluation=data.evaluation(config.evaluation.num_sequences),
             config=config.inner,
             batch_size=config.island.tokens_per_inner_step // data.sequence_length,
+            micro_batches=config.island.micro_batches,
             inner_steps=config.run.inner_steps,
             clock=time.monotonic,
         )

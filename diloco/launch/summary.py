@@ -496,9 +496,8 @@ def _wait_text(island: IslandSummary, islands: Sequence[IslandSummary]) -> str |
 
 
 def _shape_text(config: IslandConfig) -> str:
-    axes = [f"{name} {size}" for name, size in config.mesh.model_dump().items() if size > 1]
     ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
-    return ", ".join([ranks, *axes])
+    return ", ".join(filter(None, [ranks, config.mesh.shape_text]))
 
 
 def _link_text(link: LinkProfile | None) -> str:

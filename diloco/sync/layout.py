@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from diloco.compression.lanes import check_patterns
 from diloco.config.outer import OuterConfig
-from diloco.outer.fragments import Plan, make_plan
+from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.patterns import insist_on_match
 from diloco.outer.schedule import Schedule
-from diloco.sync.shards import tensor_specs
 
 
-def build_plan(outer: OuterConfig, parameters: Mapping[str, Tensor]) -> Plan:
+def build_plan(outer: OuterConfig, tensors: Sequence[TensorSpec]) -> Plan:
     """Cut the model into fragments and lanes.
 
     Args:
         outer: Its identity fields are read, and what names parameters.
-        parameters: Canonical name -> parameter (any device, meta too), from
-            `canonical_parameters`.
+        tensors: Of the whole island, from `tensor_specs`.
 
     Raises:
         ConfigError: If the parameters do not allow that plan (more fragments than they can be cut
             into, a codec for a name that there is not, ...).
     """
-    check_patterns(outer.uplink, parameters)
+    names = [tensor.name for tensor in tensors]
+    check_patterns(outer.uplink, names)
     for key in ("plain_mean", "experts"):
         patterns: tuple[str, ...] = getattr(outer, key)
         if patterns != type(outer).model_fields[key].default:  # which suits models without them
             for pattern in patterns:
-                insist_on_match(f"outer.{key}", pattern, pattern, parameters)
+                insist_on_match(f"outer.{key}", pattern, pattern, names)
     return make_plan(
-        tensor_specs(parameters),
+        tensors,
         num_fragments=outer.num_fragments,
         pattern=outer.fragment_pattern,
         embedding_alone=outer.embedding_alone,

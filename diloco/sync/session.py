@@ -65,7 +65,7 @@ from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.position import Position
 from diloco.sync.registration import IslandState, Progress
-from diloco.sync.shards import LaneShards
+from diloco.sync.shards import LaneShards, tensor_specs
 from diloco.sync.stop_line import StopLine
 from diloco.sync.stopping import Stopping
 from diloco.sync.trained import Trained, TrainedParameters
@@ -152,7 +152,10 @@ class DiLoCo(Position):
         # The leader may wait that long for the coordinator, and again for a syncer.
         patience_s = 2 * (settings.unreachable_s + settings.rpc_timeout_s)
         self._groups = make_groups(group, patience_s=patience_s)
-        self.plan = build_plan(outer, self._trained.named)
+        specs = tensor_specs(
+            self._trained.named, frozen=self._trained.frozen, group=self._groups.shards
+        )
+        self.plan = build_plan(outer, specs)
         shards = LaneShards(self.plan, self._trained.named, group=self._groups.shards)
         warm_up(self.plan, (outer.uplink, outer.downlink))  # nobody waits for this island yet
         reply = self._join(start_step, data_digest, tokenizer_digest)

@@ -1,16 +1,15 @@
 """Lanes of an island: between the parameters that its ranks store and a fragment's flat lanes.
 
-The only module that knows DTensor layouts. Every rank stores one box of each parameter (FSDP2 and
-TP: its shard; a TP norm or an HSDP copy: the same box as other ranks; a plain tensor: the whole).
-From all ranks' boxes and the plan, two routes a fragment are made, once:
+Every rank stores one box of each of its parameters (`boxes`), and may store nothing of others: the
+layers of other pipeline stages, say. From all ranks' boxes and the plan, two routes a fragment are
+made, once:
 
     collect      the one owner of each element (the lowest island rank that stores it) -> carrier
     distribute   carrier -> every rank that stores the element
 
-A route is a list of box copies: rows and columns of a stored box, and offset and strides of the
-same elements in a lane. Lanes cut tensors anywhere, so a flat range becomes at most 2 ndim - 1
-boxes (part of the first row, full rows, part of the last row), never one a row or an element.
-Routes are executed by all-to-all on a CPU group in slabs of at most ``SLAB_BYTES`` a rank.
+Lanes cut tensors anywhere, so a flat range becomes at most 2 ndim - 1 boxes (part of the first row,
+full rows, part of the last row), never one a row or an element. Routes are executed by all-to-all
+on a CPU group, slab by slab (`routes`).
 
 It computes nothing: pseudo-gradients, codecs and anchors belong to callers, keyed by lane.
 """
@@ -18,131 +17,25 @@ It computes nothing: pseudo-gradients, codecs and anchors belong to callers, key
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.compression.lanes import padding_of
 from diloco.errors import PlanMismatch
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
-from diloco.sync.buffers import synchronised_buffers
+from diloco.sync.boxes import Box, boxes_of_range, stored, stored_box, whole_shape
+from diloco.sync.buffers import is_synchronised, synchronised_buffers
+from diloco.sync.routes import Copy, Route, Slab, dot, strides_of
 
-SLAB_BYTES = 256 * 2**20  # most that a rank sends, and most that it receives, in one collective
-_ITEM_BYTES = 4
+_BUFFER = "buffer of "
 _WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """Elements [offset, offset + size) of every dim of a tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    def shifted(self, by: Iterable[int]) -> _Box:
-        return _Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
-
-    def intersect(self, other: _Box) -> _Box | None:
-        """Return the common elements, None where there are none."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        dims = zip(offsets, self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        sizes = tuple(min(a + m, b + n) - offset for offset, a, m, b, n in dims)
-        return _Box(offsets, sizes) if min(sizes, default=1) > 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One box of the tensor that a rank stores, and the same elements, strided, in a lane."""
-
-    name: str
-    lane_id: int
-    box: _Box
-    strides: tuple[int, ...]  # of the unsharded tensor, hence of its elements in the lane
-    lane_offset: int
-
-    def part(self, start: int, end: int) -> list[_Copy]:
-        """Return the copies of elements [start, end) of the flattened box."""
-        return [
-            _Copy(
-                self.name,
-                self.lane_id,
-                box.shifted(self.box.offsets),
-                self.strides,
-                self.lane_offset + _dot(box.offsets, self.strides),
-            )
-            for box in _boxes_of_range(self.box.sizes, start, end)
-        ]
-
-    def in_lane(self, lane: Tensor) -> Tensor:
-        """Return the view of the elements in the lane, in the shape of the box."""
-        offset = lane.storage_offset() + self.lane_offset
-        return lane.as_strided(self.box.sizes, self.strides, offset)
-
-
-@dataclass(frozen=True, slots=True)
-class _Slab:
-    """This rank's end of one all-to-all: copies in the order of their peers, elements a peer."""
-
-    copies: list[_Copy]
-    splits: list[int]
-
-
-class _Route:
-    """What this rank exchanges with every peer, as holder of boxes and as carrier of lanes.
-
-    Both ends of a pair list the same copies in the same order, so they may cut them alike.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self.limit = max(1, SLAB_BYTES // _ITEM_BYTES // num_ranks)  # elements a peer and slab
-        self.held: list[list[_Copy]] = [[] for _ in range(num_ranks)]
-        self.carried: list[list[_Copy]] = [[] for _ in range(num_ranks)]
-
-    def num_slabs(self) -> int:
-        """Return the number of slabs that this rank needs; the island does the most of any."""
-        totals = (sum(c.box.numel for c in copies) for copies in self.held + self.carried)
-        return max(-(-total // self.limit) for total in totals)
-
-    def slabs(self, num_slabs: int) -> list[tuple[_Slab, _Slab]]:
-        """Return (held, carried) of every all-to-all."""
-        ends = [
-            [self._cut(copies, num_slabs) for copies in end] for end in (self.held, self.carried)
-        ]
-        held, carried = (
-            [
-                _Slab(
-                    [copy for pieces in end for copy in pieces[i]],
-                    [sum(copy.box.numel for copy in pieces[i]) for pieces in end],
-                )
-                for i in range(num_slabs)
-            ]
-            for end in ends
-        )
-        return list(zip(held, carried, strict=True))
-
-    def _cut(self, copies: list[_Copy], num_slabs: int) -> list[list[_Copy]]:
-        pieces: list[list[_Copy]] = [[] for _ in range(num_slabs)]
-        position = 0
-        for copy in copies:
-            done = 0
-            while done < copy.box.numel:
-                take = min(copy.box.numel - done, self.limit - position % self.limit)
-                pieces[position // self.limit] += copy.part(done, done + take)
-                done += take
-                position += take
-        return pieces
 
 
 class LaneShards:
@@ -154,14 +47,15 @@ class LaneShards:
 
     Args:
         plan: Fragments and lanes; equal on all ranks.
-        parameters: Canonical name -> parameter, float32, on every rank the names of the plan.
+        parameters: Canonical name -> parameter, float32: those that this rank stores any part of.
         group: CPU (gloo) group of all ranks of the island; None for an island of one rank.
         carriers: Island ranks that lanes are dealt to in turn, hosts first; equal on all ranks;
             default all ranks in order. ``[0]`` is the gateway mode.
 
     Raises:
         PlanMismatch: On all ranks, if the names or shapes of some rank's parameters are not the
-            plan's, or ranks were given different plans or carriers.
+            plan's, no rank stores one of the plan's, or ranks were given different plans or
+            carriers.
         ValueError: On all ranks, if a parameter is not float32, a carrier is not an island rank,
             or the boxes that ranks store do not cover a parameter exactly once.
     """
@@ -301,15 +195,13 @@ class LaneShards:
                 f"contiguous CPU float32 lanes of the sizes {numels}, got {got}"
             )
 
-    def _exchange_boxes(self, plan: Plan) -> dict[str, dict[int, _Box]]:
+    def _exchange_boxes(self, plan: Plan) -> dict[str, dict[int, Box]]:
         """Return, by parameter, the box of every rank that stores a part of it."""
         mismatches = _plan_problems(self._specs, self._parameters)
         problems = _dtype_problems(self._parameters)
-        boxes = {name: _local_box(parameter) for name, parameter in self._parameters.items()}
+        boxes = {name: stored_box(parameter) for name, parameter in self._parameters.items()}
         mine = (plan.fingerprint(), self._carriers, mismatches, problems, boxes)
-        ranks = [mine] * self._num_ranks
-        if self._group is not None:
-            dist.all_gather_object(ranks, mine, group=self._group)
+        ranks = _gathered(mine, self._group)
         for rank, (fingerprint, carriers, mismatches, problems, _) in enumerate(ranks):
             if fingerprint != ranks[0][0] or carriers != ranks[0][1]:
                 mismatches = ["its plan or its carriers are not those of island rank 0"]
@@ -317,21 +209,30 @@ class LaneShards:
                 error = PlanMismatch if mismatches else ValueError
                 details = "; ".join([*mismatches, *problems])
                 raise error(f"cannot lay out the lanes of island rank {rank}: {details}")
+        if missing := sorted(self._specs.keys() - {name for r in ranks for name in r[-1]}):
+            raise PlanMismatch(
+                f"cannot lay out the lanes: of the plan's parameters no rank of the island stores "
+                f"{missing}"
+            )
         if not set(self._carriers) <= set(range(self._num_ranks)) or not self._carriers:
             raise ValueError(
                 f"carriers = {list(self._carriers)}: give at least one island rank, each in "
                 f"[0, {self._num_ranks - 1}]"
             )
         holders = {
-            name: {rank: r[-1][name] for rank, r in enumerate(ranks) if r[-1][name].numel}
+            name: {
+                rank: boxes[name]
+                for rank, (*_, boxes) in enumerate(ranks)
+                if name in boxes and boxes[name].numel
+            }
             for name in self._specs
         }
         _check_cover(self._specs, holders)
         return holders
 
-    def _routes(self, fragment: Fragment) -> tuple[_Route, _Route]:
+    def _routes(self, fragment: Fragment) -> tuple[Route, Route]:
         """Walk lanes, tensors and ranks in one order, the same on all ranks."""
-        collect, distribute = _Route(self._num_ranks), _Route(self._num_ranks)
+        collect, distribute = Route(self._num_ranks), Route(self._num_ranks)
         for lane, entry in itertools.product(fragment.lanes, fragment.entries):
             origin = entry.offset - entry.start - lane.start  # of the tensor in the lane
             start, end = max(entry.start, -origin), min(entry.end, lane.numel - origin)
@@ -339,9 +240,9 @@ class LaneShards:
                 continue
             carrier = self.carrier(fragment.fragment_id, lane.lane_id)
             shape = self._specs[entry.name].shape
-            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-            regions = _boxes_of_range(shape, start, end)
-            owned: set[_Box] = set()
+            strides = strides_of(shape)
+            regions = boxes_of_range(shape, start, end)
+            owned: set[Box] = set()
             for rank, box in self._holders[entry.name].items():
                 is_owner = box not in owned
                 owned.add(box)
@@ -349,12 +250,12 @@ class LaneShards:
                     continue
                 parts = filter(None, (box.intersect(region) for region in regions))
                 copies = [
-                    _Copy(
+                    Copy(
                         entry.name,
                         lane.lane_id,
                         part.shifted(-offset for offset in box.offsets),
                         strides,
-                        origin + _dot(part.offsets, strides),
+                        origin + dot(part.offsets, strides),
                     )
                     for part in parts
                 ]
@@ -365,73 +266,27 @@ class LaneShards:
                         route.carried[rank] += copies
         return collect, distribute
 
-    def _in_parameter(self, copy: _Copy) -> Tensor:
-        parameter = self._parameters[copy.name]
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-        dims = zip(copy.box.offsets, copy.box.sizes, strict=True)
-        return local[tuple(slice(offset, offset + size) for offset, size in dims)]
+    def _in_parameter(self, copy: Copy) -> Tensor:
+        return stored(self._parameters[copy.name])[copy.box.slices]
 
     def _exchange(
-        self, sent: _Slab, sources: Iterable[Tensor], received: _Slab
-    ) -> Iterator[tuple[_Copy, Tensor]]:
+        self, sent: Slab, sources: Iterable[Tensor], received: Slab
+    ) -> Iterator[tuple[Copy, Tensor]]:
         """Send one slab, and yield every copy of the slab received with its values."""
         if self._group is None:
             # Both ends are this rank and list the same copies in the same order: nothing travels.
             return zip(received.copies, sources, strict=True)
         outgoing = torch.empty(sum(sent.splits))
-        for (_, view), source in zip(_views(outgoing, sent), sources, strict=True):
+        for (_, view), source in zip(sent.views(outgoing), sources, strict=True):
             view.copy_(source)
         incoming = torch.empty(sum(received.splits))
         dist.all_to_all_single(incoming, outgoing, received.splits, sent.splits, group=self._group)
-        return _views(incoming, received)
+        return received.views(incoming)
 
 
-def _views(buffer: Tensor, slab: _Slab) -> Iterator[tuple[_Copy, Tensor]]:
-    pieces = torch.split(buffer, [copy.box.numel for copy in slab.copies])
-    for copy, values in zip(slab.copies, pieces, strict=True):
-        yield copy, values.view(copy.box.sizes)
-
-
-def _dot(a: Iterable[int], b: Iterable[int]) -> int:
-    return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def _boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[_Box]:
-    """Cut elements [start, end) of a flattened row-major tensor into at most 2 ndim - 1 boxes."""
-    if start >= end:
-        return []
-    if not shape:
-        return [_Box((), ())]
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # full rows are [first, last)
-    if first > last:
-        partial = [(last, start - last * row, end - last * row)]
-    else:
-        partial = [(first - 1, start - (first - 1) * row, row), (last, 0, end - last * row)]
-    boxes = [
-        _Box((index, *box.offsets), (1, *box.sizes))
-        for index, row_start, row_end in partial
-        for box in _boxes_of_range(shape[1:], row_start, row_end)
-    ]
-    if first < last:
-        boxes.append(_Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    return boxes
-
-
-def _local_box(parameter: Tensor) -> _Box:
-    """Return the box that this rank stores; the only use of DTensor's private hook."""
-    if not isinstance(parameter, DTensor):
-        return _Box((0,) * parameter.ndim, tuple(parameter.shape))
-    (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    assert tuple(chunk.sizes) == tuple(parameter.to_local().shape)
-    return _Box(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-def _check_cover(
-    specs: Mapping[str, TensorSpec], holders: Mapping[str, Mapping[int, _Box]]
-) -> None:
+def _check_cover(specs: Mapping[str, TensorSpec], holders: Mapping[str, Mapping[int, Box]]) -> None:
     """Require that the distinct boxes of every parameter are its exact partition."""
-    checked: set[tuple[tuple[int, ...], frozenset[_Box]]] = set()
+    checked: set[tuple[tuple[int, ...], frozenset[Box]]] = set()
     for name, spec in specs.items():
         boxes = frozenset(holders[name].values())
         if (spec.shape, boxes) in checked:
@@ -449,15 +304,14 @@ def _check_cover(
 
 
 def _plan_problems(specs: Mapping[str, TensorSpec], parameters: Mapping[str, Tensor]) -> list[str]:
-    missing = sorted(specs.keys() - parameters.keys())
     unknown = sorted(parameters.keys() - specs.keys())
     shapes = [
-        f"{name!r} has the shape {list(parameters[name].shape)}, in the plan {list(spec.shape)}"
+        f"{name!r} has the shape {list(whole_shape(parameters[name]))}, in the plan "
+        f"{list(spec.shape)}"
         for name, spec in specs.items()
-        if name in parameters and tuple(parameters[name].shape) != spec.shape
+        if name in parameters and whole_shape(parameters[name]) != spec.shape
     ]
     return [
-        *([f"of the plan's parameters it lacks {missing}"] if missing else []),
         *([f"it has parameters that the plan lacks: {unknown}"] if unknown else []),
         *shapes,
     ]
@@ -472,15 +326,60 @@ def _dtype_problems(parameters: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def tensor_specs(parameters: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """Return name and unsharded shape of every tensor, by sorted name: the plan's input.
+def tensor_specs(
+    parameters: Mapping[str, Tensor],
+    *,
+    frozen: Collection[str] = (),
+    group: dist.ProcessGroup | None = None,
+) -> list[TensorSpec]:
+    """Return name, whole shape and kind of every tensor, by sorted name: the plan's input.
 
-    What is not trained (`requires_grad`) is a buffer.
+    Ranks may know different parameters, the stages of a pipeline say; together they know all.
+
+    Args:
+        parameters: Canonical name -> parameter, on this rank.
+        frozen: Names of parameters that this rank has and does not train.
+        group: Of all ranks of the island, over which this is collective; None for one rank.
+
+    Raises:
+        PlanMismatch: On all ranks, if two of them know a parameter by different shapes or types,
+            or one trains what another has frozen.
     """
+    facts = {n: (whole_shape(p), _kind(p)) for n, p in parameters.items()}
+    known: dict[str, tuple[int, tuple[int, ...], str]] = {}
+    ranks = _gathered((facts, set(frozen)), group)
+    for rank, (theirs, _) in enumerate(ranks):
+        for name, (shape, kind) in theirs.items():
+            first, *fact = known.setdefault(name, (rank, shape, kind))
+            if fact != [shape, kind]:
+                raise PlanMismatch(
+                    f"parameter {name!r} is {fact[1]} {list(fact[0])} on island rank {first} and "
+                    f"{kind} {list(shape)} on rank {rank}: what is one parameter must have one "
+                    "shape and type on all ranks that store it, and other parameters other names"
+                )
+    for rank, (_, theirs) in enumerate(ranks):
+        if names := sorted(theirs & known.keys()):
+            raise PlanMismatch(
+                f"parameter {names[0]!r} is trained on island rank {known[names[0]][0]} and frozen "
+                f"on rank {rank}: give it the same requires_grad on all ranks that have it"
+            )
     return [
-        TensorSpec(name, tuple(tensor.shape), not tensor.requires_grad)
-        for name, tensor in sorted(parameters.items())
+        TensorSpec(name, shape, kind.startswith(_BUFFER))
+        for name, (_, shape, kind) in sorted(known.items())
     ]
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{_BUFFER if is_synchronised(tensor) else ''}{tensor.dtype}"
+
+
+def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return what every rank brings, of whatever type (hence Any), by island rank."""
+    if group is None:
+        return [mine]
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, mine, group=group)
+    return ranks
 
 
 def canonical_parameters(
@@ -489,11 +388,14 @@ def canonical_parameters(
     """Return what islands synchronise under the names that every island uses for it.
 
     These are the trained parameters, and the buffers that modules declare for it
-    (`diloco.sync.buffers`), which are those without ``requires_grad``.
+    (`diloco.sync.buffers`).
 
     Names lose what wrappers add: ``_orig_mod.`` (compile), ``_checkpoint_wrapped_module.``
-    (activation checkpointing) and the ``module.`` of DataParallel classes. A parameter reachable
-    under several names (tied) comes once, under the first in sorted order.
+    (activation checkpointing), the ``module.`` of DataParallel classes, and the last part of what a
+    module lists as its ``unnamed_modules`` (the stages of a pipeline). A parameter reachable
+    under several names (tied) comes once, under the first in sorted order. Where a rank has only
+    one of two tied parameters (the head of the last pipeline stage), an attribute of the module
+    says so: ``tied_parameters = {"head.weight": "embed.weight"}``, names from that module on.
 
     Args:
         modules: The model; or its parts (pipeline stages, say) with disjoint names; or the
@@ -508,6 +410,8 @@ def canonical_parameters(
     """
     parameters: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(modules):
+        if not (parameter.requires_grad or is_synchronised(parameter)):
+            continue
         if parameters.setdefault(name, parameter) is not parameter:
             raise ValueError(
                 f"two different parameters are called {name!r}: give the modules distinct "
@@ -538,31 +442,51 @@ def reshard_(modules: Iterable[nn.Module | FSDPModule]) -> None:
             module.reshard()
 
 
+def frozen_names(
+    modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
+) -> list[str]:
+    """Return the names of the parameters that `canonical_parameters` leaves out as not trained."""
+    named = _named_parameters(modules)
+    return sorted({name for name, p in named if not (p.requires_grad or is_synchronised(p))})
+
+
 def _named_parameters(
     modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
     if isinstance(modules, Mapping):
-        yield from ((name, value) for name, value in modules.items() if value.requires_grad)
+        yield from modules.items()
         return
     for module in [modules] if isinstance(modules, nn.Module) else modules:
         yield from _stripped_parameters(module)
 
 
 def _stripped_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is synchronised, tied ones repeatedly, by name without what wrappers added."""
+    """Yield parameters, tied ones repeatedly, and buffers, by name without what wrappers added."""
     reshard_(module.modules())
+    children = dict(module.named_modules(remove_duplicate=False))
     wrapped = {
-        f"{path}.module".removeprefix(".")
-        for path, child in module.named_modules(remove_duplicate=False)
-        if isinstance(child, DistributedDataParallel | nn.DataParallel)
+        f"{path}.{unnamed}".removeprefix(".")
+        for path, child in children.items()
+        for unnamed in (
+            ("module",)
+            if isinstance(child, DistributedDataParallel | nn.DataParallel)
+            else getattr(child, "unnamed_modules", ())
+        )
     }
-    every = module.named_parameters(remove_duplicate=False)
-    trained = ((path, parameter) for path, parameter in every if parameter.requires_grad)
-    for path, tensor in itertools.chain(trained, synchronised_buffers(module)):
+
+    def stripped(path: str) -> str:
         parts = path.split(".")
-        kept = (
+        return ".".join(
             part
             for i, part in enumerate(parts)
             if part not in _WRAPPER_ATTRIBUTES and ".".join(parts[: i + 1]) not in wrapped
         )
-        yield ".".join(kept), tensor
+
+    tied: dict[str, str] = {}
+    for path, child in children.items():
+        for names in getattr(child, "tied_parameters", {}).items():
+            first, *others = sorted(f"{stripped(path)}.{name}".removeprefix(".") for name in names)
+            tied |= dict.fromkeys(others, first)
+    parameters = module.named_parameters(remove_duplicate=False)
+    for path, tensor in itertools.chain(parameters, synchronised_buffers(module)):
+        yield tied.get(stripped(path), stripped(path)), tensor

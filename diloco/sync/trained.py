@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from diloco.sync.shards import canonical_parameters, reshard_
+from diloco.sync.shards import canonical_parameters, frozen_names, reshard_
 
 #: A module, its parts, or parameters by name.
 Trained: TypeAlias = nn.Module | Iterable[nn.Module] | Mapping[str, Tensor]
@@ -23,6 +23,7 @@ class TrainedParameters:
 
     Attributes:
         named: Canonical name -> parameter.
+        frozen: Names of those that are not trained.
     """
 
     def __init__(self, trained: Trained) -> None:
@@ -45,6 +46,7 @@ class TrainedParameters:
                 )
         self._modules = tuple(modules)
         self.named = self._found()
+        self.frozen = frozen_names(self._modules if self._named is None else self._named)
 
     def settle(self, inner_step: int) -> None:
         """Insist that they are the same, and let FSDP2 show their shards.

@@ -6,15 +6,19 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from diloco.config.inner import InnerConfig, InnerOptimizerConfig
+from diloco.config.mesh import MeshConfig
 from diloco.data.batches import Evaluation
 from diloco.data.corpus import TextCorpus, TextData
-from diloco.inner.model import Llama, LlamaShape, build_model, initialise_
-from diloco.inner.parallelize import IslandMesh, make_mesh, parallelize
+from diloco.inner.mesh import IslandMesh, make_mesh
+from diloco.inner.model import Llama, LlamaShape, initialise_
+from diloco.inner.parallelize import parallelize
+from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.trainer import InnerTrainer
+from diloco.sync.shards import canonical_parameters
 
 Array = npt.NDArray[np.float32]
 
@@ -52,30 +56,34 @@ def small_data() -> TextData:
 
 
 def one_rank() -> IslandMesh:
-    return make_mesh(CPU)
+    return make_mesh(CPU, MeshConfig())
 
 
-def make_model(mesh: IslandMesh, *, is_tied: bool = False) -> Llama:
-    model = build_model(debug_shape(is_tied=is_tied))
-    parallelize(model, mesh, sequence_length=SEQUENCE_LENGTH)
-    initialise_(model, SEED)
+def make_model(mesh: IslandMesh, shape: LlamaShape | None = None) -> Llama | Pipeline:
+    model = build_part(shape or debug_shape(), mesh)
+    for part in parts_of(model):
+        parallelize(part, mesh, sequence_length=SEQUENCE_LENGTH)
+        initialise_(part, SEED)
     return model
 
 
 def make_trainer(
     mesh: IslandMesh,
     *,
-    is_tied: bool = False,
+    shape: LlamaShape | None = None,
+    optimizer: InnerOptimizerConfig | None = None,
     micro_batches: int = 1,
     batch_size: int = BATCH_SIZE,
     clip_norm: float = 0.5,
     num_evaluated: int = 4,
     evaluation: Evaluation | None = None,
 ) -> InnerTrainer:
-    optimizer = InnerOptimizerConfig(lr=2e-3, warmup_steps=2)
+    config = InnerConfig(
+        optimizer=optimizer or InnerOptimizerConfig(lr=2e-3, warmup_steps=2), clip_norm=clip_norm
+    )
     data = small_data()
     return InnerTrainer(
-        make_model(mesh, is_tied=is_tied),
+        make_model(mesh, shape),
         mesh=mesh,
         batches=data.batches(
             slots=(1,),
@@ -85,16 +93,17 @@ def make_trainer(
             dp_size=mesh.dp_size,
         ),
         evaluation=evaluation or data.evaluation(num_evaluated),
-        config=InnerConfig(optimizer=optimizer, clip_norm=clip_norm, micro_batches=micro_batches),
+        config=config,
         batch_size=batch_size,
+        micro_batches=micro_batches,
         inner_steps=INNER_STEPS,
         clock=iter(range(1_000_000)).__next__,
     )
 
 
-def whole_parameters(model: Llama) -> dict[str, Array]:
-    """Unsharded values by name; collective unless the island is one rank."""
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+def whole_parameters(model: nn.Module) -> dict[str, Array]:
+    """Unsharded values by canonical name; collective unless the island is one rank."""
+    return {name: whole(parameter) for name, parameter in canonical_parameters(model).items()}
 
 
 def whole(tensor: Tensor) -> Array:

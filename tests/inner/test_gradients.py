@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from diloco.config.mesh import MeshConfig
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
-from diloco.inner.parallelize import make_mesh
+from diloco.inner.mesh import make_mesh
+from diloco.inner.tensor_parallel import partial_parameters
 from tests.distributed import run_ranks
-from tests.inner.small_island import CPU, make_model, one_rank, small_data, whole
+from tests.inner.small_island import CPU, debug_shape, make_model, one_rank, small_data, whole
 
 SHAPES = {"plain": (3, 5), "split": (5, 4), "copied": (7,), "grid": (6, 2), "by column": (2, 3)}
 
@@ -50,13 +52,14 @@ def settle_by_hand(island_rank):
     also = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()]))
     split = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
     ours = float(island_rank + 1)
-    summed.grad = DTensor.from_local(torch.tensor([ours, 0.0, 1.0]), mesh, [Partial()])
-    also.grad = DTensor.from_local(torch.full((2, 2), ours), mesh, [Partial()])
+    # Labelled as FSDP2 labels them: nothing says that they are parts of a sum.
+    summed.grad = DTensor.from_local(torch.tensor([ours, 0.0, 1.0]), mesh, [Replicate()])
+    also.grad = DTensor.from_local(torch.full((2, 2), ours), mesh, [Replicate()])
     split.grad = DTensor.from_local(torch.arange(4.0), mesh, [Replicate()])
     plain, unused = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     plain.grad = torch.tensor([ours])
     parameters = [summed, split, also, plain, unused]
-    settle_gradients_(parameters)
+    settle_gradients_(parameters, partial=[summed, also, unused], group=mesh.get_group())
     placements_agree = all(p.grad.placements == p.placements for p in (summed, split, also))
     values = [p.grad.to_local().tolist() for p in (summed, split, also)]
     return placements_agree, values, plain.grad.tolist(), unused.grad
@@ -64,12 +67,12 @@ def settle_by_hand(island_rank):
 
 def model_gradients(mesh, is_tied):
     """Gradients of one batch as this rank's optimizer sees them, and unsharded."""
-    model = make_model(mesh, is_tied=is_tied)
+    model = make_model(mesh, debug_shape(is_tied=is_tied))
     tokens = small_data().batch(0, 0, 4)
     logits = model(tokens[:, :-1], torch.arange(tokens.shape[1] - 1))
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    settle_gradients_(model.parameters())
+    settle_gradients_(model.parameters(), partial=partial_parameters(model), group=mesh.tp_group)
     local = {
         name: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).numpy().copy()
         for name, p in model.named_parameters()
@@ -78,7 +81,7 @@ def model_gradients(mesh, is_tied):
 
 
 def on_each_rank(island_rank):
-    mesh = make_mesh(CPU, tp=2)
+    mesh = make_mesh(CPU, MeshConfig(tp=2))
     return {
         "clip": {max_norm: clip_everything(max_norm) for max_norm in (0.5, 100.0, math.inf)},
         "settle": settle_by_hand(island_rank),

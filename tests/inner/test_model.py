@@ -101,7 +101,7 @@ def test_shape_is_taken_from_the_configuration():
 
 
 def test_tied_model_lists_its_matrix_once_under_the_embedding():
-    model = make_model(one_rank(), is_tied=True)
+    model = make_model(one_rank(), debug_shape(is_tied=True))
 
     names = [name for name, _ in model.named_parameters()]
     assert "embed.weight" in names
@@ -110,7 +110,7 @@ def test_tied_model_lists_its_matrix_once_under_the_embedding():
 
 
 def test_lost_tying_is_noticed():
-    model = make_model(one_rank(), is_tied=True)
+    model = make_model(one_rank(), debug_shape(is_tied=True))
     model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
 
     with pytest.raises(AssertionError, match="tying was lost"):

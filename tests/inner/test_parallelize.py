@@ -1,14 +1,15 @@
-"""Meshes and layouts that are refused; what the accepted ones do is in test_layout_parity."""
+"""Meshes, and layouts that are refused; what the accepted ones do is in test_layouts."""
 
 import dataclasses
 
 import pytest
 import torch
 
+from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
 from diloco.inner import parallelize
+from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.model import build_model
-from diloco.inner.parallelize import IslandMesh, make_mesh
 from tests.distributed import run_ranks
 from tests.inner.small_island import CPU, SEQUENCE_LENGTH, debug_shape
 
@@ -21,34 +22,52 @@ REFUSED_UNDER_TP = {
 
 
 def test_one_rank_needs_no_process_group():
-    mesh = make_mesh(CPU)
+    mesh = make_mesh(CPU, MeshConfig())
 
-    assert mesh == IslandMesh(CPU, None)
-    assert (mesh.tp_size, mesh.dp_size, mesh.dp_coordinate, mesh.dp_group) == (1, 1, 0, None)
+    assert mesh == IslandMesh(CPU, MeshConfig())
+    assert (mesh.tp_size, mesh.dp_size, mesh.dp_coordinate) == (1, 1, 0)
+    assert mesh.loss_group is None and mesh.tp_group is None
 
 
-@pytest.mark.parametrize(("dp_shard", "tp"), [(2, 1), (1, 2), (2, 2)])
-def test_mesh_of_more_ranks_than_there_are_is_refused(dp_shard, tp):
-    message = rf"dp_shard = {dp_shard}, tp = {tp} needs {dp_shard * tp} ranks, the island has 1"
+@pytest.mark.parametrize(("dp_replicate", "dp_shard", "tp"), [(1, 2, 1), (1, 1, 2), (2, 2, 2)])
+def test_mesh_of_more_ranks_than_there_are_is_refused(dp_replicate, dp_shard, tp):
+    config = MeshConfig(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
+    message = rf"mesh .* needs {dp_replicate * dp_shard * tp} ranks, the island has 1"
 
     with pytest.raises(ConfigError, match=message):
-        make_mesh(CPU, dp_shard=dp_shard, tp=tp)
+        make_mesh(CPU, config)
 
 
-def test_fsdp_and_tp_at_once_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+def place(config):
+    """Say where a rank is: what it shares with which others."""
+    mesh = make_mesh(CPU, config)
+    groups = (mesh.tp_group, mesh.loss_group)
+    neighbours = [group and torch.distributed.get_process_group_ranks(group) for group in groups]
+    return (mesh.dp_coordinate, *neighbours)
 
-    with pytest.raises(ConfigError, match="dp_shard = 2, tp = 2: both at once are not supported"):
-        make_mesh(CPU, dp_shard=2, tp=2)
+
+def places(island_rank):
+    return [
+        place(MeshConfig(dp_shard=2, tp=2)),
+        place(MeshConfig(dp_replicate=2, dp_shard=2)),
+        place(MeshConfig(dp_replicate=2, tp=2)),
+    ]
+
+
+def test_ranks_of_a_grid_share_sequences_along_tp_and_only_there():
+    sharded, hybrid, replicated = zip(*run_ranks(places, 4), strict=True)
+
+    in_pairs = ((0, [0, 1], [0, 2]), (0, [0, 1], [1, 3]), (1, [2, 3], [0, 2]), (1, [2, 3], [1, 3]))
+    assert sharded == replicated == in_pairs
+    assert hybrid == tuple((rank, None, [0, 1, 2, 3]) for rank in range(4))
 
 
 def describe(island_rank):
     """Sizes and coordinates of both meshes of 2 ranks, and how a tensor-parallel island refuses."""
     rows = []
     for axis in ("dp_shard", "tp"):
-        mesh = make_mesh(CPU, **{axis: 2})
-        has_group = mesh.dp_group is not None
+        mesh = make_mesh(CPU, MeshConfig(**{axis: 2}))
+        has_group = mesh.loss_group is not None
         rows.append((mesh.tp_size, mesh.dp_size, mesh.dp_coordinate, has_group))
     refusals = {}
     for path, change in REFUSED_UNDER_TP.items():
@@ -56,7 +75,9 @@ def describe(island_rank):
         sizes = {key: value for key, value in change.items() if key != "sequence_length"}
         model = build_model(dataclasses.replace(debug_shape(), **sizes))
         try:
-            parallelize.parallelize(model, make_mesh(CPU, tp=2), sequence_length=sequence_length)
+            parallelize.parallelize(
+                model, make_mesh(CPU, MeshConfig(tp=2)), sequence_length=sequence_length
+            )
         except ConfigError as error:
             refusals[path] = str(error)
     return rows, refusals
@@ -76,7 +97,7 @@ def test_model_on_one_rank_is_materialised_and_tied_as_declared(is_tied):
     model = build_model(debug_shape(is_tied=is_tied))
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
-    parallelize.parallelize(model, make_mesh(CPU), sequence_length=SEQUENCE_LENGTH)
+    parallelize.parallelize(model, make_mesh(CPU, MeshConfig()), sequence_length=SEQUENCE_LENGTH)
 
     assert {p.device for p in model.parameters()} == {CPU}
     assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -10,13 +10,19 @@ JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT"
 
 
 def test_job_is_read_from_the_environment() -> None:
-    assert Job.from_environment(JOB) == Job(1, 2, "env://")
+    alone = Job(1, 2, "env://", local_rank=1, num_local_ranks=2)
+    spread = Job(1, 2, "env://", local_rank=0, num_local_ranks=1)
+
+    assert Job.from_environment(JOB) == alone
+    assert Job.from_environment(JOB | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}) == spread
 
 
 def test_a_rendezvous_of_its_own_needs_no_master() -> None:
-    environ = {"RANK": "1", "WORLD_SIZE": "2"}
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "9", "LOCAL_WORLD_SIZE": "9"}
 
-    assert Job.from_environment(environ, rendezvous="file:///x") == Job(1, 2, "file:///x")
+    job = Job.from_environment(environ, rendezvous="tcp://x:1", num_hosts=2)
+
+    assert job == Job(3, 4, "tcp://x:1", num_hosts=2, local_rank=1, num_local_ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -32,10 +38,13 @@ def test_a_rendezvous_of_its_own_needs_no_master() -> None:
         ("MASTER_PORT", None),
         ("MASTER_PORT", "0"),
         ("MASTER_PORT", "65536"),
+        ("LOCAL_RANK", "1"),
+        ("LOCAL_WORLD_SIZE", "3"),
     ],
 )
 def test_wrong_variable_is_refused_by_name(name: str, value: str | None) -> None:
-    environ = {key: text for key, text in JOB.items() if key != name}
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environ = {key: text for key, text in (JOB | local).items() if key != name}
     if value is not None:
         environ[name] = value
 

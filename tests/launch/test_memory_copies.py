@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from diloco.inner.state import local_part, moments, optimizer_step
+from diloco.inner.state import moments, optimizer_step
 from diloco.launch.host_memory import Header, HostMemory
 from diloco.launch.memory_copies import MemoryCopies
+from diloco.sync.boxes import stored
 from diloco.telemetry.events import Event, MemoryCopied
 from tests.distributed import RankFailed, run_ranks
 from tests.launch.small_checkpoint import Trained, make_optimizer
@@ -68,7 +69,7 @@ class Rank:
         """Moments that this rank stores."""
         sections = moments(self.trained.model, self.trained.optimizer)
         tensors: list[Tensor] = [t for named in sections.values() for t in named.values()]
-        return [local_part(tensor).flatten().tolist() for tensor in tensors]
+        return [stored(tensor).flatten().tolist() for tensor in tensors]
 
     def copied_steps(self) -> list[int]:
         return [event.copied_step for event in self.events if isinstance(event, MemoryCopied)]

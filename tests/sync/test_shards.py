@@ -18,7 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from diloco.errors import PlanMismatch
 from diloco.outer.fragments import Entry, Fragment, Lane, Plan, TensorSpec
 from diloco.outer.merge import merge_
-from diloco.sync import shards
+from diloco.sync import routes
+from diloco.sync.boxes import Box, boxes_of_range, declare_part, stored_box
 from diloco.sync.shards import LaneShards, canonical_parameters, tensor_specs
 from tests.distributed import run_ranks
 
@@ -35,6 +36,7 @@ class Layer(nn.Module):
         self.conv = nn.Parameter(torch.empty(5, 6, 11))
         self.norm = nn.Parameter(torch.empty(70))
         self.gate = nn.Parameter(torch.empty(1))
+        self.experts = nn.Parameter(torch.empty(5, 6, 9))
 
 
 class Model(nn.Module):
@@ -96,11 +98,30 @@ def vector(fragment: Fragment, values: Callable[[str], Tensor]) -> Tensor:
 
 
 def full_values(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather the unsharded values as this rank's replicas see them."""
+    """Gather the unsharded values as this rank's replicas see them; of parts, what is there."""
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in parameters.items()
     }
+
+
+def island_values(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put together what all ranks see, each by its own replicas, which must agree."""
+    mine = {
+        name: (value, getattr(parameters[name], "_diloco_part", (tuple(value.shape), None)))
+        for name, value in full_values(parameters).items()
+    }
+    ranks: list[dict[str, tuple[Tensor, tuple[tuple[int, ...], tuple[int, ...] | None]]]] = [{}]
+    ranks *= dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    values: dict[str, Tensor] = {}
+    for name, (value, (shape, offsets)) in [item for rank in ranks for item in rank.items()]:
+        whole = values.setdefault(name, torch.full(shape, torch.nan))
+        where = zip(offsets or (0,) * value.ndim, value.shape, strict=True)
+        part = whole[tuple(slice(a, a + n) for a, n in where)]
+        assert torch.equal(torch.where(part.isnan(), value, part), value), f"{name}: copies differ"
+        part.copy_(value)
+    return dict(sorted(values.items()))
 
 
 # Layouts: each builds the same global values, placed differently.
@@ -168,12 +189,84 @@ def tied_fsdp() -> dict[str, Tensor]:
     return parameters
 
 
+class Stage(nn.Module):
+    """One of two pipeline stages: its own part of the model, by the names of the whole."""
+
+    def __init__(self, index: int, *, is_tied: bool = False) -> None:
+        super().__init__()
+        whole = Model()  # in which tied parameters have values of their own
+        self.layers = nn.ModuleDict({str(index): whole.layers[index]})
+        if index == 0:
+            self.embed = whole.embed
+        else:
+            self.head = whole.head
+        if is_tied and index == 1:
+            self.tied_parameters = {"head.weight": "embed.weight"}
+            self.head.weight.data.copy_(Model(is_tied=True).head.weight)
+
+
+def stages() -> dict[str, Tensor]:
+    return canonical_parameters(Stage(dist.get_rank()))
+
+
+def tied_stages() -> dict[str, Tensor]:
+    parameters = canonical_parameters(torch.compile(Stage(dist.get_rank(), is_tied=True)))
+    assert "embed.weight" in parameters and "head.weight" not in parameters
+    return parameters
+
+
+def tied_fsdp_stages() -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = Stage(mesh.get_local_rank("pp"), is_tied=True)
+    fully_shard(stage, mesh=mesh["dp"])
+    return canonical_parameters([stage])
+
+
+def uneven_experts(mesh: object) -> tuple[Tensor, list[int], list[int]]:
+    """This rank's experts of the first layer: 3 or 2 of 5."""
+    whole = Model().layers[0].experts.detach()
+    first, last = ((0, 3), (3, 5))[mesh.get_local_rank("ep")]
+    return whole[first:last].clone(), list(whole.shape), [first, 0, 0]
+
+
+def experts() -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model = Model()
+    part, shape, offsets = uneven_experts(mesh)
+    model.layers[0].experts = declare_part(nn.Parameter(part), shape, offsets)
+    model.layers[1].experts = nn.Parameter(
+        distribute_tensor(model.layers[1].experts.detach(), mesh, [Shard(0)])
+    )
+    return canonical_parameters(model)
+
+
+def fsdp_experts() -> dict[str, Tensor]:
+    """Experts over ep, as parts and as DTensors, and over dp by FSDP; the rest over all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = Model()
+    part, shape, offsets = uneven_experts(mesh)
+    model.layers[0].experts = nn.Parameter(part)
+    model.layers[1].experts = nn.Parameter(
+        distribute_tensor(model.layers[1].experts.detach(), mesh["ep"], [Shard(0)])
+    )
+    holders = [nn.ParameterDict({"experts": layer.experts}) for layer in model.layers]
+    for holder, layer in zip(holders, model.layers, strict=True):
+        del layer.experts
+        fully_shard(holder, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1))
+    fully_shard(model, mesh=mesh._flatten("all"))
+    declare_part(holders[0].experts, shape, offsets)
+    named = {f"layers.{i}.experts": holder.experts for i, holder in enumerate(holders)}
+    return canonical_parameters({**named, **dict(model.named_parameters())})
+
+
 # Checks: what every rank runs for every layout.
 
 
 def check_hook(parameters: dict[str, Tensor]) -> None:
     for name, full in full_values(parameters).items():
-        box = shards._local_box(parameters[name])
+        box = stored_box(parameters[name])
+        if part := getattr(parameters[name], "_diloco_part", None):
+            box = box.shifted(-offset for offset in part[1])
         where = zip(box.offsets, box.sizes, strict=True)
         local = parameters[name]
         local = local.to_local() if isinstance(local, DTensor) else local
@@ -208,7 +301,7 @@ def check_distribute(
 ) -> None:
     """Every rank's own copies hold the mixture afterwards, and nothing else has changed."""
     for fragment in plan.fragments:
-        before = full_values(parameters)
+        before = island_values(parameters)
         news = {n: global_values(n, tuple(v.shape), 1) for n, v in before.items()}
         published = vector(fragment, news.__getitem__)
         published_lanes = {
@@ -223,19 +316,19 @@ def check_distribute(
         for entry in fragment.entries:
             span = slice(entry.start, entry.end)
             merge_(expected[entry.name].view(-1)[span], news[entry.name].view(-1)[span], local_mix)
-        # full_tensor() reads this rank's own replica: on all ranks it covers every copy.
-        after = full_values(parameters)
+        # full_tensor() reads this rank's own replica: over all ranks it covers every copy.
+        after = island_values(parameters)
         for name, value in expected.items():
             assert torch.equal(after[name], value), (name, fragment.fragment_id)
 
 
 @contextmanager
 def slabs_of(num_bytes: int) -> Iterator[None]:
-    default, shards.SLAB_BYTES = shards.SLAB_BYTES, num_bytes
+    default, routes.SLAB_BYTES = routes.SLAB_BYTES, num_bytes
     try:
         yield
     finally:
-        shards.SLAB_BYTES = default
+        routes.SLAB_BYTES = default
 
 
 def check_layouts(island_rank: int, names: list[str]) -> dict[str, str]:
@@ -245,20 +338,20 @@ def check_layouts(island_rank: int, names: list[str]) -> dict[str, str]:
     for name in names:
         for slab_bytes, carriers in [(2**28, None), (1200 * num_ranks, None), (4000, [0])]:
             parameters = globals()[name]()
-            plan = awkward_plan(tensor_specs(parameters))
+            plan = awkward_plan(tensor_specs(parameters, group=dist.group.WORLD))
             with slabs_of(slab_bytes):
                 lane_shards = LaneShards(
                     plan, parameters, group=dist.group.WORLD, carriers=carriers
                 )
             num_slabs = len(lane_shards._collect[0])
-            assert (num_slabs == 1) if slab_bytes == 2**28 else (num_slabs > 2), num_slabs
+            assert (num_slabs == 1) if slab_bytes == 2**28 else (num_slabs > 1), num_slabs
             try:
                 check_hook(parameters)
-                digest = check_collect(lane_shards, plan, full_values(parameters))
+                digest = check_collect(lane_shards, plan, island_values(parameters))
                 assert digests.setdefault(name, digest) == digest
                 check_distribute(lane_shards, plan, parameters, 0.5)
                 check_distribute(lane_shards, plan, parameters, 0.0)
-                check_collect(lane_shards, plan, full_values(parameters))
+                check_collect(lane_shards, plan, island_values(parameters))
                 check_distribute(lane_shards, plan, parameters, 1.0)
             except BaseException as error:
                 error.add_note(f"layout={name} slab_bytes={slab_bytes} carriers={carriers}")
@@ -285,9 +378,21 @@ def expected_digests(names: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
     [
-        (2, ["plain", "fsdp", "fsdp_last_dim", "tp", "tied_fsdp"]),
+        (
+            2,
+            [
+                "plain",
+                "fsdp",
+                "fsdp_last_dim",
+                "tp",
+                "tied_fsdp",
+                "stages",
+                "tied_stages",
+                "experts",
+            ],
+        ),
         (3, ["fsdp"]),
-        (4, ["fsdp", "tp", "fsdp_tp", "hsdp"]),
+        (4, ["fsdp", "tp", "fsdp_tp", "hsdp", "tied_fsdp_stages", "fsdp_experts"]),
     ],
     ids=["2-ranks", "3-ranks", "4-ranks"],
 )
@@ -311,8 +416,10 @@ def refusals(island_rank: int) -> None:
     words = "island rank 1.*'head.weight' is torch.bfloat16.*float32 masters"
     refused(ValueError, words, half if island_rank == 1 else parameters)
 
-    lacking = {n: p for n, p in parameters.items() if n != "layers.1.norm" or island_rank == 0}
-    refused(PlanMismatch, r"rank 1.*lacks \['layers.1.norm'\]", lacking)
+    lacking = {n: p for n, p in parameters.items() if n != "layers.1.norm"}
+    refused(PlanMismatch, r"no rank of the island stores \['layers.1.norm'\]", lacking)
+    first = {"layers.1.norm": declare_part(torch.zeros(30), [70], [0])}
+    refused(ValueError, r"'layers.1.norm' \[70\] once.*they store 30", {**lacking, **first})
     refused(PlanMismatch, r"plan lacks: \['extra'\]", {**parameters, "extra": torch.zeros(1)})
     reshaped = {**parameters, "head.weight": torch.zeros(50, 13)}
     refused(PlanMismatch, r"'head.weight' has the shape \[50, 13\], in the plan", reshaped)
@@ -327,6 +434,15 @@ def refusals(island_rank: int) -> None:
     if island_rank == 1:
         mixed["head.weight"] = sharded
     refused(ValueError, r"'head.weight'.*some in differing shards", mixed)
+
+    named = {"w": torch.zeros(2 + island_rank, 3)}
+    with pytest.raises(PlanMismatch, match=r"'w' is .* \[2, 3\] on island rank 0 .* \[3, 3\]"):
+        tensor_specs(named, group=group)
+    named, frozen = ({"w": torch.zeros(2)}, []) if island_rank == 0 else ({}, ["w"])
+    with pytest.raises(PlanMismatch, match="'w' is trained on island rank 0 and frozen on rank 1"):
+        tensor_specs(named, frozen=frozen, group=group)
+    with pytest.raises(ValueError, match=r"\[2\] at \[3\] does not lie in .* \[4\]"):
+        declare_part(torch.zeros(2), [4], [3])
 
     lane_shards = LaneShards(plan, parameters, group=group)
     lanes = lane_shards.collect(0)
@@ -384,7 +500,7 @@ def test_range_of_a_tensor_is_few_boxes_that_hold_exactly_its_elements() -> None
         numel = math.prod(shape)
         flat = torch.arange(numel).view(shape)
         for start, end in itertools.combinations_with_replacement(range(numel + 1), 2):
-            boxes = shards._boxes_of_range(shape, start, end)
+            boxes = boxes_of_range(shape, start, end)
             elements = [
                 flat[tuple(slice(a, a + n) for a, n in zip(b.offsets, b.sizes, strict=True))]
                 for b in boxes
@@ -401,10 +517,10 @@ def test_copies_of_a_rowwise_shard_are_few_whatever_its_rows() -> None:
     plan = Plan(tuple(specs), (Fragment(0, (entry,), numel, (Lane(0, 0, numel),)),), BLOCK, 1)
     lane_shards = LaneShards(plan, {"w": torch.zeros(4096, 96)}, group=None)
 
-    lane_shards._holders = {"w": {0: shards._Box((0, 32), (4096, 32))}}
+    lane_shards._holders = {"w": {0: Box((0, 32), (4096, 32))}}
     collect, _ = lane_shards._routes(plan.fragments[0])
 
-    assert [copy.box for copy in collect.held[0]] == [shards._Box((0, 0), (4096, 32))]
+    assert [copy.box for copy in collect.held[0]] == [Box((0, 0), (4096, 32))]
 
 
 def wrap(model: nn.Module) -> nn.Module:
@@ -466,8 +582,7 @@ def test_modules_without_clear_float32_masters_are_refused(
 
 def test_memory_that_was_given_back_is_used_again() -> None:
     torch.manual_seed(5)
-    parameters = {"a": torch.randn(300, requires_grad=True)}
-    parameters["b"] = torch.randn(7, 11, requires_grad=True)
+    parameters = {"a": torch.randn(300), "b": torch.randn(7, 11)}
     plan = awkward_plan(tensor_specs(parameters))
     shards = LaneShards(plan, parameters, group=None)
     first = shards.collect(0)

@@ -1,0 +1,134 @@
+"""Owns how the ranks of an island are arranged: one device mesh, and the groups along its axes.
+
+    (pp, dp_replicate, fsdp, tp)      fsdp = dp_shard x cp: ranks that share shards
+
+Ranks are dealt row-major, so those along tp are next to each other. Axes of 1 are left out. Knows
+no model; what the ranks along an axis do is for `parallelize` and its neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from diloco.config.mesh import MeshConfig
+from diloco.errors import ConfigError
+
+Axis = Literal["pp", "dp_replicate", "fsdp", "tp"]
+
+
+@dataclass(frozen=True, slots=True)
+class IslandMesh:
+    """The ranks of one island, as this one of them sees them.
+
+    Attributes:
+        device: Device of this rank.
+        config: Sizes of the axes, and the options of parallelism.
+        device_mesh: The axes above 1, named as in `Axis`; None for one rank.
+        loss_group: The ranks whose losses are of different tokens; None if this rank has them all.
+    """
+
+    device: torch.device
+    config: MeshConfig
+    device_mesh: DeviceMesh | None = None
+    loss_group: dist.ProcessGroup | None = None
+
+    def size(self, axis: Axis) -> int:
+        """Return the number of ranks along an axis."""
+        return _sizes(self.config)[axis]
+
+    def coordinate(self, axis: Axis) -> int:
+        """Return the position of this rank along an axis, from 0."""
+        submesh = self.submesh(axis)
+        return 0 if submesh is None else submesh.get_local_rank()
+
+    def submesh(self, *axes: Axis) -> DeviceMesh | None:
+        """Return the mesh of this rank's neighbours along some axes; None if all are 1.
+
+        Args:
+            axes: In the order of `Axis`; those of 1 are left out.
+        """
+        present = tuple(axis for axis in axes if self.size(axis) > 1)
+        if not present:
+            return None
+        assert self.device_mesh is not None, "a mesh of several ranks has axes"
+        return self.device_mesh[present]
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks that share the matrices; 1 without tensor parallelism."""
+        return self.config.tp
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that share the matrices; None without tensor parallelism."""
+        submesh = self.submesh("tp")
+        return None if submesh is None else submesh.get_group()
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that have other layers; None without pipeline parallelism."""
+        submesh = self.submesh("pp")
+        return None if submesh is None else submesh.get_group()
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks that take different sequences; 1 without data parallelism."""
+        return self.config.dp_size
+
+    @property
+    def dp_coordinate(self) -> int:
+        """Position of this rank among those that take different sequences, from 0.
+
+        Ranks along pp, cp and tp share sequences, and this number.
+        """
+        config = self.config
+        return self.coordinate("dp_replicate") * config.dp_shard + (
+            self.coordinate("fsdp") // config.cp
+        )
+
+
+def make_mesh(device: torch.device, config: MeshConfig) -> IslandMesh:
+    """Arrange the ranks of the default process group; collective unless the island is one rank.
+
+    Args:
+        device: Device of this rank.
+        config: Axes and options.
+
+    Raises:
+        ConfigError: If the product of the axes is not the number of ranks.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if config.num_ranks != num_ranks:
+        raise ConfigError(
+            f"mesh {config.shape_text or 'without an axis above 1'} needs {config.num_ranks} "
+            f"ranks, the island has {num_ranks}; change the mesh or the number of ranks"
+        )
+    if num_ranks == 1:
+        return IslandMesh(device, config)
+    sizes = {axis: size for axis, size in _sizes(config).items() if size > 1}
+    device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return IslandMesh(device, config, device_mesh, _loss_group(device_mesh))
+
+
+def _sizes(config: MeshConfig) -> dict[Axis, int]:
+    return {
+        "pp": config.pp,
+        "dp_replicate": config.dp_replicate,
+        "fsdp": config.dp_shard * config.cp,
+        "tp": config.tp,
+    }
+
+
+def _loss_group(device_mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Join the ranks along dp_replicate and fsdp: a batch's sequences, and their positions."""
+    names = device_mesh.mesh_dim_names or ()
+    axes = tuple(axis for axis in ("dp_replicate", "fsdp") if axis in names)
+    if not axes:
+        return None
+    submesh = device_mesh[axes]
+    return submesh.get_group() if len(axes) == 1 else submesh._flatten("loss").get_group()

@@ -1,0 +1,127 @@
+"""Owns how matrices and positions of the decoder are split over the ranks along `tp`.
+
+Matrices are split by columns into attention and feed-forward and by rows out of them; between them
+the residual stream holds S / tp positions a rank (sequence parallelism). Attention and feed-forward
+gather the positions first, so RoPE sees every one of them.
+
+Source: Megatron-LM (arXiv 1909.08053), sequence parallelism (arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from diloco.errors import ConfigError
+from diloco.inner.model import Block, Llama
+
+
+def apply_tensor_parallel(
+    model: Llama, mesh: DeviceMesh, *, sequence_length: int, keeps_logits_split: bool
+) -> None:
+    """Split a model on the meta device over a mesh of one axis, in place.
+
+    Args:
+        model: The decoder, or a stage of it.
+        mesh: The ranks along `tp`.
+        sequence_length: Positions of a training sequence.
+        keeps_logits_split: Whether the model returns this rank's V / tp columns of the logits
+            instead of all of them, as a plain tensor either way.
+
+    Raises:
+        ConfigError: If the number of ranks does not divide heads, widths, vocabulary or sequence
+            length.
+    """
+    _check_divisible(model, mesh.size(), sequence_length)
+    # The logits are a view of the head's DTensor, and nobody writes into them.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(\w+\) returned a view tensor")
+    root: dict[str, ParallelStyle] = {}
+    if model.embed is not None:
+        root["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    if model.head is not None:
+        logits = Shard(-1) if keeps_logits_split else Replicate()
+        root["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=logits)
+    if root:
+        parallelize_module(model, mesh, root)
+    if model.norm is not None:
+        model.norm = PositionwiseNorm(model.norm, mesh)
+    block: dict[str, ParallelStyle] = {
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "attention.q": ColwiseParallel(),
+        "attention.k": ColwiseParallel(),
+        "attention.v": ColwiseParallel(),
+        "attention.o": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+        "feed_forward.gate": ColwiseParallel(),
+        "feed_forward.up": ColwiseParallel(),
+        "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for layer in model.blocks:
+        assert isinstance(layer, Block)
+        parallelize_module(layer, mesh, block)
+        layer.attention_norm = PositionwiseNorm(layer.attention_norm, mesh)
+        layer.ffn_norm = PositionwiseNorm(layer.ffn_norm, mesh)
+
+
+def _check_divisible(model: Llama, tp: int, sequence_length: int) -> None:
+    shape = model.shape
+    for path, value in (
+        ("data.sequence_length", sequence_length),
+        ("model.num_kv_heads", shape.num_kv_heads),
+        ("model.ffn_dim", shape.ffn_dim),
+        ("model.vocab_size", shape.vocab_size),
+    ):
+        if value % tp:
+            raise ConfigError(
+                f"{path} = {value} is not a multiple of the mesh's tp = {tp}; change one of them"
+            )
+
+
+class PositionwiseNorm(nn.RMSNorm):
+    """RMSNorm of this rank's own positions; the weight is replicated over `tp`.
+
+    Its gradient covers these positions only, whatever its placements say: `partial_parameters`
+    names it to `settle_gradients_`, which adds those of all norms over the ranks at once. Labelled
+    Partial, each would cost a collective of its own inside every backward of FSDP2.
+
+    PyTorch's `SequenceParallel` computes the same with a dozen DTensor operations a norm, which
+    cost more than the additions that they carry, on small models.
+    """
+
+    def __init__(self, norm: nn.RMSNorm, mesh: DeviceMesh) -> None:
+        """Take over the weight of a norm.
+
+        Args:
+            norm: Whole, on the meta device.
+            mesh: The ranks along `tp`.
+        """
+        super().__init__(norm.normalized_shape, eps=norm.eps, device=norm.weight.device)
+        weight = distribute_tensor(norm.weight.detach(), mesh, [Replicate()], src_data_rank=None)
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Normalise every position by itself."""
+        weight = self.weight
+        assert isinstance(weight, DTensor)
+        weight_D = weight.to_local(grad_placements=(Replicate(),))
+        return F.rms_norm(x_BSD, self.normalized_shape, weight_D, self.eps)
+
+
+def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters whose gradients are parts of a sum over the ranks along `tp`."""
+    return [module.weight for module in model.modules() if isinstance(module, PositionwiseNorm)]
