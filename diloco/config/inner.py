@@ -45,3 +45,8 @@ class InnerConfig(Section):
         gt=0,
         description="Largest gradient norm of an inner step, over the whole island",
     )
+    expert_bias_speed: Policy[float] = Field(
+        default=0.001,
+        ge=0,
+        description="What an inner step adds to the bias of an expert with less than the mean load",
+    )

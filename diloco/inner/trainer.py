@@ -6,8 +6,8 @@ and writes between two steps. Knows nothing of that loop, of links or of other i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from diloco.config.inner import InnerConfig
 from diloco.data.batches import Batches, Evaluation
 from diloco.errors import ConfigError
 from diloco.inner.cross_entropy import split_log_sum_exp
+from diloco.inner.experts import balance_
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
 from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Llama
@@ -39,6 +40,8 @@ class InnerMetrics:
         learning_rate: Rate used.
         num_tokens: Predicted tokens of the island's whole batch.
         duration_s: Seconds from the batch to the updated parameters, on this rank.
+        expert_loads: Tokens that chose each expert of a layer, over the island's whole batch, by
+            the name of the layer's router; of a pipeline the layers of this rank.
     """
 
     inner_step: int
@@ -47,6 +50,7 @@ class InnerMetrics:
     learning_rate: float
     num_tokens: int
     duration_s: float
+    expert_loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class InnerTrainer:
@@ -150,6 +154,8 @@ class InnerTrainer:
         )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        speed = self._config.expert_bias_speed
+        expert_loads = balance_(self.model, speed, self._mesh.loss_group)
         return InnerMetrics(
             inner_step=step + 1,
             loss=self._sum_over_island(loss / self._mesh.dp_size),
@@ -157,6 +163,7 @@ class InnerTrainer:
             learning_rate=rate,
             num_tokens=self._batch_size * (tokens.shape[1] - 1),
             duration_s=self._clock() - started,
+            expert_loads=expert_loads,
         )
 
     def _backward(self, tokens_BS1: Tensor) -> Tensor:
