@@ -139,11 +139,16 @@ class Setting:
     lease_s: float = 10.0
     total_tokens: int = 0
     late: Literal["drop", "carry"] = "drop"
+    #: Names of those that are no parameters but buffers.
+    buffers: tuple[str, ...] = ()
     #: Seconds of an inner step of islands that differ from `step_s`.
     steps_s: Mapping[str, float] = field(default_factory=dict)
 
     def plan(self) -> Plan:
-        specs = [TensorSpec(name, (len(values),)) for name, values in self.initial.items()]
+        specs = [
+            TensorSpec(name, (len(values),), name in self.buffers)
+            for name, values in self.initial.items()
+        ]
         return make_plan(specs, num_fragments=self.num_fragments)
 
     def schedule(self) -> Schedule:
@@ -246,7 +251,7 @@ class VirtualIsland:
         self.local: list[dict[str, list[float]]] = []
         self.published: list[dict[str, list[float]]] = []
         self.parameters = {
-            key: torch.nn.Parameter(torch.tensor(values, dtype=torch.float32))
+            key: torch.tensor(values, dtype=torch.float32, requires_grad=key not in setting.buffers)
             for key, values in setting.initial.items()
         }
         self.runner = LoopRunner()

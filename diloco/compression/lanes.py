@@ -4,6 +4,8 @@ A codec of a run is named by "int4", or "int4 *norm.weight=float32 *.bias=bfloat
 all tensors, then patterns (with * and ?) of names and their codecs, of which the first that matches
 counts. So configurations, headers and records say with one word how a lane is to be read.
 
+Buffers that islands average are sent in float32 whatever the codec.
+
 Tensors start at block borders, so that a lane is a row of runs of one codec each. What fills up a
 tensor's last block stays zero, also where a codec has no zero (int2).
 """
@@ -20,7 +22,7 @@ from diloco.compression.base import Codec, check_flat, check_payload
 from diloco.compression.random_bits import rounding_key
 from diloco.compression.registry import get_codec
 from diloco.errors import ConfigError
-from diloco.outer.fragments import Fragment
+from diloco.outer.fragments import Entry, Fragment
 from diloco.outer.patterns import insist_on_match, matches
 
 
@@ -45,10 +47,10 @@ def lane_runs(name: str, fragment: Fragment, lane_id: int) -> tuple[tuple[Codec,
         raise ConfigError(f"codec {name!r} of fragment {fragment.fragment_id} names no codec")
     main, *by_name = name.split()
     lane = fragment.lanes[lane_id]
-    if not by_name:
+    if not by_name and not any(entry.is_buffer for entry in fragment.entries):
         return ((get_codec(main), lane.numel),)
     parts = [
-        (_codec_of(entry.name, main, by_name), min(end, lane.end) - max(entry.offset, lane.start))
+        (_codec_of(entry, main, by_name), min(end, lane.end) - max(entry.offset, lane.start))
         for entry, end in zip(fragment.entries, fragment.ends, strict=True)
     ]
     return tuple(
@@ -68,10 +70,12 @@ def check_patterns(name: str, tensors: Iterable[str]) -> None:
         insist_on_match("outer.codec_by_name", rule, rule.rpartition("=")[0], known)
 
 
-def _codec_of(tensor: str, main: str, by_name: Sequence[str]) -> str:
+def _codec_of(entry: Entry, main: str, by_name: Sequence[str]) -> str:
+    if entry.is_buffer:
+        return "float32"
     for rule in by_name:
         pattern, _, codec = rule.rpartition("=")
-        if matches(tensor, pattern):
+        if matches(entry.name, pattern):
             return codec
     return main
 

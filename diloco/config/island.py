@@ -18,6 +18,7 @@ from diloco.config.network import (
     host_of,
 )
 from diloco.config.outer import OuterConfig
+from diloco.config.pipeline import pipeline_problems
 from diloco.peer_texts import MOST_ENDING, MOST_REASON, MOST_TEXT
 from transport.hivemind_address import is_peer_address, parse_peer_address
 from transport.units import parse_duration
@@ -209,3 +210,6 @@ def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[P
                 f"{unit}; {nearest_multiple(tokens, unit)}",
             )
     yield from mesh_problems(mesh, data)
+    yield from pipeline_problems(
+        mesh.schedule, mesh.pp, mesh.stages_per_rank, island.micro_batches, data
+    )

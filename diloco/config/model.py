@@ -3,17 +3,228 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Identity, Local, Section
 from diloco.config.fields import later, with_preset
 
+_LLAMA_3 = {
+    "vocab_size": 128_256,
+    "num_kv_heads": 8,
+    "max_sequence_length": 131_072,
+    "rope_theta": 500_000.0,
+    "rope_scaling": {
+        "kind": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_sequence_length": 8192,
+    },
+}
+#: 150M and 1B are those of OpenDiLoCo (arXiv 2407.07852), 10M is a small one in their manner; 10M
+#: and 150M count what is not embedding or head. The last three are Llama 3.1 (arXiv 2407.21783).
 _MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "debug": {"dim": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 416},
     "tiny": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96},
+    "10M": {
+        "vocab_size": 32_000,
+        "dim": 256,
+        "num_layers": 12,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "ffn_dim": 704,
+    },
+    "150M": {
+        "vocab_size": 32_000,
+        "dim": 1024,
+        "num_layers": 12,
+        "num_heads": 16,
+        "num_kv_heads": 16,
+        "ffn_dim": 2688,
+    },
+    "1B": {
+        "vocab_size": 32_000,
+        "dim": 2048,
+        "num_layers": 22,
+        "num_heads": 32,
+        "num_kv_heads": 4,
+        "ffn_dim": 5632,
+    },
+    "llama3-8B": {**_LLAMA_3, "dim": 4096, "num_layers": 32, "num_heads": 32, "ffn_dim": 14_336},
+    "llama3-70B": {**_LLAMA_3, "dim": 8192, "num_layers": 80, "num_heads": 64, "ffn_dim": 28_672},
+    "llama3-405B": {
+        **_LLAMA_3,
+        "dim": 16_384,
+        "num_layers": 126,
+        "num_heads": 128,
+        "ffn_dim": 53_248,
+    },
 }
+
+
+class RopeScalingConfig(Section):
+    """How rotary frequencies are stretched for sequences longer than those of the first training.
+
+    Source: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3
+    (arXiv 2407.21783).
+    """
+
+    kind: Identity[Literal["none", "linear", "llama3", "yarn"]] = Field(
+        default="none",
+        description="none; linear: all frequencies divided by factor; llama3, yarn: the slow ones",
+    )
+    factor: Identity[float] = Field(default=1.0, ge=1, description="Stretch of the slowest")
+    original_max_sequence_length: Identity[int] = Field(
+        default=0, ge=0, description="Tokens of the first training's sequences; llama3, yarn"
+    )
+    low_freq_factor: Identity[float] = Field(
+        default=1.0, gt=0, description="Turns in that length below which all is stretched; llama3"
+    )
+    high_freq_factor: Identity[float] = Field(
+        default=4.0, gt=0, description="Turns in that length above which nothing is; llama3"
+    )
+    beta_fast: Identity[float] = Field(
+        default=32.0, gt=0, description="Turns in that length above which nothing is; yarn"
+    )
+    beta_slow: Identity[float] = Field(
+        default=1.0, gt=0, description="Turns in that length below which all is stretched; yarn"
+    )
+    attention_factor: Identity[float] = Field(
+        default=0.0, ge=0, description="Times cosine and sine; 0: 0.1 ln(factor) + 1; yarn"
+    )
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        """Refuse keys that the kind has no use for, and those that it lacks."""
+        used = {
+            "none": set(),
+            "linear": {"factor"},
+            "llama3": {
+                "factor",
+                "original_max_sequence_length",
+                "low_freq_factor",
+                "high_freq_factor",
+            },
+            "yarn": {
+                "factor",
+                "original_max_sequence_length",
+                "beta_fast",
+                "beta_slow",
+                "attention_factor",
+            },
+        }[self.kind]
+        _insist_on_defaults(self, {"kind", *used}, f'kind = "{self.kind}"')
+        if self.kind in ("llama3", "yarn") and not self.original_max_sequence_length:
+            raise ValueError(f'kind = "{self.kind}" needs original_max_sequence_length')
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(
+                    f"{low} = {getattr(self, low)} must be below {high} = {getattr(self, high)}"
+                )
+        return self
+
+
+class LatentAttentionConfig(Section):
+    """Multi-head latent attention: keys and values out of one narrow vector a position.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    """
+
+    kv_rank: Identity[int] = Field(
+        default=0, ge=0, description="Width of that vector; 0: grouped-query attention instead"
+    )
+    q_rank: Identity[int] = Field(
+        default=0, ge=0, description="Width out of which queries are made; 0: out of dim itself"
+    )
+    rope_dim: Identity[int] = Field(
+        default=0, ge=0, description="Values of a head that are rotated, even"
+    )
+    nope_dim: Identity[int] = Field(
+        default=0, ge=0, description="Values of a query or key head that are not"
+    )
+    value_dim: Identity[int] = Field(default=0, ge=0, description="Values of a value head")
+
+    @model_validator(mode="after")
+    def _check_dims(self) -> Self:
+        if not self.kv_rank:
+            _insist_on_defaults(self, set(), "kv_rank = 0 (no latent attention)")
+            return self
+        for name in ("rope_dim", "nope_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"kv_rank = {self.kv_rank} needs {name} of at least 1")
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim = {self.rope_dim} must be even, {self.rope_dim + 1} is")
+        return self
+
+
+class ExpertsConfig(Section):
+    """Routed and shared experts in place of the feed-forward layers; no token is ever dropped.
+
+    Source: DeepSeekMoE (arXiv 2401.06066), DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
+    """
+
+    num_experts: Identity[int] = Field(
+        default=0, ge=0, description="Routed experts of a layer; 0: every layer is dense"
+    )
+    experts_per_token: Identity[int] = Field(
+        default=0, ge=0, description="Routed experts that a token goes through"
+    )
+    expert_dim: Identity[int] = Field(
+        default=0, ge=0, description="Hidden width of one expert's SwiGLU"
+    )
+    num_shared: Identity[int] = Field(
+        default=0, ge=0, description="Experts that every token goes through, beside the routed"
+    )
+    first_dense_layers: Identity[int] = Field(
+        default=0, ge=0, description="Layers before the first one with experts"
+    )
+    route: Identity[Literal["sigmoid", "softmax"]] = Field(
+        default="sigmoid", description="What makes scores of the router's outputs"
+    )
+    normalise: Identity[bool] = Field(
+        default=True, description="Whether the scores of a token's experts are made to sum to 1"
+    )
+    route_scale: Identity[float] = Field(default=1.0, gt=0, description="Times these scores")
+    num_groups: Identity[int] = Field(
+        default=1, ge=1, description="Groups of neighbouring experts; divides num_experts"
+    )
+    groups_per_token: Identity[int] = Field(
+        default=1, ge=1, description="Groups that a token's experts are chosen from"
+    )
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        if not self.num_experts:
+            _insist_on_defaults(self, set(), "num_experts = 0 (no experts)")
+            return self
+        if self.expert_dim < 1:
+            raise ValueError(f"num_experts = {self.num_experts} needs expert_dim of at least 1")
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_groups = {self.num_groups} does not divide num_experts = {self.num_experts}"
+            )
+        if self.groups_per_token > self.num_groups:
+            raise ValueError(
+                f"groups_per_token = {self.groups_per_token} is above num_groups = "
+                f"{self.num_groups}"
+            )
+        most = self.num_experts // self.num_groups * self.groups_per_token
+        if not 1 <= self.experts_per_token <= most:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token} is outside [1, {most}]: a token "
+                f"chooses among {self.groups_per_token} of {self.num_groups} groups of "
+                f"{self.num_experts} experts"
+            )
+        return self
+
+
+def _insist_on_defaults(section: Section, used: set[str], why: str) -> None:
+    """Refuse explicit values that would do nothing."""
+    for name, field in type(section).model_fields.items():
+        if name not in used and getattr(section, name) != field.default:
+            raise ValueError(f"{name} = {getattr(section, name)} has no meaning with {why}")
 
 
 class ModelConfig(Section):
@@ -24,16 +235,35 @@ class ModelConfig(Section):
         description="Architecture: llama (RoPE, grouped queries, SwiGLU, RMSNorm), or own: that of "
         "a loop with diloco.DiLoCo, which may read the sizes",
     )
-    preset: Local[Literal["debug", "tiny", "custom"]] = Field(
+    preset: Local[
+        Literal[
+            "debug",
+            "tiny",
+            "10M",
+            "150M",
+            "1B",
+            "llama3-8B",
+            "llama3-70B",
+            "llama3-405B",
+            "custom",
+        ]
+    ] = Field(
         default="custom",
-        description="Dimensions of debug (0.9M parameters), tiny (tests), custom (none)",
+        description="Dimensions of debug (0.9M parameters), tiny (tests), 10M, 150M and 1B (those "
+        "of OpenDiLoCo), Llama 3.1, custom (none)",
     )
     vocab_size: Identity[int] = Field(
         default=256, ge=256, description="Tokens; the first 256 are byte values"
     )
     dim: Identity[int] = Field(ge=1, description="Width of the residual stream")
     num_layers: Identity[int] = Field(ge=1, description="Decoder layers")
-    num_heads: Identity[int] = Field(ge=1, description="Query heads; dim / num_heads is even")
+    latent_attention: LatentAttentionConfig = Field(
+        default=LatentAttentionConfig(), description="Multi-head latent attention"
+    )
+    head_dim: Identity[int] = Field(
+        default=0, ge=0, description="Width of a head, even; 0: dim / num_heads"
+    )
+    num_heads: Identity[int] = Field(ge=1, description="Query heads")
     num_kv_heads: Identity[int] = Field(ge=1, description="Key and value heads; divides num_heads")
     ffn_dim: Identity[int] = Field(ge=1, description="Hidden width of the SwiGLU")
     max_sequence_length: Identity[int] = Field(
@@ -42,11 +272,20 @@ class ModelConfig(Section):
     rope_theta: Identity[float] = Field(
         default=10000.0, gt=0, description="Base of the rotary frequencies"
     )
+    rope_scaling: RopeScalingConfig = Field(
+        default=RopeScalingConfig(), description="Rotary frequencies of long sequences"
+    )
     norm_eps: Identity[float] = Field(
         default=1e-5, gt=0, description="Added to the mean square in RMSNorm"
     )
+    qk_norm: Identity[bool] = Field(
+        default=False, description="Whether every query and key head goes through an RMSNorm"
+    )
     tie_embeddings: Identity[bool] = Field(
         default=False, description="Output projection is the embedding"
+    )
+    experts: ExpertsConfig = Field(
+        default=ExpertsConfig(), description="Experts in place of feed-forward layers"
     )
 
     @model_validator(mode="before")
@@ -56,18 +295,60 @@ class ModelConfig(Section):
             data = {**_MODEL_PRESETS["tiny"], **data}  # a loop need not say what only it knows
         return with_preset(data, _MODEL_PRESETS)
 
+    @field_validator("head_dim")
+    @classmethod
+    def _check_head_dim(cls, value: int, info: ValidationInfo) -> int:
+        latent = info.data.get("latent_attention")
+        if value and latent is not None and latent.kv_rank:
+            raise ValueError("has no meaning with latent_attention, which has widths of its own")
+        if value % 2:
+            raise ValueError(f"must be even (RoPE rotates pairs): {value - 1} or {value + 1}")
+        return value
+
     @field_validator("num_heads")
     @classmethod
     def _check_heads(cls, value: int, info: ValidationInfo) -> int:
-        dim = info.data.get("dim")
-        if dim is not None and dim % (2 * value):
-            raise ValueError(f"2 x num_heads must divide dim = {dim}")
+        dim, latent = info.data.get("dim"), info.data.get("latent_attention")
+        has_width = info.data.get("head_dim") or (latent is not None and latent.kv_rank)
+        if dim is not None and not has_width and dim % (2 * value):
+            raise ValueError(f"2 x num_heads must divide dim = {dim}, or give head_dim")
         return value
 
     @field_validator("num_kv_heads")
     @classmethod
     def _check_kv_heads(cls, value: int, info: ValidationInfo) -> int:
-        num_heads = info.data.get("num_heads")
+        num_heads, latent = info.data.get("num_heads"), info.data.get("latent_attention")
         if num_heads is not None and num_heads % value:
             raise ValueError(f"must divide num_heads = {num_heads}")
+        if latent is not None and latent.kv_rank and num_heads not in (None, value):
+            raise ValueError(
+                f"must be num_heads = {num_heads} with latent_attention, which shares no heads"
+            )
+        return value
+
+    @field_validator("rope_scaling")
+    @classmethod
+    def _check_rope_theta(cls, value: RopeScalingConfig, info: ValidationInfo) -> RopeScalingConfig:
+        theta = info.data.get("rope_theta")
+        if value.kind == "yarn" and theta is not None and theta <= 1:
+            raise ValueError(f'kind = "yarn" needs rope_theta above 1, it is {theta}')
+        return value
+
+    @field_validator("qk_norm")
+    @classmethod
+    def _check_qk_norm(cls, value: bool, info: ValidationInfo) -> bool:
+        latent = info.data.get("latent_attention")
+        if value and latent is not None and latent.kv_rank:
+            raise ValueError("has no meaning with latent_attention, which has norms of its own")
+        return value
+
+    @field_validator("experts")
+    @classmethod
+    def _check_dense_layers(cls, value: ExpertsConfig, info: ValidationInfo) -> ExpertsConfig:
+        num_layers = info.data.get("num_layers")
+        if value.num_experts and num_layers is not None and value.first_dense_layers >= num_layers:
+            raise ValueError(
+                f"first_dense_layers = {value.first_dense_layers} leaves none of num_layers = "
+                f"{num_layers} for experts: use at most {num_layers - 1}"
+            )
         return value

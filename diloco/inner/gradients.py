@@ -48,7 +48,13 @@ def settle_gradients_(
         part.copy_(whole.view_as(part))
 
 
-def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:
+def clip_gradients_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    *,
+    copies: Sequence[Tensor] = (),
+    group: dist.ProcessGroup | None = None,
+) -> float:
     """Scale all gradients so that their global norm is at most `max_norm`; collective.
 
     norm = sqrt(sum of squares of every element of the unsharded gradients), each element counted
@@ -58,13 +64,16 @@ def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:
     Args:
         parameters: After `settle_gradients_`; plain tensors are this rank's whole parameters.
         max_norm: Above 0; infinity measures and does not scale.
+        copies: Those of them that ranks elsewhere in `group` have, too, and count.
+        group: Ranks that have other parameters: the stages of a pipeline.
 
     Returns:
-        The norm before scaling, equal to the bit on all ranks of each mesh; NaN or infinite if a
+        The norm before scaling, equal to the bit on all ranks; NaN or infinite if a
         gradient is, and then so is what the optimizer makes of it.
     """
     local: list[Tensor] = []
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    elsewhere = {id(parameter) for parameter in copies}
     for parameter in parameters:
         grad = parameter.grad
         if grad is None:
@@ -72,9 +81,15 @@ def clip_gradients_(parameters: Iterable[Tensor], max_norm: float) -> float:
         local.append(_local(grad))
         mesh = grad.device_mesh if isinstance(grad, DTensor) else None
         owned = groups.setdefault(mesh, [])
+        if id(parameter) in elsewhere:
+            continue
         if not isinstance(grad, DTensor) or _is_first_copy(grad):
             owned.append(local[-1])
     square = sum(_sum_of_squares(mesh, owned) for mesh, owned in groups.items())
+    if group is not None:
+        total = torch.tensor(square, dtype=torch.float64, device=local[0].device)
+        dist.all_reduce(total, group=group)
+        square = total.item()
     norm = math.sqrt(square)
     factor = max_norm / (norm + 1e-6)
     if factor < 1:

@@ -1,31 +1,45 @@
 """Owns the built-in decoder: a Llama-style language model and its initial values.
 
 RoPE in float32 at explicit positions (rotating the two halves of a head, as Hugging Face's Llama
-does), grouped-query attention, SwiGLU, RMSNorm, no biases. The module knows nothing of meshes;
-`parallelize` rewires it. It keeps no buffers, so nothing but parameters has to be synchronised.
+does), grouped-query or latent attention, SwiGLU or experts, RMSNorm, no biases. The module knows
+nothing of meshes; `parallelize` rewires it. Of its buffers only those that a module names in
+`synchronised_buffers` (the bias of experts) are state; they start as zeros.
 
-Shape legend: B sequences, S positions, D width, N query heads, K key/value heads, E values of a
-head, V vocabulary.
+Shape legend: B sequences, S positions, D width, V vocabulary.
 
-Source: Llama (arXiv 2302.13971), RoFormer (arXiv 2104.09864), GQA (arXiv 2305.13245).
+Source: Llama (arXiv 2302.13971).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from diloco.config.model import ModelConfig
+from diloco.config.model import (
+    ExpertsConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    RopeScalingConfig,
+)
 from diloco.errors import ConfigError
+from diloco.inner.attention import Attention
+from diloco.inner.experts import ExpertLayer
+from diloco.inner.latent_attention import LatentAttention
+from diloco.inner.rope import rope_table
+from diloco.sync.boxes import stored, stored_box, whole_shape, write_stored_
+from diloco.sync.buffers import synchronised_buffers
 
 #: Standard deviation of initial weights; projections into the residual stream have less.
 INIT_STD = 0.02
+_RESIDUAL = (".attention.o", ".down")
+_PLAIN_ROPE, _NO_EXPERTS, _NO_LATENT = RopeScalingConfig(), ExpertsConfig(), LatentAttentionConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +50,18 @@ class LlamaShape:
         vocab_size: Number of token ids.
         dim: Width of the residual stream, a multiple of `num_heads`.
         num_layers: Number of blocks.
-        num_heads: Query heads; `dim / num_heads` must be even (RoPE rotates pairs).
+        num_heads: Query heads.
         num_kv_heads: Key and value heads, a divisor of `num_heads`.
-        ffn_dim: Width inside the feed-forward layer.
+        ffn_dim: Width inside a dense feed-forward layer.
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the mean square in RMSNorm.
         tie_embeddings: True uses one matrix as embedding and as output head.
+        head_dim: Width of a head, even (RoPE rotates pairs); 0 becomes dim / num_heads, and that
+            of what is rotated under latent attention.
+        qk_norm: Whether query and key heads go through an RMSNorm.
+        rope_scaling: Of the rotary frequencies.
+        experts: Of the layers from `first_dense_layers` on; off without `num_experts`.
+        latent_attention: Off without `kv_rank`.
     """
 
     vocab_size: int
@@ -53,6 +73,17 @@ class LlamaShape:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    head_dim: int = 0
+    qk_norm: bool = False
+    rope_scaling: RopeScalingConfig = _PLAIN_ROPE
+    experts: ExpertsConfig = _NO_EXPERTS
+    latent_attention: LatentAttentionConfig = _NO_LATENT
+
+    def __post_init__(self) -> None:
+        """Derive the width of a head, so that equal models have equal shapes."""
+        if not self.head_dim:
+            derived = self.latent_attention.rope_dim or self.dim // self.num_heads
+            object.__setattr__(self, "head_dim", derived)
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> LlamaShape:
@@ -68,76 +99,20 @@ class LlamaShape:
             )
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.dim // self.num_heads
-
-
-def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Compute cosine and sine of the rotary angles, angle[s, i] = positions[s] theta^(-2i/E).
-
-    Args:
-        positions: Absolute positions, shape [S], integer.
-        head_dim: Width E of a head, even.
-        theta: Base of the frequencies.
-
-    Returns:
-        cos and sin, each of shape [S, 1, E/2], float32, on the device of `positions`.
-
-    Source: RoFormer (arXiv 2104.09864), Eq. 15.
-    """
-    pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.to(torch.float32)[:, None, None] * theta ** (-pairs / head_dim)
-    return angles.cos(), angles.sin()
-
-
-def apply_rope(x_BSNE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + E/2]) of every head, in float32; returns the type of `x`."""
-    first, second = x_BSNE.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.type_as(x_BSNE)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention; the number of heads here follows from the weights."""
-
-    def __init__(self, shape: LlamaShape) -> None:
-        """Create the four projections."""
-        super().__init__()
-        self.head_dim = shape.head_dim
-        kv_dim = shape.num_kv_heads * shape.head_dim
-        self.q = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.k = nn.Linear(shape.dim, kv_dim, bias=False)
-        self.v = nn.Linear(shape.dim, kv_dim, bias=False)
-        self.o = nn.Linear(shape.dim, shape.dim, bias=False)
-
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend from every position to itself and to those before it."""
-        # A rank of a tensor-parallel island sees only its own heads, hence the -1.
-        q_BSNE = apply_rope(self.q(x_BSD).unflatten(-1, (-1, self.head_dim)), cos, sin)
-        k_BSKE = apply_rope(self.k(x_BSD).unflatten(-1, (-1, self.head_dim)), cos, sin)
-        v_BSKE = self.v(x_BSD).unflatten(-1, (-1, self.head_dim))
-        out_BNSE = F.scaled_dot_product_attention(
-            q_BSNE.transpose(1, 2),
-            k_BSKE.transpose(1, 2),
-            v_BSKE.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=True,
-        )
-        out_BSD: Tensor = self.o(out_BNSE.transpose(1, 2).flatten(2))
-        return out_BSD
+    def has_experts(self, layer: int) -> bool:
+        """Whether that layer has experts in place of a feed-forward layer."""
+        return self.experts.num_experts > 0 and layer >= self.experts.first_dense_layers
 
 
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, dim: int, hidden_dim: int) -> None:
         """Create the three projections."""
         super().__init__()
-        self.gate = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.up = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+        self.gate = nn.Linear(dim, hidden_dim, bias=False)
+        self.up = nn.Linear(dim, hidden_dim, bias=False)
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Apply the layer position by position."""
@@ -148,19 +123,44 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm residual block."""
 
-    def __init__(self, shape: LlamaShape) -> None:
-        """Create both halves and their norms."""
+    def __init__(self, shape: LlamaShape, layer: int) -> None:
+        """Create both halves and their norms.
+
+        Args:
+            shape: Of the model.
+            layer: Index of the layer; the first ones may be dense though others have experts.
+        """
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.attention = Attention(shape)
+        self.attention = _attention(shape)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.feed_forward = FeedForward(shape)
+        self.feed_forward = (
+            _experts(shape) if shape.has_experts(layer) else FeedForward(shape.dim, shape.ffn_dim)
+        )
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Add attention, then the feed-forward layer, to the residual stream."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin)
         out_BSD: Tensor = x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
         return out_BSD
+
+
+def _attention(shape: LlamaShape) -> Attention | LatentAttention:
+    if shape.latent_attention.kv_rank:
+        return LatentAttention(shape.dim, shape.num_heads, shape.latent_attention)
+    return Attention(
+        shape.dim,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        qk_norm_eps=shape.norm_eps if shape.qk_norm else None,
+    )
+
+
+def _experts(shape: LlamaShape) -> ExpertLayer:
+    num_shared = shape.experts.num_shared
+    shared = FeedForward(shape.dim, num_shared * shape.experts.expert_dim) if num_shared else None
+    return ExpertLayer(shape.dim, shape.experts, shared)
 
 
 class Llama(nn.Module):
@@ -187,7 +187,7 @@ class Llama(nn.Module):
         here = range(shape.num_layers) if layers is None else layers
         is_first, is_last = 0 in here, shape.num_layers - 1 in here
         self.embed = nn.Embedding(shape.vocab_size, shape.dim) if is_first else None
-        self.layers = nn.ModuleDict({str(index): Block(shape) for index in here})
+        self.layers = nn.ModuleDict({str(index): Block(shape, index) for index in here})
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps) if is_last else None
         self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False) if is_last else None
         self.tie_()
@@ -208,7 +208,8 @@ class Llama(nn.Module):
         Returns:
             Logits of shape [B, S, V]; of a stage without the head, the residual stream.
         """
-        cos, sin = rope_table(positions_S, self.shape.head_dim, self.shape.rope_theta)
+        shape = self.shape
+        cos, sin = rope_table(positions_S, shape.head_dim, shape.rope_theta, shape.rope_scaling)
         x_BSD = input_ if self.embed is None else self.embed(input_)
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, cos, sin)
@@ -216,6 +217,21 @@ class Llama(nn.Module):
             return x_BSD
         logits_BSV: Tensor = self.head(self.norm(x_BSD))
         return logits_BSV
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
+        """Give a model of the meta device memory; buffers are zeros, parameters undefined."""
+        super().to_empty(device=device, recurse=recurse)
+        for buffer in self.buffers():
+            buffer.zero_()
+        return self
+
+    def tp_refusal(self) -> str | None:
+        """Say what of this model cannot be spread by tensor parallelism; None: all can."""
+        if self.shape.experts.num_experts:
+            return f"model.experts (num_experts = {self.shape.experts.num_experts})"
+        if self.shape.latent_attention.kv_rank:
+            return f"model.latent_attention (kv_rank = {self.shape.latent_attention.kv_rank})"
+        return None
 
     def tie_(self) -> None:
         """Let the head use the embedding's parameter, if the shape says so.
@@ -225,6 +241,11 @@ class Llama(nn.Module):
         """
         if self.shape.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
+
+    @property
+    def tied_parameters(self) -> dict[str, str]:
+        """Which parameter is which other one, by name: also in a stage that has one of them."""
+        return {"head.weight": "embed.weight"} if self.shape.tie_embeddings else {}
 
     def assert_tied(self) -> None:
         """Assert that embedding and head, where both are, are tied exactly if the shape says so."""
@@ -244,17 +265,23 @@ def build_model(shape: LlamaShape, layers: range | None = None) -> Llama:
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
-    """Give the unsharded shape of every parameter by its canonical name, tied ones once."""
-    return {name: tuple(p.shape) for name, p in build_model(shape).named_parameters()}
+    """Give the unsharded shape of every tensor of the plan by its canonical name, tied ones once.
+
+    These are the parameters, and behind them the buffers that islands synchronise.
+    """
+    model = build_model(shape)
+    parameters = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return parameters | {name: tuple(b.shape) for name, b in synchronised_buffers(model)}
 
 
 def initialise_(model: Llama, seed: int) -> None:
     """Fill the parameters with values that depend on the seed and their names only.
 
-    Matrices: mean 0, standard deviation 0.02, and 0.02 / sqrt(2 num_layers) for the two projections
-    into the residual stream (`attention.o`, `feed_forward.down`). Norms: ones. The bits do not
-    depend on layout, device, number of ranks or processor: the full tensor is drawn on the CPU, one
-    parameter at a time, and each rank keeps its own part, without communication.
+    Matrices: mean 0, standard deviation 0.02, and 0.02 / sqrt(2 num_layers) for the projections
+    into the residual stream (`attention.o`, every `down`). Norms: ones. The bits do not depend on
+    layout, device, number of ranks or processor: the full tensor is drawn on the CPU, one parameter
+    at a time, stacked experts one expert at a time, and each rank keeps its own part, without
+    communication.
 
     Args:
         model: Materialised model; parameters may be plain tensors or DTensors, float32.
@@ -266,18 +293,22 @@ def initialise_(model: Llama, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if name == "head.weight" and model.shape.tie_embeddings:
             name = "embed.weight"  # the stage of the head starts with the values of the first one
-        if parameter.ndim == 1:
-            full = torch.ones(parameter.shape)
+        is_residual = name.removesuffix(".weight").endswith(_RESIDUAL)
+        std = residual_std if is_residual else INIT_STD
+        if parameter.ndim == 3:
+            _draw_experts_(parameter, std, seed, name)
+        elif parameter.ndim == 1:
+            write_stored_(parameter, torch.ones(parameter.shape))
         else:
-            is_residual = name.endswith((".attention.o.weight", ".feed_forward.down.weight"))
-            full = _draw(parameter.shape, residual_std if is_residual else INIT_STD, seed, name)
-        with torch.no_grad():
-            if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                part = distribute_tensor(full, mesh, placements, src_data_rank=None)
-                parameter.to_local().copy_(part.to_local())
-            else:
-                parameter.copy_(full)
+            write_stored_(parameter, _draw(parameter.shape, std, seed, name))
+
+
+@torch.no_grad()
+def _draw_experts_(parameter: Tensor, std: float, seed: int, name: str) -> None:
+    """Draw those experts of a stack [X, ...] of which this rank holds a part."""
+    box, shape = stored_box(parameter), torch.Size(whole_shape(parameter)[1:])
+    for local, expert in zip(stored(parameter), itertools.count(box.offsets[0]), strict=False):
+        local.copy_(_draw(shape, std, seed, f"{name}.{expert}")[box.slices[1:]])
 
 
 def _draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:

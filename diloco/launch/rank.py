@@ -37,9 +37,10 @@ from diloco.data.batches import Batches, Data
 from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.model import Llama, LlamaShape, build_model, initialise_, parameter_shapes
+from diloco.inner.model import Llama, LlamaShape, initialise_, parameter_shapes
 from diloco.inner.optimizer import check_names
 from diloco.inner.parallelize import parallelize
+from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.state import load_parameters_
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.chaos import paced
@@ -155,11 +156,12 @@ class _Rank:
         # Too many held-out sequences are refused now, not after the training.
         data.evaluation(config.evaluation.num_sequences)
         warm, start_step = self._find_warm_start(connection)
-        model = build_model(LlamaShape.from_config(config.model))
-        parallelize(model, mesh, sequence_length=config.data.sequence_length)
-        if warm is None:
-            initialise_(model, config.run.seed)
-        else:
+        model = build_part(LlamaShape.from_config(config.model), mesh)
+        for part in parts_of(model):
+            parallelize(part, mesh, sequence_length=config.data.sequence_length)
+            if warm is None:
+                initialise_(part, config.run.seed)
+        if warm is not None:
             load_parameters_(model, warm.read)
         connection.on_join = self._joined
         try:
@@ -290,7 +292,7 @@ class _Rank:
         return text
 
     def _build_trainer(
-        self, model: Llama, mesh: IslandMesh, data: Data, batches: Batches
+        self, model: Llama | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
     ) -> InnerTrainer:
         config = self._config
         return InnerTrainer(

@@ -175,13 +175,15 @@ def judge(
 ) -> Judgement:
     """Decide who counts and with which coefficients.
 
-    norm_m = |v_m| over the whole fragment. With at least three contributions of a weight over 0:
+    norm_m = |v_m| over the whole fragment, buffers aside. With at least three contributions of a
+    weight over 0:
 
         rejected    norm_m > reject_norm_ratio * median(norms)
         s_m         min(1, clip_norm_ratio * median(norms of the others) / norm_m)
 
     where a median of zero judges nobody. Then, unit by unit, the rule's coefficients of s_m v_m
-    (`coefficients_of`), times s_m. Nothing is clipped in a flush, and its rule is the mean.
+    (`coefficients_of`), times s_m; of buffers the mean of v_m. Nothing is clipped in a flush, and
+    its rule is the mean.
 
     Args:
         grams: Inner products by unit.
@@ -194,7 +196,8 @@ def judge(
         AggregationError: If a weight is negative or not finite.
     """
     shares(weights)  # refuses impossible weights
-    norms = [math.sqrt(math.fsum(gram[m][m] for gram in grams)) for m in range(len(weights))]
+    judged = [gram for gram, unit in zip(grams, units, strict=True) if not unit.is_buffer]
+    norms = [math.sqrt(math.fsum(gram[m][m] for gram in judged)) for m in range(len(weights))]
     rejected = _outliers(norms, weights, rule.reject_norm_ratio)
     counted = [m for m in range(len(weights)) if m not in rejected]
     scales = [1.0] * len(counted)
@@ -210,7 +213,8 @@ def judge(
             for m, s in zip(counted, scales, strict=True)
         ]
         row = coefficients_of(scaled, kept_weights, is_radial=is_radial and not unit.is_plain)
-        rows.append(tuple(_float32(c * s) for c, s in zip(row, scales, strict=True)))
+        clips = [1.0] * len(counted) if unit.is_buffer else scales
+        rows.append(tuple(_float32(c * s) for c, s in zip(row, clips, strict=True)))
     return Judgement(_joined([unit.end for unit in units], rows), rejected)
 
 

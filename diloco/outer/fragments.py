@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import blake3
 
 from diloco.errors import ConfigError, PlanMismatch
-from diloco.outer.packing import Range, as_listed, by_pattern, joined
+from diloco.outer.packing import Range, as_listed, by_pattern, joined, with_neighbours
 
 BLOCK_NUMEL = 128
 DEFAULT_NUM_LANES = 16
@@ -31,10 +31,15 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One trainable float32 parameter: its canonical (untied) name and its unsharded shape."""
+    """One float32 tensor of the plan: its canonical (untied) name and its unsharded shape.
+
+    A trained parameter, or a buffer that islands average (`is_buffer`): that one travels in
+    float32 and takes the plain mean, without outer learning rate and momentum.
+    """
 
     name: str
     shape: tuple[int, ...]
+    is_buffer: bool = False
 
     @property
     def numel(self) -> int:
@@ -44,7 +49,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Place of a parameter in a fragment's vector.
+    """Place of a parameter, or of a synchronised buffer, in a fragment's vector.
 
     Elements [start, end) of the flattened row-major tensor lie at [offset, offset + end - start);
     offset is a multiple of the plan's `block_numel`.
@@ -54,6 +59,7 @@ class Entry:
     start: int
     end: int
     offset: int
+    is_buffer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Number of parameter elements, padding not counted."""
+        """Number of elements of parameters and buffers, padding not counted."""
         return sum(entry.end - entry.start for entry in self.entries)
 
     @property
@@ -105,7 +111,7 @@ class Plan:
             "format": _FORMAT,
             "block_numel": self.block_numel,
             "num_lanes": self.num_lanes,
-            "tensors": [{"name": spec.name, "shape": spec.shape} for spec in self.tensors],
+            "tensors": [_spec_content(spec) for spec in self.tensors],
             "fragments": [
                 {
                     "fragment_id": fragment.fragment_id,
@@ -175,6 +181,12 @@ def plan_difference(ours: str, theirs: str) -> list[str]:
     return differing[:10]
 
 
+def _spec_content(spec: TensorSpec) -> dict[str, object]:
+    # Plans without buffers are the bytes that they were before there were any.
+    of_buffer = {"buffer": True} if spec.is_buffer else {}
+    return {"name": spec.name, "shape": spec.shape, **of_buffer}
+
+
 def _short(value: object) -> str:
     text = f"{len(value)} entries" if isinstance(value, list) else json.dumps(value)
     return text if len(text) < 80 else text[:77] + "..."
@@ -196,8 +208,10 @@ def make_plan(
     lanes; lane l holds the blocks [floor(l B / L), floor((l + 1) B / L)).
 
     Args:
-        tensors: Every trainable parameter once, in any order.
-        num_fragments: P, from 1 to the number of tensors (balanced: of what they are cut into).
+        tensors: Every trainable parameter and synchronised buffer once, in any order. A buffer is
+            not dealt by the pattern: it goes with the parameter whose name has most leading parts
+            in common with its own (the first such in sorted order, and the first piece of that).
+        num_fragments: P, from 1 to the number of parameters (balanced: of what they are cut into).
         pattern: How tensors are shared out. The layers of strided and sequential are those that
             `layers.N.` in the names tells, in ascending order; tensors outside of them count as
             one more layer before the first (names with "embed") and one after the last (others:
@@ -219,7 +233,7 @@ def make_plan(
     """
     specs = tuple(sorted(tensors, key=lambda spec: spec.name))
     _check_arguments(specs, num_fragments, num_lanes, block_numel)
-    shapes = {spec.name: spec.shape for spec in specs}
+    shapes = {spec.name: spec.shape for spec in specs if not spec.is_buffer}
     if pattern == "explicit":
         if embedding_alone:
             raise ConfigError(
@@ -235,8 +249,11 @@ def make_plan(
         )
     else:
         groups = by_pattern(shapes, num_fragments, pattern, embedding_alone)
+    buffers = {spec.name: spec.numel for spec in specs if spec.is_buffer}
+    with_neighbours(groups, buffers)
     fragments = tuple(
-        _lay_out(p, joined(group), block_numel, num_lanes) for p, group in enumerate(groups)
+        _lay_out(p, joined(group), buffers, block_numel, num_lanes)
+        for p, group in enumerate(groups)
     )
     return Plan(specs, fragments, block_numel, num_lanes)
 
@@ -253,7 +270,7 @@ def _check_arguments(
                 f"parameter {spec.name!r} of shape {spec.shape} has no elements: "
                 "remove it or freeze it (requires_grad=False)"
             )
-    if not specs:
+    if all(spec.is_buffer for spec in specs):
         raise ConfigError("model has no trainable parameter (requires_grad=True): nothing to train")
     if num_fragments < 1:
         raise ConfigError(f"outer.num_fragments = {num_fragments} must be at least 1")
@@ -263,19 +280,43 @@ def _check_arguments(
 
 
 def _lay_out(
-    fragment_id: int, ranges: Iterable[Range], block_numel: int, num_lanes: int
+    fragment_id: int,
+    ranges: Iterable[Range],
+    buffers: Container[str],
+    block_numel: int,
+    num_lanes: int,
 ) -> Fragment:
     """Place `ranges`, each from a block border on, and cut the vector into lanes."""
     entries = []
     offset = 0
     for name, start, end in ranges:
-        entries.append(Entry(name, start, end, offset))
+        entries.append(Entry(name, start, end, offset, name in buffers))
         offset += -(-(end - start) // block_numel) * block_numel
     num_blocks = offset // block_numel
     count = max(1, min(num_lanes, num_blocks, 4 * offset // MIN_LANE_BYTES))
     borders = [lane * num_blocks // count * block_numel for lane in range(count + 1)]
     lanes = tuple(Lane(i, borders[i], borders[i + 1]) for i in range(count))
     return Fragment(fragment_id, tuple(entries), offset, lanes)
+
+
+def buffer_runs(fragment: Fragment, lane_id: int) -> tuple[tuple[slice, bool], ...]:
+    """Cut a lane into runs of buffers and of parameters, padding with what it follows.
+
+    Returns:
+        Place in the lane and whether it holds buffers, in order; of a fragment without any, the
+        whole lane.
+    """
+    lane = fragment.lanes[lane_id]
+    runs: list[tuple[slice, bool]] = []
+    for entry, end in zip(fragment.entries, fragment.ends, strict=True):
+        first, last = max(entry.offset, lane.start), min(end, lane.end)
+        if first >= last:
+            continue
+        start = first - lane.start
+        if runs and runs[-1][1] == entry.is_buffer:
+            start = runs.pop()[0].start
+        runs.append((slice(start, last - lane.start), entry.is_buffer))
+    return tuple(runs)
 
 
 def _canonical(content: Any) -> str:
@@ -286,10 +327,11 @@ def _read_plan(content: Any) -> Plan:
     """Rebuild the plan that parsed JSON of unknown shape (hence Any) lists the ranges of."""
     block_numel, num_lanes = _integers((content["block_numel"], content["num_lanes"]), 1)
     specs = tuple(
-        TensorSpec(_string(item["name"]), _integers(item["shape"], 1))
+        TensorSpec(_string(item["name"]), _integers(item["shape"], 1), "buffer" in item)
         for item in content["tensors"]
     )
     names = [spec.name for spec in specs]
+    buffers = {spec.name for spec in specs if spec.is_buffer}
     if names != sorted(set(names)):
         raise ValueError("the names of its tensors are not sorted and distinct")
     fragments = []
@@ -302,7 +344,7 @@ def _read_plan(content: Any) -> Plan:
             raise ValueError(f"the entries of fragment {fragment_id} are empty or not sorted")
         # One lane more than listed is enough to see a difference; a hostile count builds no list.
         limit = min(num_lanes, len(item["lanes"]) + 1)
-        fragments.append(_lay_out(fragment_id, ranges, block_numel, limit))
+        fragments.append(_lay_out(fragment_id, ranges, buffers, block_numel, limit))
     return Plan(specs, tuple(fragments), block_numel, num_lanes)
 
 

@@ -9,6 +9,7 @@ Source: Streaming DiLoCo (arXiv 2501.18512), strided and sequential fragments; D
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -174,6 +175,28 @@ def _by_layer(shapes: Shapes, num_fragments: int, pattern: str) -> list[list[Ran
             group = ((position + 1) * num_fragments - 1) // len(layers)
         groups[group] += layers[index]
     return groups
+
+
+def with_neighbours(groups: Sequence[list[Range]], buffers: Mapping[str, int]) -> None:
+    """Put every buffer into the group of the tensor that is its neighbour by name, in place.
+
+    Args:
+        groups: Ranges of all tensors.
+        buffers: Name -> number of elements.
+    """
+    pieces = sorted((name, start, p) for p, group in enumerate(groups) for name, start, _ in group)
+    found: list[tuple[int, Range]] = []
+    for name, numel in buffers.items():
+        # The first of the best, in order of names and then of pieces.
+        nearest = max(pieces, key=lambda piece: _num_common_parts(piece[0], name))
+        found.append((nearest[2], (name, 0, numel)))
+    for p, whole in found:
+        groups[p].append(whole)
+
+
+def _num_common_parts(a: str, b: str) -> int:
+    pairs = zip(a.split("."), b.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def as_listed(

@@ -21,10 +21,12 @@ class Unit:
     """The part of a fragment's vector from the unit before to `end`.
 
     Padding belongs to the unit before it. `is_plain`: it takes the plain mean whatever the rule.
+    `is_buffer`: that, and it is neither clipped nor judged: no pseudo-gradient is in it.
     """
 
     end: int
     is_plain: bool
+    is_buffer: bool = False
 
 
 def merge_units(
@@ -43,11 +45,11 @@ def merge_units(
     specs = {spec.name: spec for spec in plan.tensors}
     units: list[Unit] = []
     for entry, end in zip(fragment.entries, fragment.ends, strict=True):
-        is_plain = _is_any(entry.name, plain_mean)
+        is_plain = entry.is_buffer or _is_any(entry.name, plain_mean)
         spec = specs[entry.name]
         if not is_plain and len(spec.shape) >= 3 and _is_any(entry.name, experts):
             units += [Unit(border, False) for border in _rows(entry, spec)]
-        units.append(Unit(end, is_plain))
+        units.append(Unit(end, is_plain, entry.is_buffer))
     return tuple(units)
 
 

@@ -24,7 +24,7 @@ from diloco.compression.random_bits import rounding_key
 from diloco.errors import AggregationError, CodecError, ConfigError
 from diloco.outer.aggregate import weighted_mean, weighted_sum
 from diloco.outer.combination import Combination, MergeRule
-from diloco.outer.fragments import Fragment
+from diloco.outer.fragments import Fragment, buffer_runs
 from diloco.outer.optimizer import OuterOptimizer, flush_step_
 from diloco.rounds.record import SECOND_MOMENT, STATE_SECTIONS
 from diloco.rounds.terms import RoundKey
@@ -213,7 +213,7 @@ def publish_mean_(
     Raises:
         AggregationError: As `publish_lane_` does.
     """
-    _outer_step_(state, delta, rules, key=key, is_flush=is_flush)
+    _outer_step_(state, delta, rules, fragment, lane_id, key, is_flush=is_flush)
     theta = state.theta
     codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
     change = theta if codec.publishes_values else theta - state.published
@@ -251,19 +251,28 @@ def follow_mean_(
     """
     codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
     published = apply_payload(codec, from_bytes(payload), state.published)
-    _outer_step_(state, delta, rules, key=key, is_flush=is_flush)
+    _outer_step_(state, delta, rules, fragment, lane_id, key, is_flush=is_flush)
     return LanePublication(replace(state, published=published), payload, lane_digest(published))
 
 
 def _outer_step_(
-    state: LaneState, delta: Tensor, rules: PublicationRules, *, key: RoundKey, is_flush: bool
+    state: LaneState,
+    delta: Tensor,
+    rules: PublicationRules,
+    fragment: Fragment,
+    lane_id: int,
+    key: RoundKey,
+    *,
+    is_flush: bool,
 ) -> None:
-    if is_flush:
-        flush_step_(state.theta, delta)
-    else:
-        rules.optimizer.step_(
-            state.theta, state.momentum, delta, state.second_moment, version=key.version
-        )
+    """Step parameters by the outer optimizer; buffers, and all in a flush, to the plain mean."""
+    for place, is_buffer in buffer_runs(fragment, lane_id):
+        theta, momentum = state.theta[place], state.momentum[place]
+        second = None if state.second_moment is None else state.second_moment[place]
+        if is_flush or is_buffer:
+            flush_step_(theta, delta[place])
+        else:
+            rules.optimizer.step_(theta, momentum, delta[place], second, version=key.version)
 
 
 def _insist_on_finite(version: int, **vectors: Tensor) -> None:

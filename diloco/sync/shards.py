@@ -31,8 +31,10 @@ from diloco.errors import PlanMismatch
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
 from diloco.sync.boxes import Box, boxes_of_range, stored, stored_box, whole_shape
+from diloco.sync.buffers import is_synchronised, synchronised_buffers
 from diloco.sync.routes import Copy, Route, Slab, dot, strides_of
 
+_BUFFER = "buffer of "
 _WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
@@ -330,7 +332,7 @@ def tensor_specs(
     frozen: Collection[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> list[TensorSpec]:
-    """Return name and whole shape of every parameter, by sorted name: the plan's input.
+    """Return name, whole shape and kind of every tensor, by sorted name: the plan's input.
 
     Ranks may know different parameters, the stages of a pipeline say; together they know all.
 
@@ -343,16 +345,16 @@ def tensor_specs(
         PlanMismatch: On all ranks, if two of them know a parameter by different shapes or types,
             or one trains what another has frozen.
     """
-    facts = {n: (whole_shape(p), str(p.dtype)) for n, p in parameters.items()}
+    facts = {n: (whole_shape(p), _kind(p)) for n, p in parameters.items()}
     known: dict[str, tuple[int, tuple[int, ...], str]] = {}
     ranks = _gathered((facts, set(frozen)), group)
     for rank, (theirs, _) in enumerate(ranks):
-        for name, (shape, dtype) in theirs.items():
-            first, *fact = known.setdefault(name, (rank, shape, dtype))
-            if fact != [shape, dtype]:
+        for name, (shape, kind) in theirs.items():
+            first, *fact = known.setdefault(name, (rank, shape, kind))
+            if fact != [shape, kind]:
                 raise PlanMismatch(
                     f"parameter {name!r} is {fact[1]} {list(fact[0])} on island rank {first} and "
-                    f"{dtype} {list(shape)} on rank {rank}: what is one parameter must have one "
+                    f"{kind} {list(shape)} on rank {rank}: what is one parameter must have one "
                     "shape and type on all ranks that store it, and other parameters other names"
                 )
     for rank, (_, theirs) in enumerate(ranks):
@@ -361,7 +363,14 @@ def tensor_specs(
                 f"parameter {names[0]!r} is trained on island rank {known[names[0]][0]} and frozen "
                 f"on rank {rank}: give it the same requires_grad on all ranks that have it"
             )
-    return [TensorSpec(name, known[name][1]) for name in sorted(known)]
+    return [
+        TensorSpec(name, shape, kind.startswith(_BUFFER))
+        for name, (_, shape, kind) in sorted(known.items())
+    ]
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{_BUFFER if is_synchronised(tensor) else ''}{tensor.dtype}"
 
 
 def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -376,10 +385,14 @@ def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 def canonical_parameters(
     modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the trained parameters under the names that every island uses for them.
+    """Return what islands synchronise under the names that every island uses for it.
+
+    These are the trained parameters, and the buffers that modules declare for it
+    (`diloco.sync.buffers`).
 
     Names lose what wrappers add: ``_orig_mod.`` (compile), ``_checkpoint_wrapped_module.``
-    (activation checkpointing) and the ``module.`` of DataParallel classes. A parameter reachable
+    (activation checkpointing), the ``module.`` of DataParallel classes, and the last part of what a
+    module lists as its ``unnamed_modules`` (the stages of a pipeline). A parameter reachable
     under several names (tied) comes once, under the first in sorted order. Where a rank has only
     one of two tied parameters (the head of the last pipeline stage), an attribute of the module
     says so: ``tied_parameters = {"head.weight": "embed.weight"}``, names from that module on.
@@ -389,7 +402,7 @@ def canonical_parameters(
             parameters themselves by name, which stays as it is.
 
     Returns:
-        Canonical name -> parameter, sorted by name; those with ``requires_grad`` only.
+        Canonical name -> parameter or buffer, sorted by name; nothing that is frozen.
 
     Raises:
         ValueError: If a parameter is not float32, two different ones share a name, or there are
@@ -397,7 +410,9 @@ def canonical_parameters(
     """
     parameters: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(modules):
-        if parameter.requires_grad and parameters.setdefault(name, parameter) is not parameter:
+        if not (parameter.requires_grad or is_synchronised(parameter)):
+            continue
+        if parameters.setdefault(name, parameter) is not parameter:
             raise ValueError(
                 f"two different parameters are called {name!r}: give the modules distinct "
                 "names, by passing their common parent or a mapping from name to parameter"
@@ -406,7 +421,7 @@ def canonical_parameters(
     for name in sorted(parameters):
         first_names.setdefault(id(parameters[name]), name)
     canonical = {name: parameters[name] for name in first_names.values()}
-    if not canonical:
+    if not any(tensor.requires_grad for tensor in canonical.values()):
         raise ValueError(
             "there is no parameter with requires_grad: nothing to train; freeze fewer parameters, "
             "or pass the model's modules themselves"
@@ -431,7 +446,8 @@ def frozen_names(
     modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
 ) -> list[str]:
     """Return the names of the parameters that `canonical_parameters` leaves out as not trained."""
-    return sorted({name for name, p in _named_parameters(modules) if not p.requires_grad})
+    named = _named_parameters(modules)
+    return sorted({name for name, p in named if not (p.requires_grad or is_synchronised(p))})
 
 
 def _named_parameters(
@@ -444,14 +460,18 @@ def _named_parameters(
         yield from _stripped_parameters(module)
 
 
-def _stripped_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters, tied ones repeatedly, by name without what wrappers added."""
+def _stripped_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, tied ones repeatedly, and buffers, by name without what wrappers added."""
     reshard_(module.modules())
     children = dict(module.named_modules(remove_duplicate=False))
     wrapped = {
-        f"{path}.module".removeprefix(".")
+        f"{path}.{unnamed}".removeprefix(".")
         for path, child in children.items()
-        if isinstance(child, DistributedDataParallel | nn.DataParallel)
+        for unnamed in (
+            ("module",)
+            if isinstance(child, DistributedDataParallel | nn.DataParallel)
+            else getattr(child, "unnamed_modules", ())
+        )
     }
 
     def stripped(path: str) -> str:
@@ -467,5 +487,6 @@ def _stripped_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]
         for names in getattr(child, "tied_parameters", {}).items():
             first, *others = sorted(f"{stripped(path)}.{name}".removeprefix(".") for name in names)
             tied |= dict.fromkeys(others, first)
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        yield tied.get(stripped(path), stripped(path)), parameter
+    parameters = module.named_parameters(remove_duplicate=False)
+    for path, tensor in itertools.chain(parameters, synchronised_buffers(module)):
+        yield tied.get(stripped(path), stripped(path)), tensor

@@ -434,7 +434,6 @@ REFUSALS = [
     ("islands.a.ranks=2", ["islands.a.mesh:", "product of its axes must equal ranks = 2"]),
     ("islands.a.mesh={zp=1}", ["islands.a.mesh.zp: 1: unknown key", "known here: pp, dp_repl"]),
     ("islands.a.mesh={tp=0}", ["islands.a.mesh.tp: 0:", ">= 1"]),
-    ("islands.a.mesh={pp=2}", ["islands.a.mesh.pp: 2: comes later; set it to 1"]),
     ("islands.a.mesh={cp=2}", ["islands.a.mesh.cp: 2: comes later; set it to 1"]),
     ("islands.a.mesh={ep=2}", ["islands.a.mesh.ep: 2: comes later; set it to 1"]),
     (
@@ -452,6 +451,37 @@ REFUSALS = [
     (
         "islands.a={ranks=4, mesh={dp_replicate=2, dp_shard=2}, tokens_per_inner_step=192}",
         ["tokens_per_inner_step: 192:", "dp_replicate x dp_shard", "= 128; set it to 128 or 256"],
+    ),
+    (
+        "islands.a={ranks=2, mesh={pp=2}, tokens_per_inner_step=64}",
+        ['islands.a.micro_batches: 1: schedule = "1f1b" with pp = 2 needs at least 2; set it to 2'],
+    ),
+    (
+        'islands.a={ranks=2, mesh={pp=2, schedule="dualpipev", stages_per_rank=2}, '
+        "tokens_per_inner_step=96, micro_batches=3}",
+        ["micro_batches: 3:", "needs at least 4; set it to 4", "= 4 stages must divide", "= 2; "],
+    ),
+    (
+        'islands.a={ranks=2, mesh={pp=2, schedule="interleaved-zb", stages_per_rank=2}, '
+        "tokens_per_inner_step=160, micro_batches=5}",
+        ["micro_batches: 5:", "rounds, micro_batches / pp = 2; set it to 4 or 6"],
+    ),
+    (
+        "islands.a={ranks=3, mesh={pp=3}, tokens_per_inner_step=96, micro_batches=3}",
+        ["mesh.pp: 3: pp x stages_per_rank = 3 stages must divide model.num_layers = 2", "to 2"],
+    ),
+    (
+        'islands.a={ranks=2, mesh={pp=2, schedule="zbv"}, tokens_per_inner_step=64}',
+        ['schedule = "zbv" with stages_per_rank = 1: it has two stages a rank; set stages_per_r'],
+    ),
+    (
+        "islands.a={ranks=2, mesh={pp=2, stages_per_rank=2}, tokens_per_inner_step=64}",
+        ['"1f1b" with stages_per_rank = 2: it has one stage a rank; set stages_per_rank = 1 or'],
+    ),
+    ("islands.a.mesh.schedule=bfs", ["is for pp above 1, and pp = 1: leave both out"]),
+    (
+        "islands.a={ranks=4, mesh={pp=2, dp_shard=2, reshard='always'}, tokens_per_inner_step=64}",
+        ['reshard = "always" is not for pp = 2', "leave it out"],
     ),
     ("islands.a.micro_batches=3", ["tokens_per_inner_step: 64:", "= 96; set it to 96"]),
     ("islands.a.mesh.reshard=always", ['reshard = "always" is for', "dp_shard x cp = 1: leave"]),

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
+from diloco.config.pipeline import Schedule
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.model import LlamaShape
 from diloco.inner.trainer import InnerTrainer
@@ -82,6 +83,10 @@ def counted(gathers: int, scatters: int, sums: int) -> dict[str, int]:
     return {name: count for name, count in named.items() if count}
 
 
+def looped(schedule: Schedule, **options: Any) -> MeshConfig:
+    return MeshConfig(pp=2, schedule=schedule, stages_per_rank=2, **options)
+
+
 CASES = [
     # -- 2 ranks
     Case("fsdp", MeshConfig(dp_shard=2), collectives=counted(1, 1, 2)),
@@ -124,7 +129,32 @@ CASES = [
     ),
     Case("replicated-muon", MeshConfig(dp_replicate=2), model=TIED, optimizer=MUON),
     Case("tp-muon", MeshConfig(tp=2, loss_parallel=True), optimizer=MUON, z_loss=Z_LOSS),
+    Case("gpipe-tied", MeshConfig(pp=2, schedule="gpipe"), model=TIED, micro_batches=2),
+    Case("1f1b", MeshConfig(pp=2), micro_batches=4),
+    Case("bfs-tied", looped("bfs"), model=TIED, micro_batches=2),
+    Case("interleaved-1f1b", looped("interleaved-1f1b"), micro_batches=4),
+    Case("interleaved-zb-tied", looped("interleaved-zb"), model=TIED, micro_batches=2),
+    Case("zbv", looped("zbv"), micro_batches=2),
+    Case("dualpipev", looped("dualpipev"), micro_batches=4),
+    Case("ring", MeshConfig(cp=2), model=TIED),
+    Case("gathered-accumulated", MeshConfig(cp=2, context="all-gather"), micro_batches=2),
+    Case("ulysses", MeshConfig(cp=2, context="ulysses", fsdp_unit="block"), z_loss=Z_LOSS),
     # -- 4 ranks
+    Case("ring-fsdp", MeshConfig(dp_shard=2, cp=2), model=TIED, micro_batches=2),
+    Case("ring-of-4-muon", MeshConfig(cp=4), optimizer=MUON),
+    Case("ring-tp", MeshConfig(cp=2, tp=2, loss_parallel=True), z_loss=Z_LOSS),
+    Case("gathered-replicated", MeshConfig(dp_replicate=2, cp=2, context="all-gather")),
+    Case("pp-of-4-tied", MeshConfig(pp=4), model=TIED, micro_batches=4),
+    Case("pp-fsdp-tied", MeshConfig(pp=2, dp_shard=2), model=TIED, micro_batches=2),
+    Case("zbv-fsdp-by-block", looped("zbv", dp_shard=2, fsdp_unit="block"), micro_batches=4),
+    Case("pp-replicated", MeshConfig(pp=2, dp_replicate=2), micro_batches=2),
+    Case(
+        "interleaved-zb-tp",
+        looped("interleaved-zb", tp=2, loss_parallel=True),
+        model=TIED,
+        micro_batches=2,
+    ),
+    Case("dualpipev-tp", looped("dualpipev", tp=2), micro_batches=4),
     Case("fsdp-tp", MeshConfig(dp_shard=2, tp=2), model=TIED, collectives=counted(20, 19, 4)),
     Case(
         "zero-3-tp-accumulated",
@@ -156,6 +186,9 @@ CASES = [
         micro_batches=2,
     ),
     Case("fsdp-of-4-tp", MeshConfig(dp_shard=4, tp=2)),
+    Case("pp-fsdp-tp", MeshConfig(pp=2, dp_shard=2, tp=2), model=TIED, micro_batches=2),
+    Case("zbv-fsdp-tp", looped("zbv", dp_shard=2, tp=2, fsdp_unit="block"), micro_batches=4),
+    Case("interleaved-hsdp", looped("interleaved-1f1b", dp_replicate=2, dp_shard=2), TIED, {}, 2),
 ]
 
 
@@ -208,10 +241,23 @@ def train(case: Case, mesh: IslandMesh, micro_batches: int) -> dict[str, Any]:
         "initial": initial,
         "metrics": metrics,
         "evaluations": evaluations,
-        "trained": trained,
+        "trained": _of_all_stages(trained, mesh),
         "halved": all(_same(written[name], value * 0.5) for name, value in trained.items()),
         "collectives": dict(collectives.counts),
     }
+
+
+def _of_all_stages(values: dict[str, Array], mesh: IslandMesh) -> dict[str, Array]:
+    """Put together what the ranks of a pipeline have; copies must agree."""
+    if mesh.pp_group is None:
+        return values
+    stages = [values] * mesh.size("pp")
+    dist.all_gather_object(stages, values, group=mesh.pp_group)
+    merged: dict[str, Array] = {}
+    for stage in stages:
+        assert all(_same(merged[name], stage[name]) for name in merged.keys() & stage.keys())
+        merged |= stage
+    return dict(sorted(merged.items()))
 
 
 class _Collectives(TorchDispatchMode):
@@ -249,8 +295,8 @@ class _Lanes:
 
     def __init__(self, trainer: InnerTrainer) -> None:
         parameters = canonical_parameters(trainer.model)
-        plan = make_plan(tensor_specs(parameters), num_fragments=2, num_lanes=4)
         group = dist.group.WORLD if dist.is_initialized() else None
+        plan = make_plan(tensor_specs(parameters, group=group), num_fragments=2, num_lanes=4)
         self._fragments = plan.fragments
         self._shards = LaneShards(plan, parameters, group=group)
 

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from diloco.config.inner import InnerConfig, InnerOptimizerConfig
@@ -14,9 +14,11 @@ from diloco.config.mesh import MeshConfig
 from diloco.data.batches import Evaluation
 from diloco.data.corpus import TextCorpus, TextData
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.model import Llama, LlamaShape, build_model, initialise_
+from diloco.inner.model import Llama, LlamaShape, initialise_
 from diloco.inner.parallelize import parallelize
+from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.trainer import InnerTrainer
+from diloco.sync.shards import canonical_parameters
 
 Array = npt.NDArray[np.float32]
 
@@ -57,10 +59,11 @@ def one_rank() -> IslandMesh:
     return make_mesh(CPU, MeshConfig())
 
 
-def make_model(mesh: IslandMesh, shape: LlamaShape | None = None) -> Llama:
-    model = build_model(shape or debug_shape())
-    parallelize(model, mesh, sequence_length=SEQUENCE_LENGTH)
-    initialise_(model, SEED)
+def make_model(mesh: IslandMesh, shape: LlamaShape | None = None) -> Llama | Pipeline:
+    model = build_part(shape or debug_shape(), mesh)
+    for part in parts_of(model):
+        parallelize(part, mesh, sequence_length=SEQUENCE_LENGTH)
+        initialise_(part, SEED)
     return model
 
 
@@ -101,9 +104,9 @@ def make_trainer(
     )
 
 
-def whole_parameters(model: Llama) -> dict[str, Array]:
-    """Unsharded values by name; collective unless the island is one rank."""
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+def whole_parameters(model: nn.Module) -> dict[str, Array]:
+    """Unsharded values by canonical name; collective unless the island is one rank."""
+    return {name: whole(parameter) for name, parameter in canonical_parameters(model).items()}
 
 
 def whole(tensor: Tensor) -> Array:

@@ -1,0 +1,107 @@
+"""What schedules of a pipeline ask of stages, layers and micro-batches. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+from diloco.config.fields import Problem
+
+Schedule: TypeAlias = Literal[
+    "gpipe", "1f1b", "bfs", "interleaved-1f1b", "interleaved-zb", "zbv", "dualpipev"
+]
+DEFAULT_SCHEDULE: Schedule = "1f1b"
+#: Stages s and 2 pp - 1 - s are on one rank; of all other schedules s and s + pp, s + 2 pp, ...
+V_SCHEDULES = ("zbv", "dualpipev")
+_ONE_STAGE = ("gpipe", "1f1b")
+_ROUNDS = ("interleaved-1f1b", "interleaved-zb")
+
+
+def stages_problem(schedule: Schedule, pp: int, stages_per_rank: int) -> str | None:
+    """Say why a schedule cannot have so many stages a rank, and what it can; None if it can."""
+    shown = f'schedule = "{schedule}" with stages_per_rank = {stages_per_rank}'
+    if pp == 1:
+        if schedule == DEFAULT_SCHEDULE and stages_per_rank == 1:
+            return None
+        return f"{shown} is for pp above 1, and pp = 1: leave both out"
+    if schedule in _ONE_STAGE and stages_per_rank != 1:
+        return f'{shown}: it has one stage a rank; set stages_per_rank = 1 or schedule = "bfs"'
+    if schedule in V_SCHEDULES and stages_per_rank != 2:
+        return f"{shown}: it has two stages a rank; set stages_per_rank = 2"
+    if schedule not in _ONE_STAGE and stages_per_rank < 2:
+        return f'{shown}: it has several stages a rank; set 2 or more, or schedule = "1f1b"'
+    return None
+
+
+def pipeline_problems(
+    schedule: Schedule, pp: int, stages_per_rank: int, micro_batches: int, data: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Check what a pipeline owes to micro-batches, and to the sections that were valid.
+
+    Args:
+        schedule: Of a mesh that `stages_problem` accepts.
+        pp: Ranks of the pipeline; with 1 there is nothing to check.
+        stages_per_rank: Stages of each.
+        micro_batches: Of a rank and inner step.
+        data: Sections of the run file by name.
+    """
+    if pp == 1:
+        return
+    if problem := micro_batches_problem(schedule, pp, micro_batches):
+        yield "micro_batches", micro_batches, problem
+    if "model" not in data:
+        return
+    model = data["model"]
+    if model.family == "own":
+        return
+    stages = pp * stages_per_rank
+    if model.num_layers % stages:
+        counts = [n for n in range(pp, model.num_layers + 1, pp) if model.num_layers % n == 0]
+        numbers = [n for n in range(2, model.num_layers + 1) if model.num_layers % n == 0]
+        if counts:
+            near = min(counts, key=lambda n: abs(n - stages))
+            fitting = f"set stages_per_rank = {near // pp}"
+        else:
+            near = min(numbers, key=lambda n: abs(n - stages), default=1)
+            fitting = f"set pp x stages_per_rank to {near}"
+        yield (
+            "mesh.pp",
+            pp,
+            f"pp x stages_per_rank = {stages} stages must divide model.num_layers = "
+            f"{model.num_layers}; {fitting}",
+        )
+    if model.tie_embeddings and schedule in V_SCHEDULES:
+        yield (
+            "mesh.schedule",
+            schedule,
+            "first and last stage are on one rank, which cannot tie them yet, and "
+            'model.tie_embeddings = true; set schedule = "interleaved-zb", or tie_embeddings = '
+            "false",
+        )
+
+
+def micro_batches_problem(schedule: Schedule, pp: int, micro_batches: int) -> str | None:
+    """Say why a schedule cannot run so many micro-batches, and how many it can; None if it can."""
+    if _fits(schedule, pp, micro_batches):
+        return None
+    below = next((n for n in range(micro_batches, 0, -1) if _fits(schedule, pp, n)), None)
+    above = next(n for n in range(micro_batches, 2 * micro_batches + 2 * pp + 1)
+                 if _fits(schedule, pp, n))  # fmt: skip
+    least = {"1f1b": pp, "dualpipev": 2 * pp}.get(schedule)
+    rule = (
+        f"at least {least}"
+        if least is not None
+        else f"a multiple of its number of rounds, micro_batches / pp = {micro_batches // pp}"
+    )
+    choices = " or ".join(str(n) for n in (below, above) if n is not None)
+    return f'schedule = "{schedule}" with pp = {pp} needs {rule}; set it to {choices}'
+
+
+def _fits(schedule: Schedule, pp: int, micro_batches: int) -> bool:
+    if schedule == "1f1b":
+        return micro_batches >= pp
+    if schedule == "dualpipev":
+        return micro_batches >= 2 * pp
+    if schedule in _ROUNDS:
+        return micro_batches % max(1, micro_batches // pp) == 0
+    return True
