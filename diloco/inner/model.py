@@ -13,6 +13,7 @@ Source: Llama (arXiv 2302.13971).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Self
@@ -20,8 +21,6 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from diloco.config.model import (
     ExpertsConfig,
@@ -34,6 +33,7 @@ from diloco.inner.attention import Attention
 from diloco.inner.experts import ExpertLayer
 from diloco.inner.latent_attention import LatentAttention
 from diloco.inner.rope import rope_table
+from diloco.sync.boxes import stored, stored_box, whole_shape, write_stored_
 from diloco.sync.buffers import synchronised_buffers
 
 #: Standard deviation of initial weights; projections into the residual stream have less.
@@ -295,37 +295,20 @@ def initialise_(model: Llama, seed: int) -> None:
             name = "embed.weight"  # the stage of the head starts with the values of the first one
         is_residual = name.removesuffix(".weight").endswith(_RESIDUAL)
         std = residual_std if is_residual else INIT_STD
-        with torch.no_grad():
-            if parameter.ndim == 3:
-                _draw_experts_(parameter, std, seed, name)
-            elif parameter.ndim == 1:
-                _keep_(parameter, torch.ones(parameter.shape))
-            else:
-                _keep_(parameter, _draw(parameter.shape, std, seed, name))
+        if parameter.ndim == 3:
+            _draw_experts_(parameter, std, seed, name)
+        elif parameter.ndim == 1:
+            write_stored_(parameter, torch.ones(parameter.shape))
+        else:
+            write_stored_(parameter, _draw(parameter.shape, std, seed, name))
 
 
+@torch.no_grad()
 def _draw_experts_(parameter: Tensor, std: float, seed: int, name: str) -> None:
     """Draw those experts of a stack [X, ...] of which this rank holds a part."""
-    sizes, offsets = tuple(parameter.shape), (0, 0, 0)
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if isinstance(parameter, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-    rows, columns = (slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:], strict=True))
-    for index in range(sizes[0]):
-        expert = offsets[0] + index
-        full = _draw(parameter.shape[1:], std, seed, f"{name}.{expert}")
-        local[index].copy_(full[rows, columns])
-
-
-def _keep_(parameter: Tensor, full: Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        part = distribute_tensor(full, mesh, placements, src_data_rank=None)
-        parameter.to_local().copy_(part.to_local())
-    else:
-        parameter.copy_(full)
+    box, shape = stored_box(parameter), torch.Size(whole_shape(parameter)[1:])
+    for local, expert in zip(stored(parameter), itertools.count(box.offsets[0]), strict=False):
+        local.copy_(_draw(shape, std, seed, f"{name}.{expert}")[box.slices[1:]])
 
 
 def _draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
