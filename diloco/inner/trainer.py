@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,16 @@ class InnerMetrics:
     duration_s: float
 
 
+class GradientHook(Protocol):
+    """Makes the gradients of an inner step those of more ranks than the trainer knows."""
+
+    def begin(self) -> None:
+        """Hear that the last backward of an inner step begins."""
+
+    def finish(self) -> None:
+        """Return when the gradients are in place, before they are clipped."""
+
+
 class InnerTrainer:
     """Trains the model of one island, one inner step a call; every rank calls in step.
 
@@ -64,6 +75,7 @@ class InnerTrainer:
         batch_size: int,
         inner_steps: int,
         clock: Callable[[], float],
+        gradient_hook: GradientHook | None = None,
     ) -> None:
         """Build the optimizer and keep the rest.
 
@@ -76,6 +88,7 @@ class InnerTrainer:
             batch_size: Sequences of the whole island and inner step.
             inner_steps: Inner steps of the run, for the learning rate.
             clock: Monotonic seconds.
+            gradient_hook: Stands between backward and clipping; None: nothing does.
 
         Raises:
             ConfigError: If the batch cannot be divided into equal micro-batches.
@@ -97,6 +110,7 @@ class InnerTrainer:
         self._micro_batch_size = batch_size // parts
         self._inner_steps = inner_steps
         self._clock = clock
+        self._gradient_hook = gradient_hook
 
     def inner_step(self, step: int, schedule_step: float | None = None) -> InnerMetrics:
         """Make the inner step that follows `step` completed ones; collective.
@@ -115,10 +129,14 @@ class InnerTrainer:
         set_learning_rate_(self.optimizer, rate)
         tokens = self._batches.batch(step)
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        for micro_batch in torch.split(tokens, self._micro_batch_size):
+        for number, micro_batch in enumerate(torch.split(tokens, self._micro_batch_size), start=1):
+            if self._gradient_hook is not None and number == self._config.micro_batches:
+                self._gradient_hook.begin()
             micro_loss = self._token_losses(micro_batch).mean() / self._config.micro_batches
             torch.autograd.backward(micro_loss)
             loss += micro_loss.detach()
+        if self._gradient_hook is not None:
+            self._gradient_hook.finish()
         settle_gradients_(self.model.parameters())
         grad_norm = clip_gradients_(self.model.parameters(), self._config.clip_norm)
         self.optimizer.step()
