@@ -40,6 +40,8 @@ from transport.grpc_server import GrpcServer
 ISLANDS = {"east": 2, "west": 2}
 CODECS = ("float32", "bfloat16", "int8")
 NUMEL, CHUNK_NUMEL = 10_007, 2_048
+#: Of gradients: a million values in some chunks, the last one not full.
+GRADIENT_CHUNK_NUMEL = 1 << 17
 H, FIRST = 3, 2
 ALONE = IslandMesh(CPU, None)  # a member holds the whole model
 # Sums in another order, as between layouts of an island (tests/inner/test_layout_parity.py).
@@ -71,13 +73,13 @@ class Site:
         pairs = [[dist.new_group(pair) for _ in range(2)] for pair in ([0, 1], [2, 3])]
         self.inside = Inside(*pairs[rank // 2])
 
-    def flat(self, codec="float32"):
-        return FlatReduction(self.place, self.exchange, self.io, get_codec(codec), CHUNK_NUMEL)
+    def flat(self, codec="float32", numel=CHUNK_NUMEL):
+        return FlatReduction(self.place, self.exchange, self.io, get_codec(codec), numel)
 
-    def hierarchical(self, codec="float32", *, only_inside=False):
+    def hierarchical(self, codec="float32", numel=CHUNK_NUMEL, *, only_inside=False):
         exchange = None if only_inside else self.exchange
         codec = get_codec(codec)
-        return HierarchicalReduction(self.place, exchange, self.inside, self.io, codec, CHUNK_NUMEL)
+        return HierarchicalReduction(self.place, exchange, self.inside, self.io, codec, numel)
 
     def close(self):
         dist.barrier()
@@ -146,7 +148,8 @@ def train(site, reduction, micro_batches=1):
 def train_locally(site):
     """Data parallel for the first steps, then an average after every third."""
     own = site.place.own
-    everywhere, inside = site.hierarchical(), site.hierarchical(only_inside=True)
+    everywhere = site.hierarchical(numel=GRADIENT_CHUNK_NUMEL)
+    inside = site.hierarchical(numel=GRADIENT_CHUNK_NUMEL, only_inside=True)
     hooks = []
 
     def make_hook(parameters):
@@ -172,9 +175,9 @@ def run_member(rank):
         "flat": {codec: summed(site.flat(codec), own).numpy() for codec in CODECS},
         "hierarchical": {codec: summed(site.hierarchical(codec), own).numpy() for codec in CODECS},
         "bytes": (site.exchange.bytes_up, site.exchange.bytes_down),
-        "train-flat": train(site, site.flat()),
-        "train-hierarchical": train(site, site.hierarchical()),
-        "train-micro": train(site, site.hierarchical(), micro_batches=2),
+        "train-flat": train(site, site.flat(numel=GRADIENT_CHUNK_NUMEL)),
+        "train-hierarchical": train(site, site.hierarchical(numel=GRADIENT_CHUNK_NUMEL)),
+        "train-micro": train(site, site.hierarchical(numel=GRADIENT_CHUNK_NUMEL), micro_batches=2),
         "local": train_locally(site),
     }
     site.close()
@@ -183,7 +186,7 @@ def run_member(rank):
 
 @cache
 def all_members():
-    return run_ranks(run_member, 4, timeout_s=280)
+    return run_ranks(run_member, 4, timeout_s=100)
 
 
 @cache
@@ -195,7 +198,7 @@ def one_process():
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("kind", ["flat", "hierarchical"])
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_all_members_hold_the_same_bits_of_the_sum(kind, codec):
     first, *others = (member[kind][codec] for member in all_members())
     exact = sum(values_of(number).double() for number in range(4))
@@ -207,7 +210,7 @@ def test_all_members_hold_the_same_bits_of_the_sum(kind, codec):
     assert (torch.from_numpy(first) - exact).abs().max() < bound
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_hierarchical_sums_are_those_of_islands_in_order():
     east, west = (values_of(0) + values_of(1)), (values_of(2) + values_of(3))
 
@@ -215,7 +218,7 @@ def test_hierarchical_sums_are_those_of_islands_in_order():
 
 
 @pytest.mark.parametrize("kind", ["train-flat", "train-hierarchical", "train-micro"])
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_data_parallel_over_islands_is_one_process_with_the_union_of_their_batches(kind):
     metrics, parameters = one_process()
     members = [member[kind] for member in all_members()]
@@ -230,7 +233,7 @@ def test_data_parallel_over_islands_is_one_process_with_the_union_of_their_batch
         assert all((ours[name] == members[0][2][name]).all() for _, _, ours in members), name
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_local_sgd_averages_what_islands_have_learnt_apart():
     (east, mean), (_, mean_too), (west, _), (_, mean_of_west) = (m["local"] for m in all_members())
 
@@ -241,7 +244,7 @@ def test_local_sgd_averages_what_islands_have_learnt_apart():
         assert abs(value - (east[name] + west[name]) / 2).max() <= 1e-6, name
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_a_hierarchical_reduction_sends_each_shard_once_each_way():
     # The ring's edges between islands are two of four, and carry 6/4 of the vector; hierarchical
     # every rank carries half of it, in the same three codecs.
