@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 
-from protos import allreduce_pb2, control_pb2, fragment_pb2
+from protos import allreduce_pb2, baseline_pb2, control_pb2, fragment_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = sorted(f"protos/{path.name}" for path in (ROOT / "protos").glob("*.proto"))
-FILES = (allreduce_pb2.DESCRIPTOR, control_pb2.DESCRIPTOR, fragment_pb2.DESCRIPTOR)
+FILES = (
+    allreduce_pb2.DESCRIPTOR,
+    baseline_pb2.DESCRIPTOR,
+    control_pb2.DESCRIPTOR,
+    fragment_pb2.DESCRIPTOR,
+)
 
 
 def messages(*suffixes: str, of: tuple[str, ...] = ("control", "fragment")) -> list[object]:
@@ -71,7 +76,9 @@ def test_enum_starts_at_unspecified(enum: EnumDescriptor) -> None:
     assert enum.values_by_number[0].name == f"{prefix}_UNSPECIFIED"
 
 
-@pytest.mark.parametrize("message", messages("Request", "Header", "Report"))
+@pytest.mark.parametrize(
+    "message", messages("Request", "Header", "Report", of=("baseline", "control", "fragment"))
+)
 def test_caller_says_protocol_version_first(message: Descriptor) -> None:
     field = message.fields_by_number.get(1)
 

@@ -17,12 +17,8 @@ Source: measured.md B4.
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import importlib.util
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,16 +26,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from diloco.bench.emulating import check_text, measure_inside
 from diloco.bench.report import Column, Report, Requirement
 from diloco.bench.wan_beside import measure_mtls, measure_shaper
 from diloco.bench.wan_link import IPERF3, LANES, PLAIN
-from diloco.errors import ConfigError, IslandFailed
+from diloco.errors import ConfigError
 
 _MIB = 1 << 20
-_MISSED_CHECK = 1
-_LAST_WORDS = 2000
 _LINKS, _HIVEMIND, _BESIDE = "links", "hivemind, for comparison", "beside the links"
-_LOOK_S = 0.1
 
 _COLUMNS = (
     Column("row", "row"),
@@ -289,7 +283,7 @@ def _measure(
             "table": row.table,
             "row": row.name,
             "link": spec.text,
-            "check": _check_text(record["check"]),
+            "check": check_text(record["check"]),
             "by": None,
             "limit_mbps": None,
             "own_mbps": None,
@@ -337,45 +331,10 @@ def _emulate(
 
     A link that is not as told carries no measurement: what was found is empty then.
     """
-    wan_file, orders = place / "link.toml", place / "orders.json"
-    wan_file.write_text(spec.toml)
     common = {"repetitions": setting.repetitions, "limit_s": setting.limit_s}
-    orders.write_text(json.dumps({row.name: {**row.order, **common} for row in rows}))
-    inside = f'exec {sys.executable} -m diloco.bench.wan_link {orders} "$DILOCO_EMULATION"'
-    command = [sys.executable, "-m", "diloco", "emulate", str(wan_file), "--check"]
-    command += ["--json", str(place / "record.json"), "--", "sh", "-c", inside]
-    code, words = _run(command, place / "words.log", on_look)
-    if not (place / "record.json").exists():
-        raise ConfigError(f"diloco emulate failed, exit code {code}: {words}")
-    record = json.loads((place / "record.json").read_text())
-    if code == _MISSED_CHECK and "command" not in record:
-        return {}, record
-    if code:
-        raise IslandFailed(f"measuring {spec.text} failed, exit code {code}: {words}")
-    return json.loads((place / "found.json").read_text()), record
-
-
-def _run(command: Sequence[str], log: Path, on_look: Callable[[], None]) -> tuple[int, str]:
-    """Run a command to its end; whatever ends us before ends it, in order, too."""
-    with log.open("wb") as words:
-        process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT)
-        try:
-            while process.poll() is None:
-                on_look()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_LOOK_S)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-    return process.returncode, log.read_text(errors="replace")[-_LAST_WORDS:]
-
-
-def _check_text(check: Sequence[dict[str, Any]] | None) -> str:
-    if check is None:
-        return "-"
-    missed = [f"{f['link']} {f['way']} {f['figure']}" for f in check if not f["is_met"]]
-    return f"MISSED: {', '.join(missed)}" if missed else f"{len(check)} ok"
+    orders = {row.name: {**row.order, **common} for row in rows}
+    module = "diloco.bench.wan_link"
+    return measure_inside(spec.text, spec.toml, module, orders, place, on_look)
 
 
 def _has_hivemind() -> bool:

@@ -302,6 +302,46 @@ def wan(
 
 
 @bench.command()
+def allreduce(
+    rows: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only these links; repeatable.")
+    ] = None,
+    emulate: Annotated[
+        bool,
+        typer.Option("--emulate", help="Links of network namespaces (root), not of the process."),
+    ] = False,
+    json_target: JsonTarget = "",
+    require: Require = False,
+) -> None:
+    """Time a flat ring and a hierarchical all-reduce of 64 MiB beside their ideal.
+
+    Two islands of two ranks on links of 100 Mbit/s 60 ms, 1 Gbit/s 20 ms and 1 Gbit/s 1 ms, shaped
+    in the process, or emulated with the kernel's TCP (see diloco emulate). Some minutes, on a
+    machine without other work: on 1 Gbit/s four processes want more than two CPUs.
+
+    Read "ideal / took": 1 means that nothing but the link took time; "inside alone": reduce-scatter
+    and all-gather inside an island, measured by themselves, which chunks hide under the link; a
+    chunk of 64 MiB hides nothing.
+    """
+    from diloco.bench.allreduce import SETTING, run_allreduce
+    from diloco.cli.progress import counting
+    from diloco.launch.ending import Interrupted, heeding_signals
+
+    try:
+        with heeding_signals() as request, counting(_console(json_target)) as show:
+            report = run_allreduce(
+                SETTING,
+                rows or [],
+                is_emulated=emulate,
+                on_progress=show,
+                on_look=request.check,
+            )
+    except Interrupted as interrupted:
+        raise typer.Exit(interrupted.exit_code) from None
+    _show(report, json_target, require=require)
+
+
+@bench.command()
 def recovery(
     rows: Annotated[
         list[str] | None,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.cli import (
+    baseline,
     bench,
     certs,
     chaos,
@@ -62,6 +63,7 @@ for subject in (
     operate,
     island,
     local,
+    baseline,
     export,
     repair,
     replay,

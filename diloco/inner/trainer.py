@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,16 @@ class InnerMetrics:
     expert_loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+class GradientHook(Protocol):
+    """Makes the gradients of an inner step those of more ranks than the trainer knows."""
+
+    def begin(self) -> None:
+        """Hear that the last backward of an inner step begins."""
+
+    def finish(self) -> None:
+        """Return when the gradients are in place, before they are clipped."""
+
+
 class InnerTrainer:
     """Trains the model of one island, one inner step a call; every rank calls in step.
 
@@ -73,6 +84,7 @@ class InnerTrainer:
         micro_batches: int = 1,
         inner_steps: int,
         clock: Callable[[], float],
+        gradient_hook: GradientHook | None = None,
     ) -> None:
         """Build the optimizer and keep the rest.
 
@@ -86,6 +98,7 @@ class InnerTrainer:
             micro_batches: Parts in which every rank computes its share of them.
             inner_steps: Inner steps of the run, for the learning rate.
             clock: Monotonic seconds.
+            gradient_hook: Stands between backward and clipping; None: nothing does.
 
         Raises:
             ConfigError: If the batch cannot be divided into equal micro-batches.
@@ -108,6 +121,7 @@ class InnerTrainer:
         self._micro_batch_size = batch_size // parts
         self._inner_steps = inner_steps
         self._clock = clock
+        self._gradient_hook = gradient_hook
         self._pipeline = (
             PipelineRunner(
                 model,
@@ -174,9 +188,13 @@ class InnerTrainer:
         for index, micro_batch in enumerate(torch.split(tokens_BS1, self._micro_batch_size)):
             is_last = index == self._micro_batches - 1
             set_is_last_micro_batch_(self.model, self._mesh, is_last)
+            if self._gradient_hook is not None and is_last:
+                self._gradient_hook.begin()
             micro_loss, minimised = means(*self._token_losses(micro_batch), self._micro_batches)
             torch.autograd.backward(minimised)
             loss += micro_loss
+        if self._gradient_hook is not None:
+            self._gradient_hook.finish()
         return loss
 
     @torch.no_grad()

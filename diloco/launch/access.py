@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from google.protobuf.message import DecodeError, Message
 
 from protos import allreduce_pb2
+from protos.baseline_pb2 import VectorHeader
 from protos.control_pb2 import (
     ClockRequest,
     JoinRequest,
@@ -100,6 +101,7 @@ RULES: Mapping[str, Rule] = {
     "allreduce.contribution": Rule(Role.ISLAND, allreduce_pb2.ContributionHeader, _granted),
     "allreduce.result": Rule(Role.ISLAND, allreduce_pb2.ResultHeader, _granted),
     "allreduce.state": Rule(Role.ISLAND, allreduce_pb2.StateHeader, _granted),
+    "baseline.vector": Rule(Role.ISLAND, VectorHeader, _named),
 }
 #: Its handler answers other versions itself, in a reply that says what to install.
 _ANSWERS_VERSIONS = "control.join"

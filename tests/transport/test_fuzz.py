@@ -30,6 +30,8 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from diloco.baseline.exchange import Bounds, Exchange
+from diloco.baseline.place import Member
 from diloco.config.classes import identity_difference
 from diloco.config.load import load_config
 from diloco.config.schema import Config
@@ -72,6 +74,8 @@ from transport.transfer import Partial, Transfer
 
 SECRET = bytes(32)
 IDENTITY = json.dumps({"run.seed": 7})
+MEMBERS = frozenset(Member(island, rank) for island in ("a", "b") for rank in range(2))
+BOUNDS = Bounds(max_bytes=1 << 16, max_vectors=4, patience_s=1.0, streams=1)
 _OPEN_RUN = ["outer.preset=decoupled", "run.open=true", "run.max_islands=4"]
 _RUN_FILE = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
 #: What a handler may raise at a caller's nonsense; anything else is a defect of ours.
@@ -545,6 +549,7 @@ class Service:
             **self.run.syncer.handlers,
             **self.allreduce.decider.handlers,
             **{m: h for m, h in self.peer.handlers.items() if m.startswith("allreduce.")},
+            **Exchange(Member("a", 0), "", MEMBERS, BOUNDS).handlers,
         }
         self.handlers = guarded(together)
         self.open_handlers = guarded({**self.open.handlers, **self.open_run.syncer.handlers})
@@ -670,7 +675,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
 
 def test_every_method_is_served_here(service: Service) -> None:
     assert service.handlers.keys() == RULES.keys()
-    arriving = {m for m in RULES if not m.startswith("allreduce.")}
+    arriving = {m for m in RULES if not m.startswith(("allreduce.", "baseline."))}
     assert service.open_handlers.keys() == arriving
     assert {m for m in RULES if m.startswith("fragment.")} < service.peer_handlers.keys()
 

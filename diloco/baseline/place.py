@@ -1,0 +1,72 @@
+"""Who takes part in a baseline: the ranks of all islands, in one order that everybody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """One rank of one island; ordered by island, then by rank, which is the order of all sums."""
+
+    island: str
+    island_rank: int
+
+    def __str__(self) -> str:
+        """Name it as messages do."""
+        return f"rank {self.island_rank} of island {self.island}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One member among all.
+
+    Attributes:
+        own: This one.
+        islands: Number of ranks by island, at least one each.
+    """
+
+    own: Member
+    islands: Mapping[str, int]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All members, in order."""
+        return tuple(
+            Member(island, rank)
+            for island in sorted(self.islands)
+            for rank in range(self.islands[island])
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of this member's island."""
+        return self.islands[self.own.island]
+
+    @property
+    def column(self) -> tuple[Member, ...]:
+        """The ranks of all islands that hold the same shard as this one, by island.
+
+        Raises:
+            ConfigError: If islands have unequally many ranks, whose shards are not the same.
+        """
+        insist_on_equal_ranks(self.islands)
+        return tuple(Member(island, self.own.island_rank) for island in sorted(self.islands))
+
+
+def insist_on_equal_ranks(islands: Mapping[str, int]) -> None:
+    """Refuse islands whose ranks cannot hold the same shards.
+
+    Raises:
+        ConfigError: Naming the islands and their ranks.
+    """
+    if len(set(islands.values())) > 1:
+        said = ", ".join(f"{name}: {ranks}" for name, ranks in sorted(islands.items()))
+        raise ConfigError(
+            f"islands have unequally many ranks ({said}), and between islands the same ranks "
+            f"reduce the same shards: give each {min(islands.values())} ranks (--set "
+            f"islands.NAME.ranks), or take flat, whose ring goes through all of them"
+        )

@@ -1,0 +1,221 @@
+"""All-reduce of a flat vector, chunk by chunk, while its later chunks are still being computed.
+
+    hierarchical   inside: reduce-scatter of chunk i+1   | each in a thread of its own, in order:
+                   between islands: all-reduce of chunk i | what is inside is hidden behind what is
+                   inside: all-gather of chunk i-1        | between, or the other way round
+    flat           one ring through all ranks of all islands, all chunks on their way at once
+
+The inside phases are collectives of the island's process groups, issued in the order of chunks by
+one thread a group, so every rank issues the same ones; what is between goes over `Exchange`. All
+members end with the same bits.
+
+Source: hierarchical all-reduce of NeMo 25.02 / Megatron-Core 0.11 (NVIDIA, long-haul training).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.baseline.exchange import Exchange
+from diloco.baseline.place import Place
+from diloco.baseline.rings import reduce_directly, reduce_in_a_ring
+from diloco.compression.base import Codec
+from diloco.errors import IslandFailed
+from diloco.sync.io_thread import IoThread
+
+
+class Reduction(Protocol):
+    """Sums a vector over its members, in place.
+
+    Attributes:
+        chunk_numel: Values of a chunk; a vector is a multiple of it.
+    """
+
+    chunk_numel: int
+
+    def begin(self, values: Tensor) -> None:
+        """Take a vector of shape [n * chunk_numel], float32, CPU, none of whose chunks is ready."""
+
+    def ready(self, chunk: int) -> None:
+        """Reduce a chunk as soon as possible; chunks become ready in order, each once."""
+
+    def finish(self) -> None:
+        """Return when every chunk that was ready is the sum over all members.
+
+        Raises:
+            IslandFailed: If a member is gone.
+            CodecError: If a value is not finite.
+        """
+
+
+def all_reduce(reduction: Reduction, values: Tensor) -> None:
+    """Sum a whole vector, in place; see `Reduction`."""
+    reduction.begin(values)
+    for chunk in range(values.numel() // reduction.chunk_numel):
+        reduction.ready(chunk)
+    reduction.finish()
+
+
+def padded_numel(reduction: Reduction, numel: int) -> int:
+    """Size of the vector of whole chunks that holds so many values."""
+    return -(-numel // reduction.chunk_numel) * reduction.chunk_numel
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Process groups of the ranks of one island, one for each phase."""
+
+    scatter: dist.ProcessGroup
+    gather: dist.ProcessGroup
+
+
+class FlatReduction:
+    """A ring through all ranks of all islands."""
+
+    def __init__(
+        self, place: Place, exchange: Exchange, io: IoThread, codec: Codec, chunk_numel: int
+    ) -> None:
+        """Keep the parts; chunks have `chunk_numel` values or some more, so that they divide."""
+        self._own, self._members = place.own, place.members
+        self._exchange, self._io, self._codec = exchange, io, codec
+        self._values = torch.empty(0)
+        self._under_way: list[Future[None]] = []
+        self.chunk_numel = -(-chunk_numel // len(self._members)) * len(self._members)
+
+    def begin(self, values: Tensor) -> None:
+        """See `Reduction`."""
+        self._values = values
+
+    def ready(self, chunk: int) -> None:
+        """See `Reduction`."""
+        if len(self._members) == 1:
+            return
+        part = _chunk(self._values, chunk, self.chunk_numel)
+        ring = reduce_in_a_ring(self._exchange, self._members, self._own, chunk, part, self._codec)
+        self._under_way.append(self._io.begin(_unwrapped(ring)))
+
+    def finish(self) -> None:
+        """See `Reduction`."""
+        under_way, self._under_way = self._under_way, []
+        for each in under_way:
+            each.result()
+        self._io.post(self._exchange.end, self._exchange.reduction)
+        self._io.run(_nothing())
+
+
+class HierarchicalReduction:
+    """Reduce-scatter inside, all-reduce of shards between islands, all-gather inside."""
+
+    def __init__(
+        self,
+        place: Place,
+        exchange: Exchange | None,
+        inside: Inside | None,
+        io: IoThread,
+        codec: Codec,
+        chunk_numel: int,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            place: This member's.
+            exchange: Its end; None: only the island's own ranks are reduced over.
+            inside: Groups of the island; None: it is one rank.
+            io: Where the exchange lives.
+            codec: Of what is sent between islands.
+            chunk_numel: Values of a chunk; some more, so that shards and their parts are equal.
+        """
+        self._place, self._exchange, self._inside = place, exchange, inside
+        self._io, self._codec = io, codec
+        self._column = place.column
+        unit = place.num_ranks * len(self._column)
+        self.chunk_numel = -(-chunk_numel // unit) * unit
+        self._values = torch.empty(0)
+        self._gathered: list[Future[None]] = []
+        self._scattering = ThreadPoolExecutor(1, "baseline-scatter")
+        self._gathering = ThreadPoolExecutor(1, "baseline-gather")
+
+    def begin(self, values: Tensor) -> None:
+        """See `Reduction`."""
+        self._values = values
+
+    def ready(self, chunk: int) -> None:
+        """See `Reduction`."""
+        whole = _chunk(self._values, chunk, self.chunk_numel)
+        shards = torch.chunk(whole, self._place.num_ranks)
+        shard = shards[self._place.own.island_rank]
+        scattered = self._scattering.submit(self._scatter, chunk, whole, shard)
+        self._gathered.append(self._gathering.submit(self._gather, scattered, whole, shard))
+
+    def finish(self) -> None:
+        """See `Reduction`."""
+        gathered, self._gathered = self._gathered, []
+        for each in gathered:
+            each.result()
+        if self._exchange is not None:
+            self._io.post(self._exchange.end, self._exchange.reduction)
+            self._io.run(_nothing())
+
+    def _scatter(self, chunk: int, whole: Tensor, shard: Tensor) -> Future[None] | None:
+        """Sum this rank's shard over the island, and begin to sum it over islands."""
+        if self._inside is not None:
+            total = torch.empty_like(shard)
+            with _named("reduce-scatter", self._place):
+                dist.reduce_scatter_single(total, whole, group=self._inside.scatter)
+            shard.copy_(total)
+        if self._exchange is None:
+            return None
+        own = self._place.own
+        between = reduce_directly(self._exchange, self._column, own, chunk, shard, self._codec)
+        return self._io.begin(_unwrapped(between))
+
+    def _gather(self, scattered: Future[Future[None] | None], whole: Tensor, shard: Tensor) -> None:
+        """Hand the sums of all shards to all ranks of the island."""
+        between = scattered.result()
+        if between is not None:
+            between.result()
+        if self._inside is not None:
+            with _named("all-gather", self._place):
+                dist.all_gather_single(whole, shard.clone(), group=self._inside.gather)
+
+
+class _named:
+    """Says which island's collective failed, and what that means."""
+
+    def __init__(self, phase: str, place: Place) -> None:
+        self._phase, self._place = phase, place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            island = self._place.own.island
+            raise IslandFailed(
+                f"the {self._phase} inside island {island} failed: {error}. One of its "
+                f"{self._place.num_ranks} ranks is gone, and a baseline does not go on without a "
+                f"member: see their logs, then start it again"
+            ) from error
+
+
+def _chunk(values: Tensor, chunk: int, chunk_numel: int) -> Tensor:
+    return values[chunk * chunk_numel : (chunk + 1) * chunk_numel]
+
+
+async def _unwrapped(work: Coroutine[Any, Any, None]) -> None:
+    """Raise the first error of tasks that belong together, not the group of all of them."""
+    try:
+        await work
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group
+
+
+async def _nothing() -> None:
+    """End of what was posted before."""
