@@ -71,4 +71,4 @@ def _rotated_heads(shape: LlamaShape, name: str) -> int:
 
 def _swapped(values: Tensor, rows: tuple[int, int, int]) -> Tensor:
     """Exchange the last two of the three indices that a row's number is made of."""
-    return values.unflatten(0, rows).transpose(1, 2).flatten(0, 2)
+    return values.reshape(*rows, *values.shape[1:]).transpose(1, 2).reshape(values.shape)

@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from diloco.errors import ConfigError
 
@@ -85,7 +88,7 @@ class DcpDirectory:
         values = torch.empty(about.size, dtype=torch.float32)
         try:
             with _alone():
-                dcp.load({name: values}, storage_reader=self._reader, no_dist=True)
+                load({name: values}, storage_reader=self._reader, no_dist=True)
         except Exception as error:  # of many types, CheckpointException for most
             raise ConfigError(
                 f"{name} in {self._directory} cannot be read: {error}; copy the directory again"
@@ -111,12 +114,12 @@ def write_dcp(
         OSError: If the disk fails.
     """
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    writer = dcp.FileSystemWriter(directory, single_file_per_rank=False)
+    writer = FileSystemWriter(directory, single_file_per_rank=False)
     with _alone():
-        dcp.save(state, storage_writer=writer, planner=_Planner(read), no_dist=True)
+        save(state, storage_writer=writer, planner=_Planner(read), no_dist=True)
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _Planner(DefaultSavePlanner):
     """Reads a tensor when it is written, so that one is in memory at a time."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
@@ -141,7 +144,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no such metadata has")
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads the metadata once, by the careful unpickler."""
 
     def __init__(self, directory: Path) -> None:
