@@ -54,7 +54,7 @@ class GradientSum:
             self._views[parameter] = self._flat[first:end].view_as(parameter)
             self._chunks[parameter] = range(first // size, -(-end // size))
             first = end
-            parameter.register_post_accumulate_grad_hook(self._came)
+            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
         self._num_chunks = self._flat.numel() // size
         self._missing: set[nn.Parameter] = set()
         self._open: list[int] = []
