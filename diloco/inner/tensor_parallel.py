@@ -40,8 +40,8 @@ def apply_tensor_parallel(
             instead of all of them, as a plain tensor either way.
 
     Raises:
-        ConfigError: If the model has parts without a plan, or the ranks do not divide heads, widths, vocabulary or sequence
-            length.
+        ConfigError: If the model has parts without a plan, or the number of ranks does not divide
+            heads, widths, vocabulary or sequence length.
     """
     if (refused := model.tp_refusal()) is not None:
         raise ConfigError(

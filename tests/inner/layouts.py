@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
+from diloco.config.model import ExpertsConfig, LatentAttentionConfig
 from diloco.config.pipeline import Schedule
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.model import LlamaShape
@@ -70,6 +71,17 @@ class Case:
 
 
 TIED = {"tie_embeddings": True}
+EXPERTS = {
+    "experts": ExpertsConfig(
+        num_experts=6, experts_per_token=2, expert_dim=40, num_shared=1, first_dense_layers=1
+    )
+}
+LATENT = {
+    "num_kv_heads": 4,
+    "latent_attention": LatentAttentionConfig(
+        kv_rank=24, q_rank=40, rope_dim=8, nope_dim=16, value_dim=20
+    ),
+}
 
 
 def counted(gathers: int, scatters: int, sums: int) -> dict[str, int]:
@@ -121,7 +133,17 @@ CASES = [
     Case("interleaved-zb-tied", looped("interleaved-zb"), model=TIED, micro_batches=2),
     Case("zbv", looped("zbv"), micro_batches=2),
     Case("dualpipev", looped("dualpipev"), micro_batches=4),
+    Case("experts-fsdp", MeshConfig(dp_shard=2), model=EXPERTS),
+    Case(
+        "experts-latent-by-block-accumulated",
+        MeshConfig(dp_shard=2, fsdp_unit="block"),
+        model={**EXPERTS, **LATENT},
+        micro_batches=2,
+    ),
+    Case("experts-1f1b", MeshConfig(pp=2), model=EXPERTS, micro_batches=2),
+    Case("qk-norm-tp", MeshConfig(tp=2), model={"qk_norm": True, "head_dim": 24}),
     # -- 4 ranks
+    Case("experts-hsdp", MeshConfig(dp_replicate=2, dp_shard=2), model=EXPERTS),
     Case("pp-of-4-tied", MeshConfig(pp=4), model=TIED, micro_batches=4),
     Case("pp-fsdp-tied", MeshConfig(pp=2, dp_shard=2), model=TIED, micro_batches=2),
     Case("zbv-fsdp-by-block", looped("zbv", dp_shard=2, fsdp_unit="block"), micro_batches=4),
