@@ -14,6 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Local, Section
 from diloco.config.fields import Problem, later
+from diloco.config.model import without_tp_plan
 from diloco.config.pipeline import DEFAULT_SCHEDULE, Schedule, stages_problem
 
 #: Axes whose product is the number of ranks, outermost first: neighbours along tp are next to each
@@ -181,6 +182,11 @@ def mesh_problems(mesh: MeshConfig, data: Mapping[str, Any]) -> Iterator[Problem
     sizes: dict[str, int] = {}
     if "data" in data:
         sizes["data.sequence_length"] = data["data"].sequence_length
+    if "model" in data and mesh.tp > 1:
+        model = data["model"]
+        if planless := without_tp_plan(model.experts, model.latent_attention):
+            yield "mesh.tp", mesh.tp, f"has no plan for {planless}; set it to 1 and use dp_shard"
+            return
     if "model" in data and data["model"].family == "llama":
         names = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
         sizes |= {f"model.{name}": getattr(data["model"], name) for name in names}

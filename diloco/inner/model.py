@@ -56,8 +56,8 @@ class LlamaShape:
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the mean square in RMSNorm.
         tie_embeddings: True uses one matrix as embedding and as output head.
-        head_dim: Width of a head, even (RoPE rotates pairs); 0 becomes dim / num_heads, and that
-            of what is rotated under latent attention.
+        head_dim: Width of a head, even (RoPE rotates pairs); 0 becomes dim / num_heads. With
+            latent attention always 0.
         qk_norm: Whether query and key heads go through an RMSNorm.
         rope_scaling: Of the rotary frequencies.
         experts: Of the layers from `first_dense_layers` on; off without `num_experts`.
@@ -81,9 +81,15 @@ class LlamaShape:
 
     def __post_init__(self) -> None:
         """Derive the width of a head, so that equal models have equal shapes."""
-        if not self.head_dim:
-            derived = self.latent_attention.rope_dim or self.dim // self.num_heads
-            object.__setattr__(self, "head_dim", derived)
+        if self.latent_attention.kv_rank:
+            object.__setattr__(self, "head_dim", 0)  # it has widths of its own
+        elif not self.head_dim:
+            object.__setattr__(self, "head_dim", self.dim // self.num_heads)
+
+    @property
+    def rotated_dim(self) -> int:
+        """How many values of a head are rotated."""
+        return self.latent_attention.rope_dim or self.head_dim
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> LlamaShape:
@@ -209,7 +215,7 @@ class Llama(nn.Module):
             Logits of shape [B, S, V]; of a stage without the head, the residual stream.
         """
         shape = self.shape
-        cos, sin = rope_table(positions_S, shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        cos, sin = rope_table(positions_S, shape.rotated_dim, shape.rope_theta, shape.rope_scaling)
         x_BSD = input_ if self.embed is None else self.embed(input_)
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, cos, sin)
@@ -224,14 +230,6 @@ class Llama(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
         return self
-
-    def tp_refusal(self) -> str | None:
-        """Say what of this model cannot be spread by tensor parallelism; None: all can."""
-        if self.shape.experts.num_experts:
-            return f"model.experts (num_experts = {self.shape.experts.num_experts})"
-        if self.shape.latent_attention.kv_rank:
-            return f"model.latent_attention (kv_rank = {self.shape.latent_attention.kv_rank})"
-        return None
 
     def tie_(self) -> None:
         """Let the head use the embedding's parameter, if the shape says so.

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from diloco.config.model import without_tp_plan
 from diloco.errors import ConfigError
 from diloco.inner.model import Block, Llama
 
@@ -40,13 +41,13 @@ def apply_tensor_parallel(
             instead of all of them, as a plain tensor either way.
 
     Raises:
-        ConfigError: If the model has parts without a plan, or the ranks do not divide heads,
-            widths, vocabulary or sequence length.
+        ConfigError: If the model has parts without a plan, or the number of ranks does not divide
+            heads, widths, vocabulary or sequence length.
     """
-    if (refused := model.tp_refusal()) is not None:
+    if planless := without_tp_plan(model.shape.experts, model.shape.latent_attention):
         raise ConfigError(
-            f"mesh tp = {mesh.size()} with {refused}: there is no tensor-parallel plan for it; set "
-            "tp = 1 and spread the model by dp_shard"
+            f"mesh tp = {mesh.size()}: there is no tensor-parallel plan for {planless}; set tp = 1 "
+            "and use dp_shard"
         )
     _check_divisible(model, mesh.size(), sequence_length)
     # The logits are a view of the head's DTensor, and nobody writes into them.
