@@ -396,4 +396,5 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = sorted(mesh.mesh.flatten().tolist())
-    return dist.new_group(ranks, use_local_synchronization=True)
+    group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
+    return group

@@ -108,7 +108,8 @@ class Pipeline(nn.Module):
         first, last = self.parts[0], self.parts[-1]
         module = first.embed if first.embed is not None else last.head
         assert module is not None, "the group has the ranks of first and last stage"
-        return module.weight
+        weight: nn.Parameter = module.weight  # type: ignore[assignment]  # torch says Tensor
+        return weight
 
     @property
     def tied_copies(self) -> list[Tensor]:
@@ -284,7 +285,7 @@ class PipelineRunner:
         ]
         name = self._mesh.config.schedule
         # The loss below has all factors: the mean over micro-batches, and that over dp is FSDP2's.
-        options = {"loss_fn": self._loss, "scale_grads": False}
+        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         if name in _SINGLE:
             return _SINGLE[name](stages[0], self._micro_batches, **options)
         return _MULTI[name](stages, self._micro_batches, **options)

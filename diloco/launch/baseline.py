@@ -98,7 +98,7 @@ def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
                     f"whole model; give mesh = {{ dp_shard = {island.ranks} }}, which is data "
                     f"parallel here"
                 )
-        unit = length * island.ranks * config.inner.micro_batches
+        unit = length * island.ranks * island.micro_batches
         if island.tokens_per_inner_step % unit:
             nearest = max(1, round(island.tokens_per_inner_step / unit)) * unit
             raise ConfigError(

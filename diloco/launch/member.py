@@ -20,11 +20,13 @@ from blake3 import blake3
 
 from diloco.baseline.gradients import GradientSum, ParameterMean
 from diloco.config.load import load_config
+from diloco.config.mesh import MeshConfig
 from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.errors import DilocoError
+from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import LlamaShape, build_model, initialise_
-from diloco.inner.parallelize import IslandMesh, parallelize
+from diloco.inner.parallelize import parallelize
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.build import link_profile
 from diloco.launch.logs import log_to
@@ -60,7 +62,7 @@ class _Member:
         place, island = site.place, config.island
         torch.set_num_threads(island.threads)
         torch.set_num_interop_threads(1)
-        mesh = IslandMesh(torch.device("cpu"), None)
+        mesh = IslandMesh(torch.device("cpu"), MeshConfig())
         data = open_data(config)
         model = build_model(LlamaShape.from_config(config.model))
         parallelize(model, mesh, sequence_length=config.data.sequence_length)
@@ -93,6 +95,7 @@ class _Member:
             evaluation=data.evaluation(config.evaluation.num_sequences),
             config=config.inner,
             batch_size=batch_size // place.num_ranks,
+            micro_batches=island.micro_batches,
             inner_steps=config.run.inner_steps,
             clock=time.monotonic,
             gradient_hook=self._hook,

@@ -16,11 +16,12 @@ Source: protocol.md section 9.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from torch import Tensor
 from diloco.config.model import ModelConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.inner.hugging_face import read_ours, read_shape, stored_tensors
-from diloco.inner.model import LlamaShape
+from diloco.inner.hugging_face import StoredTensor, read_ours, read_shape, stored_tensors
+from diloco.inner.model import LlamaShape, parameter_shapes
 from diloco.inner.state import INNER_OPTIMIZER
 from diloco.inner.torchtitan import from_torchtitan, torchtitan_names
 from diloco.launch.checkpoints import Checkpoint, valid_steps
@@ -62,6 +63,7 @@ _HEADS = tuple(
 )
 
 _Shapes = Mapping[str, tuple[int, ...]]
+_Stored = Mapping[str, tuple[StoredTensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def _from_model(directory: Path, source: str, shape: LlamaShape) -> WarmStart:
     _insist_on_shape(read_shape(_read_json(path), str(path)), shape, source)
     weights = _Weights(directory)
     stored = stored_tensors(shape)
-    expected = {tensor.name: tensor.shape for part in stored.values() for tensor in part}
+    expected = {tensor.name: tensor.shape for tensor in _parts(stored)}
     found = {name: size for name, size in weights.shapes.items() if not name.endswith(_IGNORED)}
     if shape.tie_embeddings:
         _drop_tied_head(found, weights, source)
@@ -189,18 +191,22 @@ def _from_dcp(directory: Path, shape: LlamaShape) -> WarmStart:
         if not name.startswith(_NO_WEIGHTS) and not name.endswith(_IGNORED)
     }
     ours = parameter_shapes(shape)
-    namings = [{name: name for name in ours}, hugging_face_names(shape)]
+
+    def as_it_is(names: Mapping[str, str]) -> _Stored:
+        return {name: (StoredTensor(theirs, ours[name]),) for name, theirs in names.items()}
+
+    namings: list[_Stored] = [as_it_is({name: name for name in ours}), stored_tensors(shape)]
     with contextlib.suppress(ConfigError):  # a model that torchtitan's Llama is not
-        namings.append(torchtitan_names(shape))
+        namings.append(as_it_is(torchtitan_names(shape)))
     choices = [
-        {name: prefix + theirs for name, theirs in naming.items()}
-        for naming in namings
+        {name: tuple(replace(t, name=prefix + t.name) for t in part) for name, part in each.items()}
+        for each in namings
         for prefix in ("", "model.")
     ]
-    names = max(choices, key=lambda choice: len(found.keys() & choice.values()))
-    is_titans = names["embed.weight"].endswith("tok_embeddings.weight")
+    stored = max(choices, key=lambda choice: sum(t.name in found for t in _parts(choice)))
+    embedding = stored["embed.weight"][0].name
+    is_titans = embedding.endswith("tok_embeddings.weight")
     if shape.tie_embeddings:
-        embedding = names["embed.weight"]
         for head in (name for name in _HEADS if name in found):
             if not torch.equal(saved.read(head), saved.read(embedding)):
                 raise ConfigError(
@@ -208,13 +214,17 @@ def _from_dcp(directory: Path, shape: LlamaShape) -> WarmStart:
                     "set model.tie_embeddings = false"
                 )
             del found[head]
-    _insist_on_tensors(found, {names[name]: size for name, size in ours.items()}, source)
+    _insist_on_tensors(found, {t.name: t.shape for t in _parts(stored)}, source)
 
     def read(section: str, name: str) -> Tensor:
-        values = saved.read(names[name])
+        values = read_ours(stored[name], saved.read)
         return from_torchtitan(shape, name, values) if is_titans else values
 
-    return WarmStart(source, 0, has_optimizer=False, optimizer_step=0, data_state=None, read=read)
+    return WarmStart(source, 0, False, "", 0, None, read)
+
+
+def _parts(stored: _Stored) -> Iterator[StoredTensor]:
+    return itertools.chain.from_iterable(stored.values())
 
 
 class _Weights:
