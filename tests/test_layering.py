@@ -85,7 +85,12 @@ FORBIDDEN = [
     pytest.param(
         "diloco",
         PICKLING_COLLECTIVES,
-        ("diloco.sync.groups", "diloco.sync.shards", "diloco.launch.checkpoint_writer"),
+        (
+            "diloco.inner.muon",
+            "diloco.launch.checkpoint_writer",
+            "diloco.sync.groups",
+            "diloco.sync.shards",
+        ),
         id="peers-are-not-in-process-groups",
     ),
     *(
