@@ -204,7 +204,9 @@ def _rows(
         ideal_s = ideal.flat_s if kind == _FLAT else ideal.hierarchical_s
         note = "" if kind == _FLAT or ideal.num_chunks > 1 else "nothing overlaps"
         row |= {"inside_s": inside_s, "ideal_s": ideal_s, "took_s": took_s, "note": note}
-        rows.append({**row, "ratio": ideal_s / took_s, "all_s": found[kind]["took_s"]})
+        rows.append(
+            {**row, "ratio": ideal_s / took_s, "all_s": found[kind]["took_s"][str(chunk_bytes)]}
+        )
     return rows
 
 
