@@ -430,6 +430,15 @@ class _Rank:
         self.record.evaluated(self._outer.inner_step, parameters, loss)
 
 
+def _insist_on_names(config: Config) -> None:
+    """Insist that what the optimizer's settings name is in the model.
+
+    Raises:
+        ConfigError: If a pattern matches no parameter.
+    """
+    check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
+
+
 def exit_at_once(code: int) -> NoReturn:
     """End this process, whatever its threads wait for.
 
@@ -482,12 +491,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     exit_at_once(main())
-
-
-def _insist_on_names(config: Config) -> None:
-    """Insist that what the optimizer's settings name is in the model.
-
-    Raises:
-        ConfigError: If a pattern matches no parameter.
-    """
-    check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))

@@ -174,13 +174,21 @@ CASES = [
     Case("gathered-replicated", MeshConfig(dp_replicate=2, cp=2, context="all-gather")),
     Case("experts-hsdp", MeshConfig(dp_replicate=2, dp_shard=2), model=EXPERTS),
     Case("pp-of-4-tied", MeshConfig(pp=4), model=TIED, micro_batches=4),
-    Case("pp-fsdp-tied", MeshConfig(pp=2, dp_shard=2), model=TIED, micro_batches=2),
+    Case(
+        "pp-fsdp-tied-muon",
+        MeshConfig(pp=2, dp_shard=2),
+        model=TIED,
+        optimizer=MUON,
+        z_loss=Z_LOSS,
+        micro_batches=2,
+    ),
     Case("zbv-fsdp-by-block", looped("zbv", dp_shard=2, fsdp_unit="block"), micro_batches=4),
     Case("pp-replicated", MeshConfig(pp=2, dp_replicate=2), micro_batches=2),
     Case(
         "interleaved-zb-tp",
         looped("interleaved-zb", tp=2, loss_parallel=True),
         model=TIED,
+        z_loss=Z_LOSS,
         micro_batches=2,
     ),
     Case("dualpipev-tp", looped("dualpipev", tp=2), micro_batches=4),
@@ -217,7 +225,12 @@ CASES = [
     Case("fsdp-of-4-tp", MeshConfig(dp_shard=4, tp=2)),
     Case("pp-fsdp-tp", MeshConfig(pp=2, dp_shard=2, tp=2), model=TIED, micro_batches=2),
     Case("zbv-fsdp-tp", looped("zbv", dp_shard=2, tp=2, fsdp_unit="block"), micro_batches=4),
-    Case("interleaved-hsdp", looped("interleaved-1f1b", dp_replicate=2, dp_shard=2), TIED, {}, 2),
+    Case(
+        "interleaved-hsdp",
+        looped("interleaved-1f1b", dp_replicate=2, dp_shard=2),
+        model=TIED,
+        micro_batches=2,
+    ),
 ]
 
 
