@@ -501,6 +501,7 @@ REFUSALS = [
         'inner.optimizer={lr=1e-3, schedule="wsd", warmup_steps=90000}',
         ["inner.optimizer.warmup_steps: 90000: the decay of decay_ratio = 0.2 begins after"],
     ),
+    ("islands.a.mesh.async_tp=true", ["islands.a.mesh.async_tp: true: comes later"]),
     ("islands.a.device=tpu", ['islands.a.device: "tpu":', '"auto" or "cpu" or "cuda"']),
     ("islands.a.tokens_per_inner_step=65", ["tokens_per_inner_step: 65: must be a multiple"]),
     ("islands.a.threads=0", ["islands.a.threads: 0:", ">= 1"]),
