@@ -405,9 +405,11 @@ class _Transfer:
         return self.received
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return a group of all ranks of a mesh, in the order of their numbers."""
     if mesh.ndim == 1:
-        return mesh.get_group()
+        alone: dist.ProcessGroup = mesh.get_group()
+        return alone
     ranks = sorted(mesh.mesh.flatten().tolist())
-    return dist.new_group(ranks, use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return group
