@@ -81,16 +81,19 @@ class ContextAttention:
         q_BNLE, k_BKLE, v_BKLE = (x.transpose(1, 2) for x in (q_BLNE, k_BLKE, v_BLKE))
         out_BNLE: Tensor
         if self.method == "ulysses":
-            apply: Any = _DealHeads.apply  # of torch, without types
-            q, k, v = (apply(x, self.group) for x in (q_BNLE, k_BKLE, v_BKLE))
+            q, k, v = (_apply(_DealHeads, x, self.group) for x in (q_BNLE, k_BKLE, v_BKLE))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            apply = _DealPositions.apply
-            out_BNLE = apply(out, self.group)
+            out_BNLE = _apply(_DealPositions, out, self.group)
         else:
             kv_2BKLE = torch.stack((k_BKLE, v_BKLE))
-            apply = _BlockAttention.apply
-            out_BNLE = apply(q_BNLE, kv_2BKLE, self.group, self.method == "ring")
+            out_BNLE = _apply(_BlockAttention, q_BNLE, kv_2BKLE, self.group, self.method == "ring")
         return out_BNLE.transpose(1, 2)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """Call a function that has a backward of its own; PyTorch's `apply` has no types."""
+    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
 
 
 # -- block by block ------------------------------------------------------------------------------
@@ -150,14 +153,15 @@ class _BlockAttention(torch.autograd.Function):
 
         def grad_of(source: int, kv: Tensor, grad_kv: Tensor) -> None:
             block = _blocks(rank, source, num_local)
-            d_o, q, o, of_q = (x[:, :, block.queries] for x in (grad, q_BNLE, out, lse))
+            d_out, q, o, log = (x[:, :, block.queries] for x in (grad, q_BNLE, out, lse))
             k, v = _for_heads(kv[:, :, :, block.keys], q_BNLE.shape[1])
-            d_q, d_k, d_v = _attend_backward(d_o, q, o, of_q, k, v, block)
+            d_q, d_k, d_v = _attend_backward(d_out, q, o, log, k, v, block)
             grad_q[:, :, block.queries] += d_q
+            batch, num_kv_heads = kv.shape[1:3]
             for target, d in zip(grad_kv, (d_k, d_v), strict=True):
                 # The query heads of a key head are next to each other.
-                d_heads = torch.unflatten(d, 1, (kv.shape[2], -1))
-                target[:, :, block.keys] += d_heads.sum(dim=2, dtype=torch.float32)
+                by_head = d.reshape(batch, num_kv_heads, -1, *d.shape[2:])
+                target[:, :, block.keys] += by_head.sum(dim=2, dtype=torch.float32)
 
         walk = _walk_ring if ctx.is_ring else _walk_gathered
         grad_kv = walk(kv_2BKLE, group, grad_of)
@@ -220,7 +224,7 @@ def _gathered(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
     cp = dist.get_world_size(group)
     gathered = kv.new_empty((cp * len(kv), *kv.shape[1:]))
     dist.all_gather_single(gathered, kv.contiguous(), group=group)
-    return torch.unflatten(gathered, 0, (cp, -1))
+    return gathered.view(cp, *kv.shape)
 
 
 #: (rank, its keys and values, their gradient so far): adds to the gradient.
@@ -308,20 +312,20 @@ class _DealPositions(torch.autograd.Function):
 def _deal_heads(x_BHLE: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return shape [B, H / cp, S, E]."""
     cp = dist.get_world_size(group)
-    sent = torch.unflatten(x_BHLE, 1, (cp, -1)).movedim(1, 0).contiguous()
+    batch, heads, local, width = x_BHLE.shape
+    sent = x_BHLE.reshape(batch, cp, heads // cp, local, width).movedim(1, 0).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     # From rank r: chunks r and 2 cp - 1 - r.
-    chunks = torch.unflatten(received, 3, (2, -1))  # [cp, B, H / cp, 2, C, E]
-    ordered = torch.cat((chunks[:, :, :, 0], chunks[:, :, :, 1].flip(0)))
-    return ordered.movedim(0, 2).flatten(2, 3)
+    first, second = received.chunk(2, dim=3)  # each [cp, B, H / cp, L / 2, E]
+    return torch.cat((first, second.flip(0))).movedim(0, 2).flatten(2, 3)
 
 
 def _deal_positions(x_BHSE: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return shape [B, H cp, L, E]."""
     cp = dist.get_world_size(group)
-    chunks = torch.unflatten(x_BHSE, 2, (2 * cp, -1)).movedim(2, 0)  # [2 cp, B, H, C, E]
-    sent = torch.stack((chunks[:cp], chunks[cp:].flip(0)), dim=3).flatten(3, 4).contiguous()
+    chunks = torch.stack(x_BHSE.chunk(2 * cp, dim=2))  # [2 cp, B, H, L / 2, E]
+    sent = torch.cat((chunks[:cp], chunks[cp:].flip(0)), dim=3).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received.movedim(0, 1).flatten(1, 2)

@@ -43,23 +43,6 @@ def token_losses(
     return losses_N, z_loss * logits_NV.logsumexp(dim=1).square() if z_loss else None
 
 
-def means(losses: Tensor, penalties: Tensor | None, num_parts: int) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch's part of the loss that is reported, and of what is minimised.
-
-    Args:
-        losses: Of its tokens, from `token_losses`.
-        penalties: Of the same shape; None: there are none.
-        num_parts: Micro-batches, which count alike.
-
-    Returns:
-        mean(losses) / num_parts, without a gradient; and that of losses and penalties, with one.
-    """
-    loss = losses.mean() / num_parts
-    if penalties is None:
-        return loss.detach(), loss
-    return loss.detach(), loss + penalties.mean() / num_parts
-
-
 def split_log_sum_exp(
     logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:

@@ -146,5 +146,5 @@ def _cp_group(device_mesh: DeviceMesh, config: MeshConfig) -> dist.ProcessGroup 
         return fsdp.get_group()
     first = fsdp.get_local_rank() // config.cp * config.cp
     ranks = fsdp.mesh.flatten().tolist()[first : first + config.cp]
-    group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return group

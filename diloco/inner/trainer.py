@@ -18,7 +18,7 @@ from diloco.config.inner import InnerConfig
 from diloco.data.batches import Batches, Evaluation
 from diloco.errors import ConfigError
 from diloco.inner.context import positions_of
-from diloco.inner.cross_entropy import means, token_losses
+from diloco.inner.cross_entropy import token_losses
 from diloco.inner.experts import balance_
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
 from diloco.inner.mesh import IslandMesh
@@ -126,7 +126,7 @@ class InnerTrainer:
             PipelineRunner(
                 model,
                 mesh,
-                self._losses,
+                self._micro_loss,
                 micro_batches=micro_batches,
                 micro_batch_size=self._micro_batch_size,
             )
@@ -182,6 +182,7 @@ class InnerTrainer:
 
     def _backward(self, tokens_BS1: Tensor) -> Tensor:
         """Make the gradient of this rank's part of the batch; returns its mean loss, float64."""
+        tokens_BS1 = tokens_BS1.to(self._mesh.device)
         if self._pipeline is not None:
             return self._pipeline.backward(tokens_BS1)
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
@@ -190,7 +191,9 @@ class InnerTrainer:
             set_is_last_micro_batch_(self.model, self._mesh, is_last)
             if self._gradient_hook is not None and is_last:
                 self._gradient_hook.begin()
-            micro_loss, minimised = means(*self._token_losses(micro_batch), self._micro_batches)
+            logits_BSV, targets_BS = self._forward(micro_batch)
+            assert logits_BSV is not None, "only of a pipeline ranks have no logits"
+            minimised, micro_loss = self._micro_loss(logits_BSV, targets_BS)
             torch.autograd.backward(minimised)
             loss += micro_loss
         if self._gradient_hook is not None:
@@ -214,24 +217,24 @@ class InnerTrainer:
         rows = torch.arange(first, first + num_rounds * size)
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for part in torch.split(rows, size):
-            sequences = tokens[part.clamp(max=num_sequences - 1)]
-            if self._pipeline is not None:
-                found = self._pipeline.token_losses(sequences)
-                if found is None:  # another rank has the last stage
-                    continue
-                losses = found
-            else:
-                losses, _ = self._token_losses(sequences)
+            sequences = tokens[part.clamp(max=num_sequences - 1)].to(self._mesh.device)
+            logits_BSV, targets_BS = self._forward(sequences)
+            if logits_BSV is None:
+                continue  # another rank has the end of the pipeline
+            losses, _ = self._losses(logits_BSV, targets_BS, z_loss=0.0)
             total += losses[: int((part < num_sequences).sum())].sum(dtype=torch.float64)
         reshard_(self.model.modules())  # else the next forward would use today's gathered values
         return self._sum_over_island(total) / self._evaluation.num_bytes
 
-    def _token_losses(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute loss and penalty of every token predicted here, shape [B, S / cp]."""
-        tokens_BS1 = tokens_BS1.to(self._mesh.device)
+    def _forward(self, tokens_BS1: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Compute logits and targets of this rank's S / cp positions, the last column aside.
+
+        Where another rank of a pipeline has the logits, they are None.
+        """
+        if self._pipeline is not None:
+            return self._pipeline.logits(tokens_BS1), tokens_BS1[:, 1:]
         here_S = self._positions(tokens_BS1.shape[1] - 1)
-        logits_BSV = self.model(tokens_BS1[:, here_S], here_S)
-        return self._losses(logits_BSV, tokens_BS1[:, here_S + 1])
+        return self.model(tokens_BS1[:, here_S], here_S), tokens_BS1[:, here_S + 1]
 
     def _positions(self, num_positions: int) -> Tensor:
         """Return the positions of a sequence that this rank computes."""
@@ -241,13 +244,23 @@ class InnerTrainer:
         here_S = positions_of(dist.get_rank(group), config.cp, num_positions)
         return here_S.to(self._mesh.device)
 
-    def _losses(self, logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute loss and penalty of every token, shape [B, S], from its logits."""
+    def _micro_loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute what a micro-batch adds to what is minimised, and of it to the loss told."""
+        losses_BS, penalties_BS = self._losses(logits_BSV, targets_BS, z_loss=self._config.z_loss)
+        loss = losses_BS.mean() / self._micro_batches
+        if penalties_BS is None:
+            return loss, loss.detach()
+        return loss + penalties_BS.mean() / self._micro_batches, loss.detach()
+
+    def _losses(
+        self, logits_BSV: Tensor, targets_BS: Tensor, *, z_loss: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute loss and penalty of every predicted token, shape [B, S]; see `token_losses`."""
         losses_N, penalties_N = token_losses(
             logits_BSV.flatten(0, 1).float(),
             targets_BS.flatten(),
             group=self._mesh.tp_group if self._mesh.config.loss_parallel else None,
-            z_loss=self._config.z_loss,
+            z_loss=z_loss,
         )
         penalties_BS = None if penalties_N is None else penalties_N.view_as(targets_BS)
         return losses_N.view_as(targets_BS), penalties_BS
