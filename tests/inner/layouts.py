@@ -210,7 +210,7 @@ def case_of(name: str) -> Case:
 @cache
 def run_rows(num_ranks: int) -> list[dict[str, Any]]:
     """Train all rows of a number of ranks; returns, by rank, the results by name."""
-    return run_ranks(_train_rows, num_ranks, timeout_s=50 * num_ranks)
+    return run_ranks(_train_rows, num_ranks, timeout_s=150 * num_ranks)
 
 
 def _train_rows(island_rank: int) -> dict[str, Any]:
