@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,7 @@ def write_run(
     ffn_dim: int = 96,
     round_deadline: str = "60s",
 ) -> Path:
-    """Write a run file; `islands` maps a name to its mesh: "", "dp_shard = 2" or "tp = 2".
+    """Write a run file; `islands` maps a name to its mesh: "", "dp_shard = 2, tp = 2".
 
     A lane has at least 64 KiB, so a fragment of this model has one; more with a larger `ffn_dim`.
     """
@@ -95,11 +97,15 @@ def write_run(
         state_dir=directory / "state",
     )
     for name, mesh in islands.items():
-        text += _ISLAND.format(name=name, ranks=2 if mesh else 1, mesh=mesh)
+        text += _ISLAND.format(name=name, ranks=_product(mesh), mesh=mesh)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "run.toml"
     path.write_text(text)
     return path
+
+
+def _product(mesh: str) -> int:
+    return math.prod(int(size) for size in re.findall(r"= (\d+)", mesh))
 
 
 def with_text(run_file: Path, text: Path) -> Path:
@@ -158,13 +164,15 @@ def run_to_end(run_file: Path, overrides: Sequence[str] = ()) -> FinishedRun:
     return FinishedRun(run)
 
 
-def assert_both_ranks_carry_lanes(run: FinishedRun, islands: Iterable[str]) -> None:
-    """Insist that each of these islands of two ranks sent lanes of every fragment from both."""
-    assert all(len(fragment.lanes) >= 3 for fragment in run.plan.fragments)
+def assert_all_ranks_carry_lanes(
+    run: FinishedRun, islands: Iterable[str], num_ranks: int = 2
+) -> None:
+    """Insist that each of these islands sent lanes of every fragment from all its ranks."""
+    assert all(len(fragment.lanes) >= num_ranks for fragment in run.plan.fragments)
     for island in islands:
         sent = run.of_kind(island, "fragment_sent")
         carried = {(e["fragment_id"], e["island_rank"]) for e in sent if e["lanes_norm"] > 0}
-        assert carried == {(f.fragment_id, r) for f in run.plan.fragments for r in (0, 1)}
+        assert carried == {(f.fragment_id, r) for f in run.plan.fragments for r in range(num_ranks)}
 
 
 def all_logs(directory: Path) -> str:

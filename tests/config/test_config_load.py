@@ -487,6 +487,7 @@ REFUSALS = [
     ("islands.a.mesh.reshard=always", ['reshard = "always" is for', "dp_shard x cp = 1: leave"]),
     ("islands.a.mesh.fsdp_unit=block", ['fsdp_unit = "block" is for data parallelism']),
     ("islands.a.mesh.loss_parallel=true", ["is for tp above 1, and tp = 1: leave it out"]),
+    ("islands.a.mesh.async_tp=true", ["islands.a.mesh.async_tp: true: comes later"]),
     ("islands.a.device=tpu", ['islands.a.device: "tpu":', '"auto" or "cpu" or "cuda"']),
     ("islands.a.tokens_per_inner_step=65", ["tokens_per_inner_step: 65: must be a multiple"]),
     ("islands.a.threads=0", ["islands.a.threads: 0:", ">= 1"]),

@@ -1,4 +1,7 @@
-"""Settling and clipping of gradients whose tensors lie on no mesh, on one, or on several."""
+"""Settling and clipping of gradients whose tensors lie on no mesh, on one, or on several.
+
+Beside them the gradients of a loss whose logits lie on two ranks.
+"""
 
 import math
 from functools import cache
@@ -11,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from diloco.config.mesh import MeshConfig
+from diloco.inner.cross_entropy import split_log_sum_exp
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
 from diloco.inner.mesh import make_mesh
 from diloco.inner.tensor_parallel import partial_parameters
@@ -80,11 +84,32 @@ def model_gradients(mesh, is_tied):
     return local, {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
+def logits_and_targets():
+    """Logits up to 600, far beyond exp's range, of targets in both halves of the vocabulary."""
+    generator = torch.Generator().manual_seed(3)
+    logits_NV = torch.randn((6, 8), generator=generator) * 200.0
+    return logits_NV.requires_grad_(), torch.tensor([0, 3, 4, 7, 5, 2])
+
+
+def combined(lse_N, picked_N):
+    """A cross entropy and a penalty of large sums, as a loss uses both values."""
+    return ((lse_N - picked_N) + 1e-3 * lse_N.square()).mean()
+
+
+def split_loss(mesh, island_rank):
+    logits_NV, targets_N = logits_and_targets()
+    half_NV = logits_NV.detach().chunk(2, dim=1)[island_rank].clone().requires_grad_()
+    loss = combined(*split_log_sum_exp(half_NV, targets_N, mesh.tp_group))
+    loss.backward()
+    return loss.item(), half_NV.grad.numpy().copy()
+
+
 def on_each_rank(island_rank):
     mesh = make_mesh(CPU, MeshConfig(tp=2))
     return {
         "clip": {max_norm: clip_everything(max_norm) for max_norm in (0.5, 100.0, math.inf)},
         "settle": settle_by_hand(island_rank),
+        "loss": split_loss(mesh, island_rank),
         "model": {is_tied: model_gradients(mesh, is_tied) for is_tied in (False, True)},
     }
 
@@ -132,6 +157,17 @@ def test_settled_gradients_have_the_placements_of_their_parameters_and_the_sum_o
         ]
         assert plain == [island_rank + 1]
         assert unused is None
+
+
+def test_split_logits_give_the_loss_and_the_gradients_of_whole_ones():
+    logits_NV, targets_N = logits_and_targets()
+    expected = combined(logits_NV.logsumexp(1), logits_NV.gather(1, targets_N[:, None])[:, 0])
+    expected.backward()
+
+    (loss, left), (other_loss, right) = (result["loss"] for result in two_ranks())
+
+    assert loss == other_loss == pytest.approx(expected.item(), rel=1e-6)
+    np.testing.assert_allclose(np.hstack([left, right]), logits_NV.grad.numpy(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])

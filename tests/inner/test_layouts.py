@@ -11,6 +11,7 @@ LOSS_TOLERANCE = 5e-6
 PARAMETER_TOLERANCE = 1e-4
 
 
+@pytest.mark.timeout(120)  # the first of each number of ranks trains all rows of it
 @pytest.mark.parametrize("name", [*names(2), *names(4)])
 def test_layout_agrees_with_one_rank(name):
     check(name)

@@ -17,7 +17,7 @@ from diloco.launch.warm_start import WarmStart, find_warm_start
 from tests.run_files import (
     FFN_DIM_OF_LANES,
     FinishedRun,
-    assert_both_ranks_carry_lanes,
+    assert_all_ranks_carry_lanes,
     run_to_end,
     write_run,
 )
@@ -59,7 +59,7 @@ def assert_founded_from(run: FinishedRun, found: WarmStart) -> None:
 def test_islands_of_every_shape_hold_the_same_bytes(trained: tuple[Path, FinishedRun]) -> None:
     run = trained[1]
 
-    assert_both_ranks_carry_lanes(run, ("north", "west"))
+    assert_all_ranks_carry_lanes(run, ("north", "west"))
     assert run.ending_digests() == {tuple(r.digest.hex() for r in run.last_records())}
 
 

@@ -14,13 +14,13 @@ import torch
 from tests.run_files import (
     FFN_DIM_OF_LANES,
     FinishedRun,
-    assert_both_ranks_carry_lanes,
+    assert_all_ranks_carry_lanes,
     run_to_end,
     write_run,
 )
 
 SHAPES = {"fsdp": "dp_shard = 2", "tp": "tp = 2"}
-SINGLE = dict.fromkeys(SHAPES, "")
+GRIDS = {"fsdp-tp": "dp_shard = 2, tp = 2", "hsdp": "dp_replicate = 2, dp_shard = 2"}
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -38,19 +38,31 @@ def evaluated(run: FinishedRun, island: str, parameters: str) -> float:
     return float(loss)
 
 
-def test_shapes_together_equal_islands_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shapes", "num_ranks"),
+    [(SHAPES, 2), pytest.param(GRIDS, 4, marks=pytest.mark.slow)],
+    ids=["2-ranks", "4-ranks"],
+)
+def test_shapes_together_equal_islands_of_one_rank(
+    shapes: dict[str, str], num_ranks: int, tmp_path: Path
+) -> None:
     mixed = run_to_end(
-        write_run(tmp_path / "mixed", SHAPES, codec="float32", ffn_dim=FFN_DIM_OF_LANES)
+        write_run(tmp_path / "mixed", shapes, codec="float32", ffn_dim=FFN_DIM_OF_LANES)
     )
     single = run_to_end(
-        write_run(tmp_path / "single", SINGLE, codec="float32", ffn_dim=FFN_DIM_OF_LANES)
+        write_run(
+            tmp_path / "single",
+            dict.fromkeys(shapes, ""),
+            codec="float32",
+            ffn_dim=FFN_DIM_OF_LANES,
+        )
     )
 
-    assert_both_ranks_carry_lanes(mixed, SHAPES)
+    assert_all_ranks_carry_lanes(mixed, shapes, num_ranks)
     torch.testing.assert_close(
         held_by_every_island(mixed), held_by_every_island(single), rtol=0, atol=1e-4
     )
-    for island in SHAPES:
+    for island in shapes:
         differences = [
             abs(a - b) for a, b in zip(mixed.losses(island), single.losses(island), strict=True)
         ]
@@ -59,5 +71,5 @@ def test_shapes_together_equal_islands_of_one_rank(tmp_path: Path) -> None:
         for parameters in ("local", "published"):
             one, other = evaluated(mixed, island, parameters), evaluated(single, island, parameters)
             assert one == pytest.approx(other, rel=0, abs=5e-6)
-    versions = {island: mixed.of_kind(island, "fragment_merged") for island in SHAPES}
-    assert {event["version"] for event in versions["tp"]} >= {1, 2}, "two rounds and the flush"
+        merged = mixed.of_kind(island, "fragment_merged")
+        assert {event["version"] for event in merged} >= {1, 2}, "two rounds and the flush"
