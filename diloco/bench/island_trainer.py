@@ -9,7 +9,8 @@ import torch
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.inner.mesh import make_mesh
-from diloco.inner.model import LlamaShape, initialise_
+from diloco.inner.model import LlamaShape, initialise_, parameter_shapes
+from diloco.inner.optimizer import check_names
 from diloco.inner.parallelize import parallelize
 from diloco.inner.pipeline import build_part, parts_of
 from diloco.inner.trainer import InnerTrainer
@@ -24,6 +25,7 @@ def island_trainer(config: Config, data: Data, batches: Batches) -> InnerTrainer
         batches: What the island trains on.
     """
     mesh = make_mesh(torch.device("cpu"), config.island.mesh)
+    check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
     model = build_part(LlamaShape.from_config(config.model), mesh)
     for part in parts_of(model):
         parallelize(part, mesh, sequence_length=config.data.sequence_length)

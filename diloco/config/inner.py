@@ -138,3 +138,8 @@ class InnerConfig(Section):
         description="Coefficient of the mean square of log Z, Z the sum of exp(logits), in what is "
         "minimised, not in what is reported; PaLM: 1e-4",
     )
+    expert_bias_speed: Policy[float] = Field(
+        default=0.001,
+        ge=0,
+        description="What an inner step adds to the bias of an expert with less than the mean load",
+    )

@@ -14,13 +14,14 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Local, Section
 from diloco.config.fields import Problem, later
+from diloco.config.model import without_tp_plan
 from diloco.config.pipeline import DEFAULT_SCHEDULE, Schedule, stages_problem
 
 #: Axes whose product is the number of ranks, outermost first: neighbours along tp are next to each
 #: other, so on one host. `ep` is no axis of its own: it regroups the ranks of dp_shard x cp.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 #: Designed, not built.
-_LATER = ("cp", "ep")
+_LATER = ("ep",)
 
 
 class MeshConfig(Section):
@@ -33,7 +34,9 @@ class MeshConfig(Section):
     dp_shard: Local[int] = Field(
         default=1, ge=1, description="Ranks that share parameters, with sequences of their own"
     )
-    cp: Local[int] = Field(default=1, ge=1, description="Ranks that share the positions of one")
+    cp: Local[int] = Field(
+        default=1, ge=1, description="Ranks that share the positions of a sequence"
+    )
     tp: Local[int] = Field(
         default=1, ge=1, description="Ranks that share matrices (tensor parallelism)"
     )
@@ -56,6 +59,11 @@ class MeshConfig(Section):
         description="When dp_shard gives gathered parameters back: always after a forward "
         "(ZeRO-3), never before the inner step's last backward (ZeRO-2), or auto: what is used "
         "next anyhow is kept",
+    )
+    context: Local[Literal["ring", "all-gather", "ulysses"]] = Field(
+        default="ring",
+        description="How the ranks of cp attend to each other's positions: keys and values go "
+        "around, or are gathered at once, or heads are dealt instead of positions (ulysses)",
     )
     loss_parallel: Local[bool] = Field(
         default=False, description="Whether tp computes the loss with each rank's share of logits"
@@ -80,6 +88,11 @@ class MeshConfig(Section):
     def dp_size(self) -> int:
         """Number of ranks that take different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def loss_size(self) -> int:
+        """Number of ranks that take different tokens: sequences, or positions of them."""
+        return self.dp_size * self.cp
 
     @property
     def shape_text(self) -> str:
@@ -124,6 +137,8 @@ class MeshConfig(Section):
                 f'fsdp_unit = "{self.fsdp_unit}" is for data parallelism, and dp_replicate x '
                 "dp_shard x cp = 1: leave it out"
             )
+        if self.context != "ring" and self.cp == 1:
+            raise ValueError(f'context = "{self.context}" is for cp above 1: leave it out')
         if self.loss_parallel and self.tp == 1:
             raise ValueError("loss_parallel = true is for tp above 1, and tp = 1: leave it out")
         return self
@@ -167,6 +182,11 @@ def mesh_problems(mesh: MeshConfig, data: Mapping[str, Any]) -> Iterator[Problem
     sizes: dict[str, int] = {}
     if "data" in data:
         sizes["data.sequence_length"] = data["data"].sequence_length
+    if "model" in data and mesh.tp > 1:
+        model = data["model"]
+        if planless := without_tp_plan(model.experts, model.latent_attention):
+            yield "mesh.tp", mesh.tp, f"has no plan for {planless}; set it to 1 and use dp_shard"
+            return
     if "model" in data and data["model"].family == "llama":
         names = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
         sizes |= {f"model.{name}": getattr(data["model"], name) for name in names}
@@ -174,3 +194,49 @@ def mesh_problems(mesh: MeshConfig, data: Mapping[str, Any]) -> Iterator[Problem
     if undivided:
         shown = ", ".join(f"{name} = {size}" for name, size in undivided.items())
         yield "mesh.tp", mesh.tp, f"must divide {shown}; {nearest(mesh.tp, *sizes.values())}"
+    yield from _context_problems(mesh, data)
+
+
+def _context_problems(mesh: MeshConfig, data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check what the ranks of cp must divide."""
+    if mesh.cp == 1:
+        return
+    if "data" in data and (problem := positions_problem(mesh, data["data"].sequence_length)):
+        yield "mesh.cp", mesh.cp, problem
+    if "model" in data and data["model"].family == "llama":
+        model = data["model"]
+        is_latent = model.latent_attention.kv_rank > 0
+        num_kv_heads = model.num_heads if is_latent else model.num_kv_heads
+        if problem := heads_problem(mesh, num_kv_heads, is_latent=is_latent):
+            yield "mesh.context", mesh.context, problem
+
+
+def positions_problem(mesh: MeshConfig, sequence_length: int) -> str | None:
+    """Say why the ranks of cp cannot share a sequence; None if they can."""
+    unit = math.lcm(2 * mesh.cp, mesh.cp * mesh.tp)
+    if sequence_length % unit == 0:
+        return None
+    return (
+        f"data.sequence_length = {sequence_length} must be a multiple of {unit}, so that each of "
+        f"cp = {mesh.cp} ranks has two equal chunks, in tp = {mesh.tp} parts: "
+        f"{nearest_multiple(sequence_length, unit)}"
+    )
+
+
+def heads_problem(mesh: MeshConfig, num_kv_heads: int, *, is_latent: bool) -> str | None:
+    """Say why the model's heads do not allow this way of attending; None if they do.
+
+    Args:
+        mesh: With cp above 1.
+        num_kv_heads: Key and value heads.
+        is_latent: Whether values have another width than keys.
+    """
+    if is_latent and mesh.context != "ulysses":
+        return 'takes keys and values of one width, and latent attention has two: set "ulysses"'
+    here = num_kv_heads // mesh.tp
+    if mesh.context == "ulysses" and here % mesh.cp:
+        return (
+            f"deals {here} key and value heads (of each rank of tp) to cp = {mesh.cp} ranks: cp "
+            f'must divide them; {nearest(mesh.cp, here)}, or context = "ring"'
+        )
+    return None

@@ -95,27 +95,21 @@ class RopeScalingConfig(Section):
         default=0.0, ge=0, description="Times cosine and sine; 0: 0.1 ln(factor) + 1; yarn"
     )
 
+    @property
+    def used_keys(self) -> tuple[str, ...]:
+        """The keys that the kind has a use for."""
+        of_length = ("factor", "original_max_sequence_length")
+        return {
+            "none": (),
+            "linear": ("factor",),
+            "llama3": (*of_length, "low_freq_factor", "high_freq_factor"),
+            "yarn": (*of_length, "beta_fast", "beta_slow", "attention_factor"),
+        }[self.kind]
+
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
         """Refuse keys that the kind has no use for, and those that it lacks."""
-        used = {
-            "none": set(),
-            "linear": {"factor"},
-            "llama3": {
-                "factor",
-                "original_max_sequence_length",
-                "low_freq_factor",
-                "high_freq_factor",
-            },
-            "yarn": {
-                "factor",
-                "original_max_sequence_length",
-                "beta_fast",
-                "beta_slow",
-                "attention_factor",
-            },
-        }[self.kind]
-        _insist_on_defaults(self, {"kind", *used}, f'kind = "{self.kind}"')
+        _insist_on_defaults(self, {"kind", *self.used_keys}, f'kind = "{self.kind}"')
         if self.kind in ("llama3", "yarn") and not self.original_max_sequence_length:
             raise ValueError(f'kind = "{self.kind}" needs original_max_sequence_length')
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
@@ -225,6 +219,15 @@ def _insist_on_defaults(section: Section, used: set[str], why: str) -> None:
     for name, field in type(section).model_fields.items():
         if name not in used and getattr(section, name) != field.default:
             raise ValueError(f"{name} = {getattr(section, name)} has no meaning with {why}")
+
+
+def without_tp_plan(experts: ExpertsConfig, latent: LatentAttentionConfig) -> str:
+    """Name what of a model tensor parallelism cannot spread; empty if it can all."""
+    parts = (
+        ("model.experts.num_experts", experts.num_experts),
+        ("model.latent_attention.kv_rank", latent.kv_rank),
+    )
+    return ", ".join(f"{name} = {value}" for name, value in parts if value)
 
 
 class ModelConfig(Section):

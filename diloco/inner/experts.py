@@ -18,6 +18,8 @@ DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -146,6 +148,11 @@ class ExpertLayer(nn.Module):
         if self.shared_experts is not None:
             out_TD = out_TD + self.shared_experts(x_TD)
         return out_TD.view_as(x_BSD)
+
+
+def imbalances(loads: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Give the largest load of an expert over the mean load, by router; 1 is perfect balance."""
+    return {name: max(load) * len(load) / max(1, sum(load)) for name, load in loads.items()}
 
 
 @torch.no_grad()

@@ -30,12 +30,14 @@ class IslandMesh:
         config: Sizes of the axes, and the options of parallelism.
         device_mesh: The axes above 1, named as in `Axis`; None for one rank.
         loss_group: The ranks whose losses are of different tokens; None if this rank has them all.
+        cp_group: The ranks that share this one's sequences; None without context parallelism.
     """
 
     device: torch.device
     config: MeshConfig
     device_mesh: DeviceMesh | None = None
     loss_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
 
     def size(self, axis: Axis) -> int:
         """Return the number of ranks along an axis."""
@@ -112,7 +114,8 @@ def make_mesh(device: torch.device, config: MeshConfig) -> IslandMesh:
         return IslandMesh(device, config)
     sizes = {axis: size for axis, size in _sizes(config).items() if size > 1}
     device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return IslandMesh(device, config, device_mesh, _loss_group(device_mesh))
+    cp_group = _cp_group(device_mesh, config)
+    return IslandMesh(device, config, device_mesh, _loss_group(device_mesh), cp_group)
 
 
 def _sizes(config: MeshConfig) -> dict[Axis, int]:
@@ -132,3 +135,15 @@ def _loss_group(device_mesh: DeviceMesh) -> dist.ProcessGroup | None:
         return None
     submesh = device_mesh[axes]
     return submesh.get_group() if len(axes) == 1 else submesh._flatten("loss").get_group()
+
+
+def _cp_group(device_mesh: DeviceMesh, config: MeshConfig) -> dist.ProcessGroup | None:
+    """Join the ranks along cp: neighbours along fsdp."""
+    if config.cp == 1:
+        return None
+    fsdp = device_mesh["fsdp"]
+    if config.dp_shard == 1:
+        return fsdp.get_group()
+    first = fsdp.get_local_rank() // config.cp * config.cp
+    ranks = fsdp.mesh.flatten().tolist()[first : first + config.cp]
+    return dist.new_group(ranks, use_local_synchronization=True)

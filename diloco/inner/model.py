@@ -13,6 +13,7 @@ Source: Llama (arXiv 2302.13971).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Self
@@ -20,8 +21,6 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from diloco.config.model import (
     ExpertsConfig,
@@ -34,6 +33,7 @@ from diloco.inner.attention import Attention
 from diloco.inner.experts import ExpertLayer
 from diloco.inner.latent_attention import LatentAttention
 from diloco.inner.rope import rope_table
+from diloco.sync.boxes import stored, stored_box, whole_shape, write_stored_
 from diloco.sync.buffers import synchronised_buffers
 
 #: Standard deviation of initial weights; projections into the residual stream have less.
@@ -56,8 +56,8 @@ class LlamaShape:
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the mean square in RMSNorm.
         tie_embeddings: True uses one matrix as embedding and as output head.
-        head_dim: Width of a head, even (RoPE rotates pairs); 0 becomes dim / num_heads, and that
-            of what is rotated under latent attention.
+        head_dim: Width of a head, even (RoPE rotates pairs); 0 becomes dim / num_heads. With
+            latent attention always 0.
         qk_norm: Whether query and key heads go through an RMSNorm.
         rope_scaling: Of the rotary frequencies.
         experts: Of the layers from `first_dense_layers` on; off without `num_experts`.
@@ -81,9 +81,15 @@ class LlamaShape:
 
     def __post_init__(self) -> None:
         """Derive the width of a head, so that equal models have equal shapes."""
-        if not self.head_dim:
-            derived = self.latent_attention.rope_dim or self.dim // self.num_heads
-            object.__setattr__(self, "head_dim", derived)
+        if self.latent_attention.kv_rank:
+            object.__setattr__(self, "head_dim", 0)  # it has widths of its own
+        elif not self.head_dim:
+            object.__setattr__(self, "head_dim", self.dim // self.num_heads)
+
+    @property
+    def rotated_dim(self) -> int:
+        """How many values of a head are rotated."""
+        return self.latent_attention.rope_dim or self.head_dim
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> LlamaShape:
@@ -209,7 +215,7 @@ class Llama(nn.Module):
             Logits of shape [B, S, V]; of a stage without the head, the residual stream.
         """
         shape = self.shape
-        cos, sin = rope_table(positions_S, shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        cos, sin = rope_table(positions_S, shape.rotated_dim, shape.rope_theta, shape.rope_scaling)
         x_BSD = input_ if self.embed is None else self.embed(input_)
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, cos, sin)
@@ -224,14 +230,6 @@ class Llama(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
         return self
-
-    def tp_refusal(self) -> str | None:
-        """Say what of this model cannot be spread by tensor parallelism; None: all can."""
-        if self.shape.experts.num_experts:
-            return f"model.experts (num_experts = {self.shape.experts.num_experts})"
-        if self.shape.latent_attention.kv_rank:
-            return f"model.latent_attention (kv_rank = {self.shape.latent_attention.kv_rank})"
-        return None
 
     def tie_(self) -> None:
         """Let the head use the embedding's parameter, if the shape says so.
@@ -295,37 +293,20 @@ def initialise_(model: Llama, seed: int) -> None:
             name = "embed.weight"  # the stage of the head starts with the values of the first one
         is_residual = name.removesuffix(".weight").endswith(_RESIDUAL)
         std = residual_std if is_residual else INIT_STD
-        with torch.no_grad():
-            if parameter.ndim == 3:
-                _draw_experts_(parameter, std, seed, name)
-            elif parameter.ndim == 1:
-                _keep_(parameter, torch.ones(parameter.shape))
-            else:
-                _keep_(parameter, _draw(parameter.shape, std, seed, name))
+        if parameter.ndim == 3:
+            _draw_experts_(parameter, std, seed, name)
+        elif parameter.ndim == 1:
+            write_stored_(parameter, torch.ones(parameter.shape))
+        else:
+            write_stored_(parameter, _draw(parameter.shape, std, seed, name))
 
 
+@torch.no_grad()
 def _draw_experts_(parameter: Tensor, std: float, seed: int, name: str) -> None:
     """Draw those experts of a stack [X, ...] of which this rank holds a part."""
-    sizes, offsets = tuple(parameter.shape), (0, 0, 0)
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if isinstance(parameter, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-    rows, columns = (slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:], strict=True))
-    for index in range(sizes[0]):
-        expert = offsets[0] + index
-        full = _draw(parameter.shape[1:], std, seed, f"{name}.{expert}")
-        local[index].copy_(full[rows, columns])
-
-
-def _keep_(parameter: Tensor, full: Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        part = distribute_tensor(full, mesh, placements, src_data_rank=None)
-        parameter.to_local().copy_(part.to_local())
-    else:
-        parameter.copy_(full)
+    box, shape = stored_box(parameter), torch.Size(whole_shape(parameter)[1:])
+    for local, expert in zip(stored(parameter), itertools.count(box.offsets[0]), strict=False):
+        local.copy_(_draw(shape, std, seed, f"{name}.{expert}")[box.slices[1:]])
 
 
 def _draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -221,15 +222,28 @@ class _Shared:
         self._parameters = parameters
         self._group = None if mesh is None else _group_of(mesh)
         self._me = 0 if self._group is None else dist.get_rank(self._group)
-        mine = [stored_box(parameter) for parameter in parameters]
-        self._boxes = [mine]
-        if self._group is not None:
-            self._boxes = [mine] * dist.get_world_size(self._group)
-            dist.all_gather_object(self._boxes, mine, group=self._group)
         self._device = stored(parameters[0]).device
         self._dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        self._boxes = self._exchange_boxes()
         num_ranks = len(self._boxes)
         self._buckets = [_Bucket(dealt, self._me, num_ranks) for dealt in self._deal()]
+
+    def _exchange_boxes(self) -> list[list[Box]]:
+        """Return by rank which box of each parameter it stores."""
+        mine = [stored_box(parameter) for parameter in self._parameters]
+        if self._group is None:
+            return [mine]
+        numbers = [number for box in mine for number in (*box.offsets, *box.sizes)]
+        sent = torch.tensor(numbers, device=self._device)
+        received = sent.new_empty(dist.get_world_size(self._group) * len(sent))
+        dist.all_gather_single(received, sent, group=self._group)
+        rows = []
+        for row in received.view(-1, len(sent)).tolist():
+            rest = iter(row)
+            rows.append(
+                [Box(*(tuple(islice(rest, len(box.sizes))) for _ in range(2))) for box in mine]
+            )
+        return rows
 
     def _matrices(self) -> list[_Matrix]:
         found = []

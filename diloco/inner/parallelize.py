@@ -7,6 +7,8 @@ Knows the model, no data and no outer loop; `gradients` handles what comes out o
     dp_replicate x fsdp      the same, and gradients are averaged over the copies (HSDP)
     dp_replicate alone       whole parameters on every rank, gradients averaged
 
+    cp                       positions in parts, attention reaches those of other ranks (`context`)
+
 Source: ZeRO (arXiv 1910.02054), FSDP (arXiv 2304.11277).
 """
 
@@ -18,9 +20,11 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from diloco.config.mesh import MeshConfig
+from diloco.config.mesh import MeshConfig, heads_problem, positions_problem
+from diloco.errors import ConfigError
+from diloco.inner.context import ContextAttention
 from diloco.inner.mesh import IslandMesh
-from diloco.inner.model import Llama
+from diloco.inner.model import Block, Llama
 from diloco.inner.tensor_parallel import apply_tensor_parallel
 
 #: Blocks of fewer elements are gathered together with the root: one collective for all of them
@@ -39,13 +43,15 @@ def parallelize(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None
         sequence_length: Positions of a training sequence.
 
     Raises:
-        ConfigError: If `tp` does not divide heads, widths, vocabulary or sequence length.
+        ConfigError: If `tp` or `cp` do not divide heads, widths, vocabulary or sequence length, or
+            the device has no way to attend over `cp`.
     """
+    _apply_context_parallel(model, mesh, sequence_length=sequence_length)
     if (tp_mesh := mesh.submesh("tp")) is not None:
         apply_tensor_parallel(
             model,
             tp_mesh,
-            sequence_length=sequence_length,
+            sequence_length=sequence_length // mesh.config.cp,
             keeps_logits_split=mesh.config.loss_parallel,
         )
         model.tie_()  # now: what is sharded twice apart is no longer one parameter
@@ -53,6 +59,25 @@ def parallelize(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None
     model.to_empty(device=mesh.device)
     model.tie_()
     model.assert_tied()
+
+
+def _apply_context_parallel(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None:
+    """Let attention reach the positions of the other ranks along `cp`."""
+    config, shape = mesh.config, model.shape
+    if mesh.cp_group is None:
+        return
+    is_latent = shape.latent_attention.kv_rank > 0
+    num_kv_heads = shape.num_heads if is_latent else shape.num_kv_heads
+    problem = positions_problem(config, sequence_length) or heads_problem(
+        config, num_kv_heads, is_latent=is_latent
+    )
+    if mesh.device.type != "cpu" and config.context != "ulysses":
+        problem = f'uses a kernel of CPUs, and this is {mesh.device.type}: set "ulysses"'
+    if problem:
+        raise ConfigError(f'mesh cp = {config.cp}, context = "{config.context}": {problem}')
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention.attend = ContextAttention(config.context, mesh.cp_group)
 
 
 def _apply_data_parallel(model: Llama, mesh: IslandMesh) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from diloco.errors import ConfigError
 from diloco.inner.muon import Muon
 from diloco.sync.boxes import declared_like, write_stored_
+from diloco.sync.buffers import is_synchronised
 from diloco.sync.shards import canonical_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -67,7 +68,7 @@ def kept_moments(
         moment: {
             name: _moment(optimizer, parameter, moment)
             for name, parameter in parameters.items()
-            if moment in kept[parameter]
+            if moment in kept.get(parameter, ())
         }
         for moment in MOMENTS
     }
@@ -78,7 +79,7 @@ def kept_parameters(
 ) -> list[Tensor]:
     """Return for each of `kept_moments`, in their order, the parameter that it is of."""
     parameters, kept = canonical_parameters(model), _kept(optimizer)
-    return [p for moment in MOMENTS for p in parameters.values() if moment in kept[p]]
+    return [p for moment in MOMENTS for p in parameters.values() if moment in kept.get(p, ())]
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[str, ...]]:
@@ -157,7 +158,7 @@ def new_moments_(
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     kept = _kept(optimizer)
     for parameter in canonical_parameters(model).values():
-        if not parameter.requires_grad:
+        if is_synchronised(parameter):
             continue  # a buffer has none; `moments` gives zeros in their place
         # Where AdamW itself keeps it: beside the parameter when fused, else on the CPU.
         device = parameter.device if is_fused else torch.device("cpu")

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from diloco.config.model import without_tp_plan
 from diloco.errors import ConfigError
 from diloco.inner.model import Block, Llama
 
@@ -40,9 +41,14 @@ def apply_tensor_parallel(
             instead of all of them, as a plain tensor either way.
 
     Raises:
-        ConfigError: If the number of ranks does not divide heads, widths, vocabulary or sequence
-            length.
+        ConfigError: If the model has parts without a plan, or the number of ranks does not divide
+            heads, widths, vocabulary or sequence length.
     """
+    if planless := without_tp_plan(model.shape.experts, model.shape.latent_attention):
+        raise ConfigError(
+            f"mesh tp = {mesh.size()}: there is no tensor-parallel plan for {planless}; set tp = 1 "
+            "and use dp_shard"
+        )
     _check_divisible(model, mesh.size(), sequence_length)
     # The logits are a view of the head's DTensor, and nobody writes into them.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(\w+\) returned a view tensor")
@@ -76,6 +82,9 @@ def apply_tensor_parallel(
         parallelize_module(layer, mesh, block)
         layer.attention_norm = PositionwiseNorm(layer.attention_norm, mesh)
         layer.ffn_norm = PositionwiseNorm(layer.ffn_norm, mesh)
+        if layer.attention.q_norm is not None:  # of this rank's own heads
+            layer.attention.q_norm = PositionwiseNorm(layer.attention.q_norm, mesh)
+            layer.attention.k_norm = PositionwiseNorm(layer.attention.k_norm, mesh)
 
 
 def _check_divisible(model: Llama, tp: int, sequence_length: int) -> None:
@@ -93,9 +102,9 @@ def _check_divisible(model: Llama, tp: int, sequence_length: int) -> None:
 
 
 class PositionwiseNorm(nn.RMSNorm):
-    """RMSNorm of this rank's own positions; the weight is replicated over `tp`.
+    """RMSNorm of this rank's own positions, or heads; the weight is replicated over `tp`.
 
-    Its gradient covers these positions only, whatever its placements say: `partial_parameters`
+    Its gradient covers these only, whatever its placements say: `partial_parameters`
     names it to `settle_gradients_`, which adds those of all norms over the ranks at once. Labelled
     Partial, each would cost a collective of its own inside every backward of FSDP2.
 

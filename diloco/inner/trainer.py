@@ -6,8 +6,8 @@ and writes between two steps. Knows nothing of that loop, of links or of other i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from torch import Tensor
 from diloco.config.inner import InnerConfig
 from diloco.data.batches import Batches, Evaluation
 from diloco.errors import ConfigError
+from diloco.inner.context import positions_of
 from diloco.inner.cross_entropy import token_losses
+from diloco.inner.experts import balance_
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
 from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Llama
@@ -38,6 +40,8 @@ class InnerMetrics:
         learning_rate: Rate used.
         num_tokens: Predicted tokens of the island's whole batch.
         duration_s: Seconds from the batch to the updated parameters, on this rank.
+        expert_loads: Tokens that chose each expert of a layer, over the island's whole batch, by
+            the name of the layer's router; of a pipeline the layers of this rank.
     """
 
     inner_step: int
@@ -46,6 +50,7 @@ class InnerMetrics:
     learning_rate: float
     num_tokens: int
     duration_s: float
+    expert_loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class InnerTrainer:
@@ -149,13 +154,16 @@ class InnerTrainer:
         )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        speed = self._config.expert_bias_speed
+        expert_loads = balance_(self.model, speed, self._mesh.loss_group)
         return InnerMetrics(
             inner_step=step + 1,
-            loss=self._sum_over_island(loss / self._mesh.dp_size),
+            loss=self._sum_over_island(loss / self._mesh.config.loss_size),
             grad_norm=grad_norm,
             learning_rate=rate,
             num_tokens=self._batch_size * (tokens.shape[1] - 1),
             duration_s=self._clock() - started,
+            expert_loads=expert_loads,
         )
 
     def _backward(self, tokens_BS1: Tensor) -> Tensor:
@@ -167,9 +175,9 @@ class InnerTrainer:
         for index, micro_batch in enumerate(torch.split(tokens_BS1, self._micro_batch_size)):
             is_last = index == self._micro_batches - 1
             set_is_last_micro_batch_(self.model, self._mesh, is_last)
-            logits_BSV = self._logits(micro_batch)
+            logits_BSV, targets_BS = self._forward(micro_batch)
             assert logits_BSV is not None, "only of a pipeline ranks have no logits"
-            minimised, micro_loss = self._micro_loss(logits_BSV, micro_batch[:, 1:])
+            minimised, micro_loss = self._micro_loss(logits_BSV, targets_BS)
             torch.autograd.backward(minimised)
             loss += micro_loss
         return loss
@@ -192,21 +200,31 @@ class InnerTrainer:
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for part in torch.split(rows, size):
             sequences = tokens[part.clamp(max=num_sequences - 1)].to(self._mesh.device)
-            logits_BSV = self._logits(sequences)
+            logits_BSV, targets_BS = self._forward(sequences)
             if logits_BSV is None:
                 continue  # another rank has the end of the pipeline
-            losses, _ = self._losses(logits_BSV, sequences[:, 1:], z_loss=0.0)
+            losses, _ = self._losses(logits_BSV, targets_BS, z_loss=0.0)
             total += losses[: int((part < num_sequences).sum())].sum(dtype=torch.float64)
         reshard_(self.model.modules())  # else the next forward would use today's gathered values
         return self._sum_over_island(total) / self._evaluation.num_bytes
 
-    def _logits(self, tokens_BS1: Tensor) -> Tensor | None:
-        """Compute the logits of all but the last column; None where another rank has them."""
+    def _forward(self, tokens_BS1: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Compute logits and targets of this rank's S / cp positions, the last column aside.
+
+        Where another rank of a pipeline has the logits, they are None.
+        """
         if self._pipeline is not None:
-            return self._pipeline.logits(tokens_BS1)
-        positions_S = torch.arange(tokens_BS1.shape[1] - 1, device=self._mesh.device)
-        logits_BSV: Tensor = self.model(tokens_BS1[:, :-1], positions_S)
-        return logits_BSV
+            return self._pipeline.logits(tokens_BS1), tokens_BS1[:, 1:]
+        here_S = self._positions(tokens_BS1.shape[1] - 1)
+        return self.model(tokens_BS1[:, here_S], here_S), tokens_BS1[:, here_S + 1]
+
+    def _positions(self, num_positions: int) -> Tensor:
+        """Return the positions of a sequence that this rank computes."""
+        config, group = self._mesh.config, self._mesh.cp_group
+        if group is None:
+            return torch.arange(num_positions, device=self._mesh.device)
+        here_S = positions_of(dist.get_rank(group), config.cp, num_positions)
+        return here_S.to(self._mesh.device)
 
     def _micro_loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Compute what a micro-batch adds to what is minimised, and of it to the loss told."""

@@ -23,12 +23,13 @@ from typing import Any
 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from diloco.config.classes import fingerprint
 from diloco.config.load import load_config
 from diloco.durable import sync_directory, write_durably
 from diloco.errors import ConfigError
-from diloco.inner.hugging_face import config_json, hugging_face_names
+from diloco.inner.hugging_face import config_json, stored_tensors
 from diloco.inner.model import parameter_shapes
 from diloco.launch.published import Published, PublishedFragment, read_published
 from diloco.launch.state_dir import StateDir
@@ -150,7 +151,7 @@ def _write_weights(
     on_progress: Callable[[str, int, int], None],
 ) -> dict[str, dict[str, Any]]:
     """Write all tensors, and the index if there are several files; returns what each file is."""
-    names = hugging_face_names(published.shape)
+    stored = stored_tensors(published.shape)
     groups = _groups(parameter_shapes(published.shape), max_file_bytes)
     total = sum(spec.numel for spec in published.plan.tensors)
     done = 0
@@ -159,7 +160,10 @@ def _write_weights(
     for n, group in enumerate(groups, 1):
         file = f"model-{n:05d}-of-{len(groups):05d}.safetensors"
         path = directory / (file if len(groups) > 1 else "model.safetensors")
-        tensors = {names[name]: published.read(name) for name in group}
+        tensors: dict[str, Tensor] = {}
+        for name in group:
+            values = published.read(name)
+            tensors |= {tensor.name: tensor.from_ours(values) for tensor in stored[name]}
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(directory.stat().st_mode & 0o666)  # safetensors lets nobody else read it
         _sync(path)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
+from diloco.inner.experts import imbalances
 from diloco.inner.trainer import InnerMetrics
 from diloco.sync.registration import IslandState, Progress
 from diloco.telemetry.events import BytesMoved, Evaluated, Event, InnerStepDone, IslandEnded
@@ -119,6 +120,7 @@ class RankRecord:
                     metrics.learning_rate,
                     metrics.num_tokens,
                     metrics.duration_s,
+                    imbalances(metrics.expert_loads),
                 )
             )
 

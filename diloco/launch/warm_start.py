@@ -1,6 +1,6 @@
 """Warm start: where a run's first parameters come from when not from its seed.
 
-    model directory or hub name    safetensors and config.json of a Llama: weights
+    model directory or hub name    safetensors and config.json: weights
     state_dir of a run             its newest published parameters: weights
     checkpoint of an island        published parameters, inner optimizer, learning-rate and data
                                    position: the run goes on at the checkpoint's inner step
@@ -28,8 +28,8 @@ from torch import Tensor
 from diloco.config.model import ModelConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.inner.hugging_face import hugging_face_names, read_shape
-from diloco.inner.model import LlamaShape, parameter_shapes
+from diloco.inner.hugging_face import read_ours, read_shape, stored_tensors
+from diloco.inner.model import LlamaShape
 from diloco.inner.state import INNER_OPTIMIZER
 from diloco.launch.checkpoints import Checkpoint, valid_steps
 from diloco.launch.published import read_published
@@ -133,13 +133,17 @@ def _from_model(directory: Path, source: str, shape: LlamaShape) -> WarmStart:
     path = directory / "config.json"
     _insist_on_shape(read_shape(_read_json(path), str(path)), shape, source)
     weights = _Weights(directory)
-    names = hugging_face_names(shape)
-    expected = {names[name]: size for name, size in parameter_shapes(shape).items()}
+    stored = stored_tensors(shape)
+    expected = {tensor.name: tensor.shape for part in stored.values() for tensor in part}
     found = {name: size for name, size in weights.shapes.items() if not name.endswith(_IGNORED)}
     if shape.tie_embeddings:
         _drop_tied_head(found, weights, source)
     _insist_on_tensors(found, expected, source)
-    return WarmStart(source, 0, False, "", 0, None, lambda section, name: weights.read(names[name]))
+
+    def read(section: str, name: str) -> Tensor:
+        return read_ours(stored[name], weights.read)
+
+    return WarmStart(source, 0, False, "", 0, None, read)
 
 
 def _drop_tied_head(found: dict[str, tuple[int, ...]], weights: _Weights, source: str) -> None:

@@ -6,7 +6,8 @@ the word under which an event is stored.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 
@@ -23,7 +24,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class InnerStepDone(Event):
-    """One inner step of an island; the loss is the mean over its whole batch, in nats a token."""
+    """One inner step of an island; the loss is the mean over its whole batch, in nats a token.
+
+    `expert_imbalance`: largest load of an expert over the mean one, by router.
+    """
 
     kind: ClassVar[str] = "inner_step"
     inner_step: int
@@ -32,6 +36,7 @@ class InnerStepDone(Event):
     learning_rate: float
     num_tokens: int
     duration_s: float
+    expert_imbalance: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

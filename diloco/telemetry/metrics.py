@@ -105,6 +105,7 @@ class Metrics:
             "throughput(tps)": event.num_tokens / wall_s if wall_s > 0 else 0.0,
             "time_metrics/inner_step(s)": event.duration_s,
             "time_metrics/end_to_end(s)": wall_s,
+            **{f"expert_imbalance/{name}": v for name, v in event.expert_imbalance.items()},
         }
 
     def _of_sent(self, event: FragmentSent) -> dict[str, float]:

@@ -20,6 +20,7 @@ from diloco.config.classes import (
     section_of,
 )
 from diloco.config.load import load_config, with_policy
+from diloco.config.model import ExpertsConfig, LatentAttentionConfig, RopeScalingConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
@@ -35,14 +36,17 @@ IDENTITY = {
     "model.max_sequence_length model.norm_eps model.tie_embeddings outer.inner_steps_per_round",
     "outer.num_fragments outer.fragment_pattern outer.embedding_alone outer.explicit_fragments",
     "outer.phases outer.overlap_steps outer.local_mix outer.merge outer.num_lanes outer.exchange",
-    "outer.merge_rule outer.plain_mean outer.experts",
+    "outer.merge_rule outer.plain_mean outer.experts model.head_dim model.qk_norm",
+    *(f"model.rope_scaling.{name}" for name in RopeScalingConfig.model_fields),
+    *(f"model.latent_attention.{name}" for name in LatentAttentionConfig.model_fields),
+    *(f"model.experts.{name}" for name in ExpertsConfig.model_fields),
 }
 POLICY = {
     "run.inner_steps outer.flush outer.weighting outer.min_contributions outer.round_deadline",
     "checkpoint.every_tokens",
     "outer.round_deadline_floor outer.grace outer.grace_share outer.grace_cap outer.late",
     "run.min_islands run.max_islands run.open coordinator.lease",
-    "data.handover_samples",
+    "data.handover_samples inner.expert_bias_speed",
     "outer.on_member_lost outer.optimizer.name outer.optimizer.lr outer.optimizer.momentum",
     "outer.optimizer.momentum_ramp_rounds outer.uplink_codec outer.downlink_codec",
     "outer.codec_by_name outer.clip_norm_ratio outer.reject_norm_ratio outer.optimizer.betas",

@@ -434,7 +434,7 @@ REFUSALS = [
     ("islands.a.ranks=2", ["islands.a.mesh:", "product of its axes must equal ranks = 2"]),
     ("islands.a.mesh={zp=1}", ["islands.a.mesh.zp: 1: unknown key", "known here: pp, dp_repl"]),
     ("islands.a.mesh={tp=0}", ["islands.a.mesh.tp: 0:", ">= 1"]),
-    ("islands.a.mesh={cp=2}", ["islands.a.mesh.cp: 2: comes later; set it to 1"]),
+    ("islands.a.mesh={ep=2}", ["islands.a.mesh.ep: 2: comes later; set it to 1"]),
     ("islands.a.mesh={ep=2}", ["islands.a.mesh.ep: 2: comes later; set it to 1"]),
     (
         "islands.a={ranks=8, mesh={dp_shard=3, tp=2}, tokens_per_inner_step=96}",
@@ -488,6 +488,20 @@ REFUSALS = [
     ("islands.a.mesh.fsdp_unit=block", ['fsdp_unit = "block" is for data parallelism']),
     ("islands.a.mesh.loss_parallel=true", ["is for tp above 1, and tp = 1: leave it out"]),
     ("islands.a.mesh.async_tp=true", ["islands.a.mesh.async_tp: true: comes later"]),
+    (
+        "islands.a={ranks=3, mesh={cp=3}, tokens_per_inner_step=64}",
+        ["islands.a.mesh.cp: 3: data.sequence_length = 32 must be a multiple of 6", "to 30 or 36"],
+    ),
+    (
+        'islands.a={ranks=4, mesh={cp=4, context="ulysses"}, tokens_per_inner_step=64}',
+        ["mesh.context:", "deals 2 key and value heads", 'set it to 2, or context = "ring"'],
+    ),
+    ("islands.a.mesh.context=ulysses", ['context = "ulysses" is for cp above 1: leave it out']),
+    ("inner.optimizer.decay_ratio=0.5", ['decay_ratio: 0.5: is of schedule = "wsd"']),
+    (
+        'inner.optimizer={lr=1e-3, schedule="wsd", warmup_steps=90000}',
+        ["inner.optimizer.warmup_steps: 90000: the decay of decay_ratio = 0.2 begins after"],
+    ),
     ("islands.a.device=tpu", ['islands.a.device: "tpu":', '"auto" or "cpu" or "cuda"']),
     ("islands.a.tokens_per_inner_step=65", ["tokens_per_inner_step: 65: must be a multiple"]),
     ("islands.a.threads=0", ["islands.a.threads: 0:", ">= 1"]),

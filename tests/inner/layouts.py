@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
+from diloco.config.model import ExpertsConfig, LatentAttentionConfig
 from diloco.config.pipeline import Schedule
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.model import LlamaShape
@@ -73,6 +74,17 @@ class Case:
 
 
 TIED = {"tie_embeddings": True}
+EXPERTS = {
+    "experts": ExpertsConfig(
+        num_experts=6, experts_per_token=2, expert_dim=40, num_shared=1, first_dense_layers=1
+    )
+}
+LATENT = {
+    "num_kv_heads": 4,
+    "latent_attention": LatentAttentionConfig(
+        kv_rank=24, q_rank=40, rope_dim=8, nope_dim=16, value_dim=20
+    ),
+}
 MUON = {"name": "muon", "lr": 5e-3}
 #: Large, so that it is felt within few steps.
 Z_LOSS = 0.01
@@ -134,13 +146,6 @@ CASES = [
         model=TIED,
         collectives=counted(18, 18, 4),
     ),
-    Case("gpipe-tied", MeshConfig(pp=2, schedule="gpipe"), model=TIED, micro_batches=2),
-    Case("1f1b", MeshConfig(pp=2), micro_batches=4),
-    Case("bfs-tied", looped("bfs"), model=TIED, micro_batches=2),
-    Case("interleaved-1f1b", looped("interleaved-1f1b"), micro_batches=4),
-    Case("interleaved-zb-tied", looped("interleaved-zb"), model=TIED, micro_batches=2),
-    Case("zbv", looped("zbv"), micro_batches=2),
-    Case("dualpipev", looped("dualpipev"), micro_batches=4),
     Case(
         "fsdp-muon-accumulated",
         MeshConfig(dp_shard=2, fsdp_unit="block"),
@@ -150,7 +155,38 @@ CASES = [
     ),
     Case("replicated-muon", MeshConfig(dp_replicate=2), model=TIED, optimizer=MUON),
     Case("tp-muon", MeshConfig(tp=2, loss_parallel=True), optimizer=MUON, z_loss=Z_LOSS),
+    Case("gpipe-tied", MeshConfig(pp=2, schedule="gpipe"), model=TIED, micro_batches=2),
+    Case("1f1b", MeshConfig(pp=2), micro_batches=4),
+    Case("bfs-tied", looped("bfs"), model=TIED, micro_batches=2),
+    Case("interleaved-1f1b", looped("interleaved-1f1b"), micro_batches=4),
+    Case("interleaved-zb-tied", looped("interleaved-zb"), model=TIED, micro_batches=2),
+    Case("zbv", looped("zbv"), micro_batches=2),
+    Case("dualpipev", looped("dualpipev"), micro_batches=4),
+    Case("ring", MeshConfig(cp=2), model=TIED),
+    Case("gathered-accumulated", MeshConfig(cp=2, context="all-gather"), micro_batches=2),
+    Case("ulysses", MeshConfig(cp=2, context="ulysses", fsdp_unit="block"), z_loss=Z_LOSS),
+    Case(
+        "ulysses-experts-latent",
+        MeshConfig(cp=2, context="ulysses"),
+        model={**EXPERTS, **LATENT},
+        micro_batches=2,
+    ),
+    Case("experts-fsdp", MeshConfig(dp_shard=2), model=EXPERTS),
+    Case(
+        "experts-latent-by-block-accumulated",
+        MeshConfig(dp_shard=2, fsdp_unit="block"),
+        model={**EXPERTS, **LATENT},
+        micro_batches=2,
+    ),
+    Case("experts-1f1b", MeshConfig(pp=2), model=EXPERTS, micro_batches=2),
+    Case("qk-norm-tp", MeshConfig(tp=2), model={"qk_norm": True, "head_dim": 24}),
     # -- 4 ranks
+    Case("ring-experts", MeshConfig(dp_shard=2, cp=2), model=EXPERTS, optimizer=MUON),
+    Case("ring-fsdp", MeshConfig(dp_shard=2, cp=2), model=TIED, micro_batches=2),
+    Case("ring-of-4-muon", MeshConfig(cp=4), optimizer=MUON),
+    Case("ring-tp", MeshConfig(cp=2, tp=2, loss_parallel=True), z_loss=Z_LOSS),
+    Case("gathered-replicated", MeshConfig(dp_replicate=2, cp=2, context="all-gather")),
+    Case("experts-hsdp", MeshConfig(dp_replicate=2, dp_shard=2), model=EXPERTS),
     Case("pp-of-4-tied", MeshConfig(pp=4), model=TIED, micro_batches=4),
     Case(
         "pp-fsdp-tied-muon",

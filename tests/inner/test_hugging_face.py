@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.inner.hugging_face import config_json, hugging_face_names, read_shape
+from diloco.inner.hugging_face import config_json, read_shape, stored_tensors
 from diloco.inner.model import LlamaShape
 
 SHAPE = LlamaShape(
@@ -41,8 +41,12 @@ def content(**changes: Any) -> dict[str, Any]:
     return written | changes
 
 
+def names_of(shape: LlamaShape) -> dict[str, str]:
+    return {ours: tensor.name for ours, (tensor,) in stored_tensors(shape).items()}
+
+
 def test_every_parameter_has_its_name_in_llama() -> None:
-    names = hugging_face_names(SHAPE)
+    names = names_of(SHAPE)
 
     assert names == {
         "embed.weight": "model.embed_tokens.weight",
@@ -57,9 +61,9 @@ def test_every_parameter_has_its_name_in_llama() -> None:
 
 
 def test_a_tied_head_has_no_name() -> None:
-    names = hugging_face_names(replace(SHAPE, tie_embeddings=True))
+    names = names_of(replace(SHAPE, tie_embeddings=True))
 
-    assert hugging_face_names(SHAPE).keys() - names.keys() == {"head.weight"}
+    assert names_of(SHAPE).keys() - names.keys() == {"head.weight"}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -104,11 +108,20 @@ def test_what_older_versions_left_out_has_the_value_it_had() -> None:
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
-            ["rope_type", "llama3"],
+            ["llama3", "original_max_sequence_length"],
         ),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["linear", "factor: not said"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_type = 'longrope'", "yarn"]),
         (
-            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
-            ["rope_type", "linear"],
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 64,
+                    "mscale_all_dim": 1.0,
+                }
+            },
+            ["mscale_all_dim = 1.0"],
         ),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -116,8 +129,8 @@ def test_what_older_versions_left_out_has_the_value_it_had() -> None:
         ),
         ({"rope_parameters": {"rope_theta": "x"}}, ["rope_theta", "'x'"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps"]),
-        ({"head_dim": 16}, ["head_dim = 16", "hidden_size / num_attention_heads = 8"]),
-        ({"hidden_size": 50}, ["2 x num_attention_heads = 12", "50"]),
+        ({"head_dim": 15}, ["head_dim = 15", "even"]),
+        ({"hidden_size": 50, "head_dim": None}, ["2 x num_attention_heads = 12", "50"]),
         ({"num_key_value_heads": 4}, ["num_key_value_heads = 4", "num_attention_heads = 6"]),
         ({"hidden_size": None}, ["hidden_size = None"]),
         ({"vocab_size": 0}, ["vocab_size = 0"]),
