@@ -24,6 +24,7 @@ from diloco.bench.island_trainer import island_trainer, own_batches
 from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.inner.model import LlamaShape, build_model, initialise_
+from diloco.inner.pipeline import parts_of
 
 _UNDISTURBED_STEPS = 10
 
@@ -73,7 +74,8 @@ class _RealStep:
         self.model = self._trainer.model
         self._batches = itertools.count()
         self.undisturbed_s = statistics.median(self() for _ in range(_UNDISTURBED_STEPS))
-        initialise_(self.model, config.run.seed)
+        for part in parts_of(self.model):
+            initialise_(part, config.run.seed)
 
     def __call__(self) -> float:
         return self._trainer.inner_step(next(self._batches)).duration_s
