@@ -24,7 +24,7 @@ from diloco.config.fields import (
     Problem,
     several_problems,
 )
-from diloco.config.inner import InnerConfig
+from diloco.config.inner import InnerConfig, wsd_problems
 from diloco.config.island import MAX_PEERS, IslandConfig, announced_bytes, island_problems
 from diloco.config.model import ModelConfig
 from diloco.config.network import (
@@ -150,6 +150,15 @@ class Config(Section):
         if model is not None and value.sequence_length > model.max_sequence_length:
             message = f"must be at most model.max_sequence_length = {model.max_sequence_length}"
             raise several_problems([("sequence_length", value.sequence_length, message)])
+        return value
+
+    @field_validator("inner")
+    @classmethod
+    def _check_decay(cls, value: InnerConfig, info: ValidationInfo) -> InnerConfig:
+        run = info.data.get("run")
+        problems = wsd_problems(value.optimizer, run.inner_steps) if run is not None else []
+        if problems:
+            raise several_problems([(f"optimizer.{key}", v, text) for key, v, text in problems])
         return value
 
     @field_validator("outer")

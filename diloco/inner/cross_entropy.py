@@ -1,8 +1,8 @@
-"""Owns the loss of a token whose logits lie on several ranks, by columns of the vocabulary.
+"""Owns the loss of a token, also where its logits lie on several ranks, by columns.
 
-No rank ever holds all V logits of a position: three numbers a position travel instead.
+There no rank ever holds all V logits of a position: three numbers a position travel instead.
 
-Source: Megatron-LM (arXiv 1909.08053), section 3.
+Source: Megatron-LM (arXiv 1909.08053), section 3; z-loss: PaLM (arXiv 2204.02311), section 5.
 """
 
 from __future__ import annotations
@@ -11,7 +11,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def token_losses(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    z_loss: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the cross entropy of every token, and what keeps its logits from drifting.
+
+        loss = log Z - logits[target],    penalty = z_loss (log Z)^2,    Z = sum_v exp(logits[v])
+
+    Args:
+        logits_NV: Shape [N, V], float32; with a group this rank's columns, see
+            `split_log_sum_exp`.
+        targets_N: Ids in [0, V), shape [N], int64.
+        group: The ranks that share the columns; None: all of them are here.
+        z_loss: Coefficient of the penalty; 0: there is none.
+
+    Returns:
+        Loss in nats, shape [N]; penalty, shape [N], to be minimised beside it, or None.
+    """
+    if group is not None:
+        lse_N, picked_N = split_log_sum_exp(logits_NV, targets_N, group)
+        return lse_N - picked_N, z_loss * lse_N.square() if z_loss else None
+    losses_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
+    return losses_N, z_loss * logits_NV.logsumexp(dim=1).square() if z_loss else None
 
 
 def split_log_sum_exp(

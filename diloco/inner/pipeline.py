@@ -36,8 +36,8 @@ from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Llama, LlamaShape, build_model
 from diloco.sync.boxes import stored
 
-#: Logits and targets of some sequences -> the loss of every token.
-TokenLosses = Callable[[Tensor, Tensor], Tensor]
+#: Logits and targets of a micro-batch -> what it adds to what is minimised, and to the loss told.
+MicroLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI = {
@@ -170,7 +170,8 @@ class PipelineRunner:
     Args:
         pipeline: Parallelised and filled with values.
         mesh: Of the island.
-        token_losses: Called on the ranks of the last stage.
+        micro_loss: Called on the ranks of the last stage; with all factors, those of a mean over
+            micro-batches too.
         micro_batches: Of an inner step.
         micro_batch_size: Sequences of each.
     """
@@ -179,7 +180,7 @@ class PipelineRunner:
         self,
         pipeline: Pipeline,
         mesh: IslandMesh,
-        token_losses: TokenLosses,
+        micro_loss: MicroLoss,
         *,
         micro_batches: int,
         micro_batch_size: int,
@@ -187,9 +188,10 @@ class PipelineRunner:
         """Assign, and give every stage its positions; the schedule is made for the first batch."""
         self._pipeline = pipeline
         self._mesh = mesh
-        self._token_losses = token_losses
+        self._micro_loss = micro_loss
         self._micro_batches = micro_batches
         self._micro_batch_size = micro_batch_size
+        self._total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._schedule: Any = None  # PyTorch's two bases of schedules have no public name
         self._positions_S = torch.empty(0, dtype=torch.int64, device=mesh.device)
         for stage in pipeline.parts:
@@ -203,26 +205,22 @@ class PipelineRunner:
             tokens_BS1: All of them, shape [B, S + 1], equal on all ranks of the pipeline.
 
         Returns:
-            Their mean loss, float64, where the last stage is; zero on other ranks.
+            Their loss, float64, where the last stage is; zero on other ranks.
         """
         inputs_BS, targets_BS = self._split(tokens_BS1)
         if self._schedule is None:
             self._schedule = self._make_schedule(inputs_BS.shape[1])
-        losses: list[Tensor] = []
+        self._total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         self._schedule.step(
             *([inputs_BS] if self._has(0) else []),
             target=targets_BS if self._has(-1) else None,
-            losses=losses,
             return_outputs=False,
         )
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        for loss in losses:
-            total += loss.detach()
-        return total
+        return self._total
 
     @torch.no_grad()
-    def token_losses(self, tokens_BS1: Tensor) -> Tensor | None:
-        """Compute the loss of every predicted token; collective over the pipeline.
+    def logits(self, tokens_BS1: Tensor) -> Tensor | None:
+        """Run sequences forward alone; collective over the pipeline.
 
         All ranks go through stages and their edges in one order, so that none waits for another
         that waits for it, whichever stages it has.
@@ -231,9 +229,9 @@ class PipelineRunner:
             tokens_BS1: Equal on all ranks of the pipeline, shape [B, S + 1].
 
         Returns:
-            Shape [B, S], where the last stage is; None on other ranks.
+            What the last stage returns, where that is; None on other ranks.
         """
-        inputs_BS, targets_BS = self._split(tokens_BS1)
+        inputs_BS, _ = self._split(tokens_BS1)
         ranks, x, here = self._pipeline.ranks, inputs_BS, self._mesh.coordinate("pp")
         for index, rank in enumerate(ranks):
             before = ranks[index - 1] if index else rank
@@ -245,13 +243,12 @@ class PipelineRunner:
             x = self._pipeline.stages[str(index)](x)
             if index + 1 < len(ranks) and ranks[index + 1] != rank:
                 dist.send(x.contiguous(), group=self._mesh.pp_group, group_dst=ranks[index + 1])
-        return self._token_losses(x, targets_BS) if self._has(-1) else None
+        return x if self._has(-1) else None
 
     def _has(self, stage: int) -> bool:
         return self._pipeline.ranks[stage] == self._mesh.coordinate("pp")
 
     def _split(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor]:
-        tokens_BS1 = tokens_BS1.to(self._mesh.device)
         num_positions = tokens_BS1.shape[1] - 1
         if len(self._positions_S) != num_positions:
             self._positions_S = torch.arange(num_positions, device=self._mesh.device)
@@ -282,7 +279,7 @@ class PipelineRunner:
             if rank == self._mesh.coordinate("pp")
         ]
         name = self._mesh.config.schedule
-        # The loss below has all factors: the mean over micro-batches, and that over dp is FSDP2's.
+        # The loss has all factors: no schedule scales gradients, and the mean over dp is FSDP2's.
         options = {"loss_fn": self._loss, "scale_grads": False}
         if name in _SINGLE:
             return _SINGLE[name](stages[0], self._micro_batches, **options)
@@ -299,4 +296,6 @@ class PipelineRunner:
         return self._residual(self._micro_batch_size, device="meta", requires_grad=True)
 
     def _loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        return self._token_losses(logits_BSV, targets_BS).mean() / self._micro_batches
+        minimised, loss = self._micro_loss(logits_BSV, targets_BS)
+        self._total += loss
+        return minimised

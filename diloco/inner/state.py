@@ -1,11 +1,12 @@
 """What training an island leaves in its model and its inner optimizer, by canonical name.
 
     model        parameters
-    exp_avg      first moments of AdamW
-    exp_avg_sq   second moments of AdamW
+    exp_avg      first moments of AdamW, momentum of Muon
+    exp_avg_sq   second moments of AdamW; zero for the matrices that Muon takes, which have none
 
 Names are those of the plan, so what one island wrote fits another of any layout. Learning rate and
-data position follow from the inner step and are not state.
+data position follow from the inner step and are not state. Moments of one optimizer are nothing to
+another: whoever stores them stores its name, too.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from diloco.errors import ConfigError
+from diloco.inner.muon import Muon
 from diloco.sync.boxes import declared_like, write_stored_
-from diloco.sync.buffers import is_synchronised
 from diloco.sync.shards import canonical_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Key of the optimizer's name, in a checkpoint's manifest and in what describes a copy.
+INNER_OPTIMIZER = "inner_optimizer"
 _STEP = "step"
 
 #: (section, canonical name) -> the full tensor, float32, CPU.
@@ -33,7 +37,7 @@ def training_tensors(
 
     Args:
         model: As `canonical_parameters` takes it.
-        optimizer: AdamW over its parameters. Moments of a parameter that it has not met are zero.
+        optimizer: AdamW or Muon over its parameters. Moments that it has not, or not yet, are zero.
 
     Returns:
         Section -> canonical name -> tensor of the shape and layout of the parameter.
@@ -52,6 +56,58 @@ def moments(
         }
         for moment in MOMENTS
     }
+
+
+def kept_moments(
+    model: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """Return of `moments` those that the optimizer keeps: what memory of the same layout needs."""
+    parameters, kept = canonical_parameters(model), _kept(optimizer)
+    return {
+        moment: {
+            name: _moment(optimizer, parameter, moment)
+            for name, parameter in parameters.items()
+            if moment in kept.get(parameter, ())
+        }
+        for moment in MOMENTS
+    }
+
+
+def kept_parameters(
+    model: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
+    """Return for each of `kept_moments`, in their order, the parameter that it is of."""
+    parameters, kept = canonical_parameters(model), _kept(optimizer)
+    return [p for moment in MOMENTS for p in parameters.values() if moment in kept.get(p, ())]
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[str, ...]]:
+    groups = optimizer.param_groups
+    return {p: group.get("moments", MOMENTS) for group in groups for p in group["params"]}
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """Return the optimizer's name, as `inner.optimizer.name` has it."""
+    return "muon" if isinstance(optimizer, Muon) else "adamw"
+
+
+def insist_on_optimizer(optimizer: torch.optim.Optimizer, found: object, source: str) -> None:
+    """Refuse the moments of another optimizer.
+
+    Args:
+        optimizer: That is to take them.
+        found: Name of the optimizer that they are of, as stored.
+        source: Where they are, in words.
+
+    Raises:
+        ConfigError: With both names.
+    """
+    if (name := optimizer_name(optimizer)) != found:
+        raise ConfigError(
+            f"{source} holds the state of inner.optimizer.name = {found!r} (there), this run has "
+            f"{name!r} (here): moments of one are nothing to the other. Set it to {found!r}; or "
+            "begin another run from the parameters alone, by run.warm_start = an export"
+        )
 
 
 def _moment(optimizer: torch.optim.Optimizer, parameter: Tensor, moment: str) -> Tensor:
@@ -79,11 +135,12 @@ def load_moments_(
     *,
     step: int,
 ) -> None:
-    """Give a new AdamW the moments that `read` has, at the age of `step` optimizer steps.
+    """Give a new optimizer the moments that `read` has, at the age of `step` optimizer steps.
 
     Learning rates and other settings are left alone.
     """
-    for moment, tensors in new_moments_(model, optimizer, step=step).items():
+    new_moments_(model, optimizer, step=step)
+    for moment, tensors in kept_moments(model, optimizer).items():
         for name, values in tensors.items():
             write_stored_(values, read(moment, name))
 
@@ -91,19 +148,21 @@ def load_moments_(
 def new_moments_(
     model: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer, *, step: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Give a new AdamW moments of zero at the age of `step` optimizer steps.
+    """Give a new optimizer moments of zero at the age of `step` optimizer steps.
 
     Returns:
-        Moment -> canonical name -> the tensor in use, of the layout of the parameter, to be filled.
+        Moment -> canonical name -> the tensor in use, of the layout of the parameter, to be filled;
+        where the optimizer keeps none, one that nobody will read.
     """
-    is_fused = any(group["fused"] for group in optimizer.param_groups)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    kept = _kept(optimizer)
     for parameter in canonical_parameters(model).values():
-        if is_synchronised(parameter):
+        if not parameter.requires_grad:
             continue  # a buffer has none; `moments` gives zeros in their place
         # Where AdamW itself keeps it: beside the parameter when fused, else on the CPU.
         device = parameter.device if is_fused else torch.device("cpu")
         age = torch.tensor(float(step), dtype=torch.float32, device=device)
         optimizer.state[parameter] = {_STEP: age} | {
-            moment: torch.zeros_like(parameter) for moment in MOMENTS
+            moment: torch.zeros_like(parameter) for moment in kept[parameter]
         }
     return moments(model, optimizer)

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from diloco.config.inner import InnerConfig
 from diloco.data.batches import Batches, Evaluation
 from diloco.errors import ConfigError
-from diloco.inner.cross_entropy import split_log_sum_exp
+from diloco.inner.cross_entropy import token_losses
 from diloco.inner.experts import balance_
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
 from diloco.inner.mesh import IslandMesh
@@ -112,7 +111,7 @@ class InnerTrainer:
             PipelineRunner(
                 model,
                 mesh,
-                self._losses,
+                self._micro_loss,
                 micro_batches=micro_batches,
                 micro_batch_size=self._micro_batch_size,
             )
@@ -168,15 +167,18 @@ class InnerTrainer:
 
     def _backward(self, tokens_BS1: Tensor) -> Tensor:
         """Make the gradient of this rank's part of the batch; returns its mean loss, float64."""
+        tokens_BS1 = tokens_BS1.to(self._mesh.device)
         if self._pipeline is not None:
             return self._pipeline.backward(tokens_BS1)
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for index, micro_batch in enumerate(torch.split(tokens_BS1, self._micro_batch_size)):
             is_last = index == self._micro_batches - 1
             set_is_last_micro_batch_(self.model, self._mesh, is_last)
-            micro_loss = self._token_losses(micro_batch).mean() / self._micro_batches
-            torch.autograd.backward(micro_loss)
-            loss += micro_loss.detach()
+            logits_BSV = self._logits(micro_batch)
+            assert logits_BSV is not None, "only of a pipeline ranks have no logits"
+            minimised, micro_loss = self._micro_loss(logits_BSV, micro_batch[:, 1:])
+            torch.autograd.backward(minimised)
+            loss += micro_loss
         return loss
 
     @torch.no_grad()
@@ -196,33 +198,43 @@ class InnerTrainer:
         rows = torch.arange(first, first + num_rounds * size)
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for part in torch.split(rows, size):
-            sequences = tokens[part.clamp(max=num_sequences - 1)]
-            if self._pipeline is not None:
-                found = self._pipeline.token_losses(sequences)
-                if found is None:  # another rank has the last stage
-                    continue
-                losses = found
-            else:
-                losses = self._token_losses(sequences)
+            sequences = tokens[part.clamp(max=num_sequences - 1)].to(self._mesh.device)
+            logits_BSV = self._logits(sequences)
+            if logits_BSV is None:
+                continue  # another rank has the end of the pipeline
+            losses, _ = self._losses(logits_BSV, sequences[:, 1:], z_loss=0.0)
             total += losses[: int((part < num_sequences).sum())].sum(dtype=torch.float64)
         reshard_(self.model.modules())  # else the next forward would use today's gathered values
         return self._sum_over_island(total) / self._evaluation.num_bytes
 
-    def _token_losses(self, tokens_BS1: Tensor) -> Tensor:
-        """Compute the loss of every predicted token, shape [B, S]."""
-        tokens_BS1 = tokens_BS1.to(self._mesh.device)
+    def _logits(self, tokens_BS1: Tensor) -> Tensor | None:
+        """Compute the logits of all but the last column; None where another rank has them."""
+        if self._pipeline is not None:
+            return self._pipeline.logits(tokens_BS1)
         positions_S = torch.arange(tokens_BS1.shape[1] - 1, device=self._mesh.device)
-        return self._losses(self.model(tokens_BS1[:, :-1], positions_S), tokens_BS1[:, 1:])
+        logits_BSV: Tensor = self.model(tokens_BS1[:, :-1], positions_S)
+        return logits_BSV
 
-    def _losses(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        """Compute the loss of every token, shape [B, S], from its logits."""
-        logits_NV, targets_N = logits_BSV.flatten(0, 1).float(), targets_BS.flatten()
-        if self._mesh.config.loss_parallel:
-            assert self._mesh.tp_group is not None
-            lse_N, picked_N = split_log_sum_exp(logits_NV, targets_N, self._mesh.tp_group)
-            return (lse_N - picked_N).view_as(targets_BS)
-        losses_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
-        return losses_N.view_as(targets_BS)
+    def _micro_loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute what a micro-batch adds to what is minimised, and of it to the loss told."""
+        losses_BS, penalties_BS = self._losses(logits_BSV, targets_BS, z_loss=self._config.z_loss)
+        loss = losses_BS.mean() / self._micro_batches
+        if penalties_BS is None:
+            return loss, loss.detach()
+        return loss + penalties_BS.mean() / self._micro_batches, loss.detach()
+
+    def _losses(
+        self, logits_BSV: Tensor, targets_BS: Tensor, *, z_loss: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute loss and penalty of every predicted token, shape [B, S]; see `token_losses`."""
+        losses_N, penalties_N = token_losses(
+            logits_BSV.flatten(0, 1).float(),
+            targets_BS.flatten(),
+            group=self._mesh.tp_group if self._mesh.config.loss_parallel else None,
+            z_loss=z_loss,
+        )
+        penalties_BS = None if penalties_N is None else penalties_N.view_as(targets_BS)
+        return losses_N.view_as(targets_BS), penalties_BS
 
     def _sum_over_island(self, value: Tensor) -> float:
         """Add a scalar over the ranks that took different tokens, and tell other stages."""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 #: Before the names of the outer loop's state.

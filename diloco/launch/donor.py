@@ -12,7 +12,7 @@ from pathlib import Path
 import blake3
 import safetensors.torch
 
-from diloco.inner.state import MOMENTS
+from diloco.inner.state import INNER_OPTIMIZER, MOMENTS
 from diloco.launch.checkpoints import Checkpoint
 from diloco.outer.fragments import Plan
 from diloco.rounds.donation import LaneGiven, Manifest, lane_name
@@ -62,6 +62,7 @@ class Donor:
                 donor=self._grant.island,
                 checkpoint=number,
                 inner_step=checkpoint.inner_step,
+                inner_optimizer=str(checkpoint.manifest[INNER_OPTIMIZER]),
                 optimizer_step=int(checkpoint.manifest["optimizer_step"]),
                 versions=tuple(checkpoint.manifest["versions"]),
                 plan=self._plan.fingerprint(),

@@ -19,7 +19,8 @@ from typing import Any
 
 from diloco.config.classes import fingerprint
 from diloco.config.schema import Config
-from diloco.inner.model import LlamaShape, build_model
+from diloco.inner.model import LlamaShape, build_model, parameter_shapes
+from diloco.inner.optimizer import check_names
 from diloco.launch.build import link_profile
 from diloco.launch.disk import DiskForecast, forecast_disk
 from diloco.launch.host_memory import kept_bytes
@@ -153,6 +154,7 @@ def forecast(config: Config) -> Forecast:
         ConfigError: If the model cannot be cut as `outer` says, or there is no such link profile.
     """
     model = build_model(LlamaShape.from_config(config.model))
+    check_names(config.inner.optimizer, parameter_shapes(model.shape))
     plan = build_plan(config.outer, tensor_specs(canonical_parameters(model)))
     schedule = build_schedule(config.outer, config.run.inner_steps)
     link = link_profile(config)

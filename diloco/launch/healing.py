@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.errors import PayloadRefused
-from diloco.inner.state import MOMENTS, new_moments_
+from diloco.inner.state import MOMENTS, new_moments_, optimizer_name
 from diloco.launch.checkpoint_writer import insist_on_all_ranks
 from diloco.outer.fragments import Plan
 from diloco.refusals import Cause
@@ -71,7 +71,7 @@ class Healing:
         self._is_given = True
 
     def take_(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
-        """Give a new AdamW the moments of a donor; collective.
+        """Give a new optimizer the moments of a donor; collective.
 
         Returns:
             Of what was taken.
@@ -131,6 +131,11 @@ class Healing:
             for f in fragments
             for lane_id in own.lanes_of(f.fragment_id)
         }
+        if (name := optimizer_name(optimizer)) != manifest.inner_optimizer:
+            raise NotHealed(
+                f"{manifest.donor} gives the state of inner.optimizer.name = "
+                f"{manifest.inner_optimizer!r}, here it is {name!r}"
+            )
         problem = ""
         found: dict[Lane, dict[str, Tensor]] = {}
         try:

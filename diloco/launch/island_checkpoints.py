@@ -25,9 +25,12 @@ from diloco.config.classes import fingerprint
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError, DilocoError
 from diloco.inner.state import (
+    INNER_OPTIMIZER,
     Read,
+    insist_on_optimizer,
     load_moments_,
     load_parameters_,
+    optimizer_name,
     optimizer_step,
     training_tensors,
 )
@@ -120,6 +123,7 @@ class IslandCheckpoints:
             self._return()
         elif warm is not None:
             if warm.has_optimizer:
+                insist_on_optimizer(self._trainer.optimizer, warm.inner_optimizer, warm.source)
                 self._load_moments(warm.read, warm.start_step)
             if warm.data_state is not None:
                 self._batches.load_state_dict(warm.data_state)
@@ -146,6 +150,7 @@ class IslandCheckpoints:
             "run": self._config.run.name,
             "config_fingerprint": fingerprint(self._config),
             "model": self._config.model.model_dump(),
+            INNER_OPTIMIZER: optimizer_name(self._trainer.optimizer),
             "optimizer_step": optimizer_step(self._trainer.optimizer),
             "data": self._batches.state_dict(),
         }
@@ -219,6 +224,7 @@ class IslandCheckpoints:
                 f"another plan (there) than run {self._config.run.name!r} (here): "
                 + "; ".join(plan_difference(self._outer.plan.to_json(), checkpoint.plan.to_json()))
             )
+        self._insist_on_optimizer(checkpoint)
         load_parameters_(self._trainer.model, checkpoint.read)
         self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
         if not self._config.outer.is_on_arrival:  # there the coordinator says where that is
@@ -246,6 +252,7 @@ class IslandCheckpoints:
                 logger.warning("checkpoint skipped, step=%d: %s", step, error)
                 continue
             if checkpoint.plan == self._outer.plan:
+                self._insist_on_optimizer(checkpoint)
                 self._seek()
                 self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
                 self._taken("checkpoint", inner_step, began)
@@ -347,6 +354,11 @@ class IslandCheckpoints:
         return (
             f"{listed}; to go on from one: diloco coordinator RUN.toml --resume --at {others[-1]}"
         )
+
+    def _insist_on_optimizer(self, checkpoint: Checkpoint) -> None:
+        source = f"the checkpoint of {checkpoint.step} in {self._config.checkpoint_dir}"
+        found = checkpoint.manifest[INNER_OPTIMIZER]
+        insist_on_optimizer(self._trainer.optimizer, found, source)
 
     def _load_moments(self, read: Read, step: int) -> None:
         load_moments_(self._trainer.model, self._trainer.optimizer, read, step=step)

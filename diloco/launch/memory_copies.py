@@ -33,11 +33,17 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigError, IslandFailed
 from diloco.inner.placement import ranks_of_copies, recovery_probability
-from diloco.inner.state import MOMENTS, moments, new_moments_, optimizer_step
+from diloco.inner.state import (
+    INNER_OPTIMIZER,
+    kept_moments,
+    kept_parameters,
+    new_moments_,
+    optimizer_name,
+    optimizer_step,
+)
 from diloco.launch.host_memory import CopySlots, Header, insist_on_memory, next_sequence
 from diloco.sync.boxes import stored
 from diloco.sync.groups import COLLECTIVE_S
-from diloco.sync.shards import canonical_parameters
 from diloco.telemetry.events import Event, MemoryCopied, MemoryCopyFailed
 from transport.units import format_bytes
 
@@ -65,7 +71,7 @@ class MemoryCopies:
     Args:
         descriptor: This rank's memory, from its supervisor.
         model: Parallelised; its parameters are not touched.
-        optimizer: AdamW over its parameters.
+        optimizer: AdamW or Muon over its parameters.
         about: What a copy must be of to be taken, such as run and timeline: JSON values.
         num_hosts: Hosts of the island; they hold equally many consecutive ranks.
         copies: Hosts that keep each state, at most `num_hosts`.
@@ -96,7 +102,7 @@ class MemoryCopies:
         self._descriptor = descriptor
         self._model = model
         self._optimizer = optimizer
-        self._about = dict(about)
+        self._about = {**about, INNER_OPTIMIZER: optimizer_name(optimizer)}
         self._num_hosts = num_hosts
         self._copies = copies
         self._every = every
@@ -109,9 +115,7 @@ class MemoryCopies:
         #: Ranks whose states this one keeps, itself first.
         self._kept = self._kept_by(self._rank)
         #: What this rank stores of each moment.
-        self._shapes = [
-            stored(parameter).shape for parameter in canonical_parameters(model).values()
-        ] * len(MOMENTS)
+        self._shapes = [stored(parameter).shape for parameter in kept_parameters(model, optimizer)]
         self._group: dist.ProcessGroup | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-copies")
         self._under_way: tuple[int, int, float, Future[str]] | None = None
@@ -183,7 +187,7 @@ class MemoryCopies:
             )
         body = self._slots.body(0, sequence)
         body[: _LENGTH.size + len(text)] = _LENGTH.pack(len(text)) + text
-        parts = _local_parts(moments(self._model, self._optimizer))
+        parts = _local_parts(kept_moments(self._model, self._optimizer))
         for part, kept in zip(parts, self._stored(body), strict=True):
             kept.copy_(part)
         self._last = sequence
@@ -310,7 +314,8 @@ class MemoryCopies:
             )
         body = self._slots.body(0, found.sequence)
         about = _read_about(body)
-        tensors = new_moments_(self._model, self._optimizer, step=int(about["optimizer_step"]))
+        new_moments_(self._model, self._optimizer, step=int(about["optimizer_step"]))
+        tensors = kept_moments(self._model, self._optimizer)
         for part, kept in zip(_local_parts(tensors), self._stored(body), strict=True):
             part.copy_(kept)
         moved = sum(holder != owner for owner, holder in enumerate(found.holders))
@@ -328,7 +333,12 @@ class MemoryCopies:
             )
             return False
         about = _read_about(self._slots.body(state, sequence))
-        return {key: about.get(key) for key in self._about} == self._about
+        if others := [key for key in self._about if about.get(key) != self._about[key]]:
+            logger.warning(
+                "copy of inner step %d of rank %d in memory is not of this %s",
+                step, self._kept[state], ", ".join(others),
+            )  # fmt: skip
+        return not others
 
     def _readers(self, whole: list[list[int]]) -> list[int | None]:
         """Choose for each rank who reads its copy out: itself, else the next that has it."""

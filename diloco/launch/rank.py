@@ -37,7 +37,8 @@ from diloco.data.batches import Batches, Data
 from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.model import Llama, LlamaShape, initialise_
+from diloco.inner.model import Llama, LlamaShape, initialise_, parameter_shapes
+from diloco.inner.optimizer import check_names
 from diloco.inner.parallelize import parallelize
 from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.state import load_parameters_
@@ -144,6 +145,7 @@ class _Rank:
                 f"their supervisor, and another launcher has started these; start the island with "
                 f"`diloco island` and without RANK, WORLD_SIZE and MASTER_ADDR, or set it to 0"
             )
+        _insist_on_names(config)
         self.record.open()
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
@@ -178,6 +180,7 @@ class _Rank:
             raise
         connection.progress = lambda: self.record.progress
         self._config = connection.config
+        _insist_on_names(self._config)  # its policy may be another
         batches = self._build_batches(mesh, data)
         self._trainer = self._build_trainer(model, mesh, data, batches)
         self._checkpoints = IslandCheckpoints(
@@ -425,6 +428,15 @@ class _Rank:
         with self.record.evaluating(), in_place:
             loss = self._trainer.evaluate()
         self.record.evaluated(self._outer.inner_step, parameters, loss)
+
+
+def _insist_on_names(config: Config) -> None:
+    """Insist that what the optimizer's settings name is in the model.
+
+    Raises:
+        ConfigError: If a pattern matches no parameter.
+    """
+    check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -30,6 +30,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.inner.hugging_face import read_ours, read_shape, stored_tensors
 from diloco.inner.model import LlamaShape
+from diloco.inner.state import INNER_OPTIMIZER
 from diloco.launch.checkpoints import Checkpoint, valid_steps
 from diloco.launch.published import read_published
 from diloco.launch.state_dir import StateDir
@@ -54,6 +55,7 @@ class WarmStart:
         source: What was found, in words.
         start_step: Inner step at which the run begins; 0 unless it is a checkpoint's.
         has_optimizer: Whether `read` knows the sections "exp_avg" and "exp_avg_sq" too.
+        inner_optimizer: Name of the optimizer that they are of; empty without them.
         optimizer_step: Age of these moments, in optimizer steps; 0 without them.
         data_state: Data cursor of the checkpoint; None without one.
         read: (section, canonical name) -> full tensor, float32, CPU; section "model" always.
@@ -62,6 +64,7 @@ class WarmStart:
     source: str
     start_step: int
     has_optimizer: bool
+    inner_optimizer: str
     optimizer_step: int
     data_state: dict[str, Any] | None
     read: Callable[[str, str], Tensor]
@@ -140,7 +143,7 @@ def _from_model(directory: Path, source: str, shape: LlamaShape) -> WarmStart:
     def read(section: str, name: str) -> Tensor:
         return read_ours(stored[name], weights.read)
 
-    return WarmStart(source, 0, False, 0, None, read)
+    return WarmStart(source, 0, False, "", 0, None, read)
 
 
 def _drop_tied_head(found: dict[str, tuple[int, ...]], weights: _Weights, source: str) -> None:
@@ -226,7 +229,7 @@ def _from_run(path: Path, config: Config, shape: LlamaShape) -> WarmStart:
     versions = ", ".join(str(fragment.version) for fragment in published.fragments)
     source = f"run {published.config.run.name} in {path} (published versions {versions})"
     _insist_on_shape(published.shape, shape, source)
-    return WarmStart(source, 0, False, 0, None, lambda section, name: published.read(name))
+    return WarmStart(source, 0, False, "", 0, None, lambda section, name: published.read(name))
 
 
 def _from_checkpoint(path: Path, island_id: str, shape: LlamaShape) -> WarmStart:
@@ -246,7 +249,8 @@ def _from_checkpoint(path: Path, island_id: str, shape: LlamaShape) -> WarmStart
     def read(section: str, name: str) -> Tensor:
         return checkpoint.read("anchor" if section == "model" else section, name)
 
-    return WarmStart(source, step, True, manifest["optimizer_step"], manifest["data"], read)
+    name, age = manifest[INNER_OPTIMIZER], manifest["optimizer_step"]
+    return WarmStart(source, step, True, name, age, manifest["data"], read)
 
 
 def _locate(path: Path, island_id: str) -> tuple[Path, str, int]:

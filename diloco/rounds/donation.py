@@ -49,6 +49,7 @@ class Manifest:
         donor: The island that gives it.
         checkpoint: Of the donor, from which it is: an inner step, or the number of a cut.
         inner_step: At which the donor stood then.
+        inner_optimizer: Name of the optimizer that the moments are of.
         optimizer_step: Age of the moments.
         versions: That the donor held then, in plan order.
         plan: Fingerprint of the plan.
@@ -60,6 +61,7 @@ class Manifest:
     donor: str
     checkpoint: int
     inner_step: int
+    inner_optimizer: str
     optimizer_step: int
     versions: tuple[int, ...]
     plan: str
@@ -99,6 +101,7 @@ def read_manifest(text: bytes | bytearray | memoryview, plan: Plan) -> Manifest:
             donor=_text(said["donor"]),
             checkpoint=_number(said["checkpoint"]),
             inner_step=_number(said["inner_step"]),
+            inner_optimizer=_text(said["inner_optimizer"]),
             optimizer_step=_number(said["optimizer_step"]),
             versions=tuple(_number(version) for version in list(said["versions"])),
             plan=_text(said["plan"]),

@@ -31,10 +31,9 @@ from diloco.errors import PlanMismatch
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
 from diloco.sync.boxes import Box, boxes_of_range, stored, stored_box, whole_shape
-from diloco.sync.buffers import is_synchronised, synchronised_buffers
+from diloco.sync.buffers import synchronised_buffers
 from diloco.sync.routes import Copy, Route, Slab, dot, strides_of
 
-_BUFFER = "buffer of "
 _WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
@@ -332,12 +331,13 @@ def tensor_specs(
     frozen: Collection[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> list[TensorSpec]:
-    """Return name, whole shape and kind of every tensor, by sorted name: the plan's input.
+    """Return name and whole shape of every tensor, by sorted name: the plan's input.
 
-    Ranks may know different parameters, the stages of a pipeline say; together they know all.
+    What is not trained (`requires_grad`) is a buffer. Ranks may know different parameters, the
+    stages of a pipeline say; together they know all.
 
     Args:
-        parameters: Canonical name -> parameter, on this rank.
+        parameters: Canonical name -> parameter or buffer, on this rank.
         frozen: Names of parameters that this rank has and does not train.
         group: Of all ranks of the island, over which this is collective; None for one rank.
 
@@ -345,17 +345,19 @@ def tensor_specs(
         PlanMismatch: On all ranks, if two of them know a parameter by different shapes or types,
             or one trains what another has frozen.
     """
-    facts = {n: (whole_shape(p), _kind(p)) for n, p in parameters.items()}
-    known: dict[str, tuple[int, tuple[int, ...], str]] = {}
+    facts = {
+        name: (whole_shape(p), str(p.dtype), not p.requires_grad) for name, p in parameters.items()
+    }
+    known: dict[str, tuple[int, tuple[tuple[int, ...], str, bool]]] = {}
     ranks = _gathered((facts, set(frozen)), group)
     for rank, (theirs, _) in enumerate(ranks):
-        for name, (shape, kind) in theirs.items():
-            first, *fact = known.setdefault(name, (rank, shape, kind))
-            if fact != [shape, kind]:
+        for name, fact in theirs.items():
+            first, known_fact = known.setdefault(name, (rank, fact))
+            if fact != known_fact:
                 raise PlanMismatch(
-                    f"parameter {name!r} is {fact[1]} {list(fact[0])} on island rank {first} and "
-                    f"{kind} {list(shape)} on rank {rank}: what is one parameter must have one "
-                    "shape and type on all ranks that store it, and other parameters other names"
+                    f"{name!r} is {_told(*known_fact)} on island rank {first} and {_told(*fact)} "
+                    f"on rank {rank}: what is one parameter must have one shape and type on all "
+                    "ranks that store it, and other parameters other names"
                 )
     for rank, (_, theirs) in enumerate(ranks):
         if names := sorted(theirs & known.keys()):
@@ -364,13 +366,13 @@ def tensor_specs(
                 f"on rank {rank}: give it the same requires_grad on all ranks that have it"
             )
     return [
-        TensorSpec(name, shape, kind.startswith(_BUFFER))
-        for name, (_, shape, kind) in sorted(known.items())
+        TensorSpec(name, shape, is_buffer)
+        for name, (_, (shape, _, is_buffer)) in sorted(known.items())
     ]
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{_BUFFER if is_synchronised(tensor) else ''}{tensor.dtype}"
+def _told(shape: tuple[int, ...], dtype: str, is_buffer: bool) -> str:
+    return f"a {'buffer' if is_buffer else 'parameter'} {list(shape)} of {dtype}"
 
 
 def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -388,7 +390,7 @@ def canonical_parameters(
     """Return what islands synchronise under the names that every island uses for it.
 
     These are the trained parameters, and the buffers that modules declare for it
-    (`diloco.sync.buffers`).
+    (`diloco.sync.buffers`), which are those without ``requires_grad``.
 
     Names lose what wrappers add: ``_orig_mod.`` (compile), ``_checkpoint_wrapped_module.``
     (activation checkpointing), the ``module.`` of DataParallel classes, and the last part of what a
@@ -410,8 +412,6 @@ def canonical_parameters(
     """
     parameters: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(modules):
-        if not (parameter.requires_grad or is_synchronised(parameter)):
-            continue
         if parameters.setdefault(name, parameter) is not parameter:
             raise ValueError(
                 f"two different parameters are called {name!r}: give the modules distinct "
@@ -446,22 +446,23 @@ def frozen_names(
     modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
 ) -> list[str]:
     """Return the names of the parameters that `canonical_parameters` leaves out as not trained."""
-    named = _named_parameters(modules)
-    return sorted({name for name, p in named if not (p.requires_grad or is_synchronised(p))})
+    return sorted({name for name, _ in _named_parameters(modules, is_frozen=True)})
 
 
 def _named_parameters(
     modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
+    *,
+    is_frozen: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     if isinstance(modules, Mapping):
-        yield from modules.items()
+        yield from ((name, p) for name, p in modules.items() if p.requires_grad != is_frozen)
         return
     for module in [modules] if isinstance(modules, nn.Module) else modules:
-        yield from _stripped_parameters(module)
+        yield from _stripped_parameters(module, is_frozen=is_frozen)
 
 
-def _stripped_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, tied ones repeatedly, and buffers, by name without what wrappers added."""
+def _stripped_parameters(module: nn.Module, *, is_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is synchronised, or frozen; tied ones repeatedly, by name without wrappers'."""
     reshard_(module.modules())
     children = dict(module.named_modules(remove_duplicate=False))
     wrapped = {
@@ -487,6 +488,7 @@ def _stripped_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for names in getattr(child, "tied_parameters", {}).items():
             first, *others = sorted(f"{stripped(path)}.{name}".removeprefix(".") for name in names)
             tied |= dict.fromkeys(others, first)
-    parameters = module.named_parameters(remove_duplicate=False)
-    for path, tensor in itertools.chain(parameters, synchronised_buffers(module)):
+    every = module.named_parameters(remove_duplicate=False)
+    chosen = ((path, p) for path, p in every if p.requires_grad != is_frozen)
+    for path, tensor in itertools.chain(chosen, () if is_frozen else synchronised_buffers(module)):
         yield tied.get(stripped(path), stripped(path)), tensor

@@ -54,6 +54,9 @@ POLICY = {
     "outer.error_feedback outer.retained_versions inner.clip_norm inner.optimizer.name",
     "inner.optimizer.lr inner.optimizer.schedule inner.optimizer.warmup_steps",
     "inner.optimizer.min_lr_ratio inner.optimizer.betas inner.optimizer.weight_decay",
+    "inner.optimizer.decay_ratio inner.optimizer.decay_shape inner.optimizer.momentum",
+    "inner.optimizer.adamw_by_name inner.optimizer.lr_by_name",
+    "inner.optimizer.weight_decay_by_name inner.z_loss",
     "inner.optimizer.eps checkpoint.every_inner_steps checkpoint.every_tokens checkpoint.keep",
     "evaluation.every_inner_steps evaluation.num_sequences",
 }

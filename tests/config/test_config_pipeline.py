@@ -1,10 +1,10 @@
 """What schedules ask of micro-batches, against PyTorch's own refusals; tied ends of a V."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 
+from diloco.config.model import ModelConfig
 from diloco.config.pipeline import (
     V_SCHEDULES,
     micro_batches_problem,
@@ -36,7 +36,7 @@ def test_one_rank_of_a_pipeline_has_no_schedule_of_its_own():
 
 @pytest.mark.parametrize("schedule", V_SCHEDULES)
 def test_tied_embeddings_at_both_ends_of_a_v_are_refused(schedule):
-    model = SimpleNamespace(family="llama", num_layers=8, tie_embeddings=True)
+    model = ModelConfig(preset="debug", tie_embeddings=True)
 
     ((path, value, text),) = pipeline_problems(schedule, 2, 2, 4, {"model": model})
 

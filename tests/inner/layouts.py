@@ -45,6 +45,7 @@ class Case:
         mesh: Axes and options; their product is the number of ranks.
         model: What differs from `SHAPE`.
         optimizer: What differs from `OPTIMIZER`.
+        z_loss: Coefficient of the penalty of log Z.
         micro_batches: Parts of a rank's batch; one rank trains in one part.
         collectives: Collectives of a rank and inner step, where they are counted.
     """
@@ -53,6 +54,7 @@ class Case:
     mesh: MeshConfig
     model: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    z_loss: float = 0.0
     micro_batches: int = 1
     collectives: Mapping[str, int] | None = None
 
@@ -65,6 +67,7 @@ class Case:
             mesh,
             shape=replace(SHAPE, **self.model),
             optimizer=InnerOptimizerConfig(**{**OPTIMIZER.model_dump(), **self.optimizer}),
+            z_loss=self.z_loss,
             micro_batches=micro_batches,
             num_evaluated=EVALUATED,
         )
@@ -82,6 +85,9 @@ LATENT = {
         kv_rank=24, q_rank=40, rope_dim=8, nope_dim=16, value_dim=20
     ),
 }
+MUON = {"name": "muon", "lr": 5e-3}
+#: Large, so that it is felt within few steps.
+Z_LOSS = 0.01
 
 
 def counted(gathers: int, scatters: int, sums: int) -> dict[str, int]:
@@ -142,16 +148,33 @@ CASES = [
     ),
     Case("experts-1f1b", MeshConfig(pp=2), model=EXPERTS, micro_batches=2),
     Case("qk-norm-tp", MeshConfig(tp=2), model={"qk_norm": True, "head_dim": 24}),
+    Case(
+        "fsdp-muon-accumulated",
+        MeshConfig(dp_shard=2, fsdp_unit="block"),
+        optimizer=MUON,
+        z_loss=Z_LOSS,
+        micro_batches=2,
+    ),
+    Case("replicated-muon", MeshConfig(dp_replicate=2), model=TIED, optimizer=MUON),
+    Case("tp-muon", MeshConfig(tp=2, loss_parallel=True), optimizer=MUON, z_loss=Z_LOSS),
     # -- 4 ranks
     Case("experts-hsdp", MeshConfig(dp_replicate=2, dp_shard=2), model=EXPERTS),
     Case("pp-of-4-tied", MeshConfig(pp=4), model=TIED, micro_batches=4),
-    Case("pp-fsdp-tied", MeshConfig(pp=2, dp_shard=2), model=TIED, micro_batches=2),
+    Case(
+        "pp-fsdp-tied-muon",
+        MeshConfig(pp=2, dp_shard=2),
+        model=TIED,
+        optimizer=MUON,
+        z_loss=Z_LOSS,
+        micro_batches=2,
+    ),
     Case("zbv-fsdp-by-block", looped("zbv", dp_shard=2, fsdp_unit="block"), micro_batches=4),
     Case("pp-replicated", MeshConfig(pp=2, dp_replicate=2), micro_batches=2),
     Case(
         "interleaved-zb-tp",
         looped("interleaved-zb", tp=2, loss_parallel=True),
         model=TIED,
+        z_loss=Z_LOSS,
         micro_batches=2,
     ),
     Case("dualpipev-tp", looped("dualpipev", tp=2), micro_batches=4),
@@ -169,6 +192,8 @@ CASES = [
         collectives=counted(18, 10, 8),
     ),
     Case("replicated-tp", MeshConfig(dp_replicate=2, tp=2), micro_batches=2),
+    Case("fsdp-tp-muon", MeshConfig(dp_shard=2, tp=2), model=TIED, optimizer=MUON),
+    Case("hsdp-muon", MeshConfig(dp_replicate=2, dp_shard=2), optimizer=MUON, z_loss=Z_LOSS),
     # -- 8 ranks
     Case("hsdp-tp", MeshConfig(dp_replicate=2, dp_shard=2, tp=2), model=TIED),
     Case(
@@ -186,7 +211,12 @@ CASES = [
     Case("fsdp-of-4-tp", MeshConfig(dp_shard=4, tp=2)),
     Case("pp-fsdp-tp", MeshConfig(pp=2, dp_shard=2, tp=2), model=TIED, micro_batches=2),
     Case("zbv-fsdp-tp", looped("zbv", dp_shard=2, tp=2, fsdp_unit="block"), micro_batches=4),
-    Case("interleaved-hsdp", looped("interleaved-1f1b", dp_replicate=2, dp_shard=2), TIED, {}, 2),
+    Case(
+        "interleaved-hsdp",
+        looped("interleaved-1f1b", dp_replicate=2, dp_shard=2),
+        model=TIED,
+        micro_batches=2,
+    ),
 ]
 
 
@@ -212,7 +242,7 @@ def _train_rows(island_rank: int) -> dict[str, Any]:
 
 def alone(case: Case) -> dict[str, Any]:
     """Train on one rank what a row trains on several."""
-    key = repr((sorted(case.model.items()), sorted(case.optimizer.items())))
+    key = repr((sorted(case.model.items()), sorted(case.optimizer.items()), case.z_loss))
     if key not in _ALONE:
         _ALONE[key] = train(case, one_rank(), 1)
     return _ALONE[key]

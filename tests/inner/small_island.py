@@ -72,6 +72,7 @@ def make_trainer(
     *,
     shape: LlamaShape | None = None,
     optimizer: InnerOptimizerConfig | None = None,
+    z_loss: float = 0.0,
     micro_batches: int = 1,
     batch_size: int = BATCH_SIZE,
     clip_norm: float = 0.5,
@@ -79,7 +80,9 @@ def make_trainer(
     evaluation: Evaluation | None = None,
 ) -> InnerTrainer:
     config = InnerConfig(
-        optimizer=optimizer or InnerOptimizerConfig(lr=2e-3, warmup_steps=2), clip_norm=clip_norm
+        optimizer=optimizer or InnerOptimizerConfig(lr=2e-3, warmup_steps=2),
+        clip_norm=clip_norm,
+        z_loss=z_loss,
     )
     data = small_data()
     return InnerTrainer(

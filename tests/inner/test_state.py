@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from diloco.config.inner import InnerOptimizerConfig
+from diloco.errors import ConfigError
+from diloco.inner.optimizer import build_optimizer
 from diloco.inner.state import (
+    insist_on_optimizer,
+    kept_moments,
     load_moments_,
     load_parameters_,
     optimizer_step,
@@ -18,9 +23,22 @@ def trained(num_steps: int) -> tuple[nn.Module, torch.optim.AdamW]:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(2, 2)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(num_steps):
-        model["used"](torch.ones(4, 3)).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer)
     return model, optimizer
+
+
+def with_muon(num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = trained(0)
+    optimizer = build_optimizer(model, InnerOptimizerConfig(name="muon", lr=1e-2))
+    for _ in range(num_steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+    model.get_submodule("used")(torch.ones(4, 3)).square().mean().backward()
+    optimizer.step()
 
 
 def test_tensors_are_those_in_use_and_moments_without_a_gradient_are_zero() -> None:
@@ -69,3 +87,36 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"shape \[5\] cannot be written into \[2\]"):
         load_parameters_(model, lambda section, name: torch.zeros(5))
+
+
+def test_muon_keeps_one_moment_of_a_matrix_and_is_stored_like_any() -> None:
+    model, optimizer = with_muon(2)
+
+    sections = training_tensors(model, optimizer)
+
+    assert optimizer_step(optimizer) == 2
+    assert sections["exp_avg"]["used.weight"].any()
+    assert sections["exp_avg_sq"]["used.bias"].any()
+    assert not sections["exp_avg_sq"]["used.weight"].any()
+    kept = kept_moments(model, optimizer)
+    assert {moment: list(tensors) for moment, tensors in kept.items()} == {
+        "exp_avg": ["unused.bias", "unused.weight", "used.bias", "used.weight"],
+        "exp_avg_sq": ["unused.bias", "used.bias"],
+    }
+
+    other_model, other = with_muon(0)
+    load_parameters_(other_model, lambda section, name: sections[section][name])
+    load_moments_(other_model, other, lambda section, name: sections[section][name], step=2)
+    for each, its in ((model, optimizer), (other_model, other)):
+        step(each, its)
+    for one, another in zip(model.parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(one, another), "it goes on bit for bit"
+
+
+def test_moments_of_another_optimizer_are_refused_by_both_names() -> None:
+    _, adamw = trained(0)
+    _, muon = with_muon(0)
+
+    insist_on_optimizer(adamw, "adamw", "it")
+    with pytest.raises(ConfigError, match=r"it holds .* 'adamw' \(there\), this run has 'muon'"):
+        insist_on_optimizer(muon, "adamw", "it")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.inner.state import optimizer_step, training_tensors
+from diloco.inner.state import INNER_OPTIMIZER, optimizer_name, optimizer_step, training_tensors
 from diloco.launch.checkpoint_writer import CheckpointWriter
 from diloco.launch.checkpoints import remove_old
 from diloco.outer.fragments import Plan, make_plan
@@ -59,6 +59,7 @@ class Trained:
             training=training_tensors(self.model, self.optimizer),
             outer=self.outer(step),
             about={
+                INNER_OPTIMIZER: optimizer_name(self.optimizer),
                 "optimizer_step": optimizer_step(self.optimizer),
                 "data": {"step": step},
                 "timeline": 0,

@@ -17,7 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from diloco.errors import ConfigError
+from diloco.inner.mesh import make_mesh
 from diloco.inner.state import (
+    INNER_OPTIMIZER,
     load_moments_,
     load_parameters_,
     optimizer_step,
@@ -27,7 +29,11 @@ from diloco.launch import checkpoint_writer, island_checkpoints
 from diloco.launch.checkpoint_writer import CheckpointWriter
 from diloco.launch.checkpoints import PLAN, Checkpoint, rank_file, step_directory, valid_steps
 from diloco.launch.island_checkpoints import IslandCheckpoints
+from diloco.outer.fragments import make_plan
+from diloco.sync.shards import canonical_parameters, tensor_specs
 from tests.distributed import run_ranks
+from tests.inner.layouts import case_of
+from tests.inner.small_island import CPU, one_rank
 from tests.launch.small_checkpoint import ISLAND, Trained, make_optimizer
 
 
@@ -46,7 +52,7 @@ def write(trained: Trained, directory: Path, step: int, island_rank: int) -> Non
         step,
         training=training_tensors(trained.model, trained.optimizer),
         outer={"meta": torch.tensor([step]), f"anchor/9/{island_rank}": torch.ones(3)},
-        about={"optimizer_step": optimizer_step(trained.optimizer)},
+        about={INNER_OPTIMIZER: "adamw", "optimizer_step": optimizer_step(trained.optimizer)},
     )
 
 
@@ -112,6 +118,53 @@ def test_two_ranks_write_what_one_reads_and_share_a_full_disk() -> None:
         for section, tensors in training_tensors(alone.model, alone.optimizer).items():
             for name, values in tensors.items():
                 assert values.flatten().tolist() == seen["whole"][f"{section} {name}"]
+
+
+WRITTEN_BY, READ_BY = case_of("fsdp-tp"), case_of("hsdp-accumulated")  # of one model
+
+
+def full_state(trainer: Any) -> dict[str, list[float]]:
+    sections = training_tensors(trainer.model, trainer.optimizer)
+    return {
+        f"{section} {name}": (v.full_tensor() if isinstance(v, DTensor) else v).flatten().tolist()
+        for section, tensors in sections.items()
+        for name, v in tensors.items()
+    }
+
+
+def reshard_at_four_ranks(island_rank: int, directory: Path) -> tuple[Any, float, float]:
+    """Write at FSDP x TP, read at HSDP, and make the next step with both."""
+    trainer = WRITTEN_BY.make_trainer(make_mesh(CPU, WRITTEN_BY.mesh), 1)
+    for step in range(2):
+        trainer.inner_step(step)
+    plan = make_plan(tensor_specs(canonical_parameters(trainer.model)), num_fragments=2)
+    CheckpointWriter(directory, ISLAND, plan, group=dist.group.WORLD).write(
+        2,
+        training=training_tensors(trainer.model, trainer.optimizer),
+        outer={},
+        about={"optimizer_step": optimizer_step(trainer.optimizer)},
+    )
+    written = full_state(trainer)
+    other: Any = READ_BY.make_trainer(make_mesh(CPU, READ_BY.mesh), READ_BY.micro_batches)
+    load(other, directory, 2)
+    assert full_state(other) == written
+    return written, trainer.inner_step(2).loss, other.inner_step(2).loss
+
+
+def test_what_fsdp_and_tp_wrote_hsdp_and_one_rank_read_to_the_bit_and_train_on() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        results = run_ranks(reshard_at_four_ranks, 4, directory)
+        alone: Any = WRITTEN_BY.make_trainer(one_rank(), 1)
+        load(alone, directory, 2)
+
+    state = full_state(alone)
+    expected = alone.inner_step(2).loss
+    for written, loss, other_loss in results:
+        assert written == state
+        # Float32 sums in another order, as between layouts.
+        assert abs(loss - expected) <= 5e-6
+        assert abs(other_loss - expected) <= 5e-6
 
 
 def checkpoints_of(trained: Trained, directory: Path, **outer: Any) -> IslandCheckpoints:

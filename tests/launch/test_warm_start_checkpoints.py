@@ -55,6 +55,7 @@ class Checkpoints:
             outer=lanes,
             about={
                 "data": DATA_STATE,
+                "inner_optimizer": "adamw",
                 "optimizer_step": step - 1,
                 "model": load_config(self._run.run_file).model.model_dump(),
             },

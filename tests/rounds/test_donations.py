@@ -46,7 +46,7 @@ def manifest_of(run: VirtualRun, donor: str = "a", checkpoint: int = CHECKPOINT)
     lanes = [lane.lane_id for lane in plan.fragments[0].lanes]
     payloads = {lane_name(0, n): lane_bytes(run, n) for n in lanes}
     given = {n: LaneGiven(len(p), blake3.blake3(p).hexdigest()) for n, p in payloads.items()}
-    return Manifest(RUN, 0, donor, checkpoint, 9, 8, (2,), plan.fingerprint(), given)
+    return Manifest(RUN, 0, donor, checkpoint, 9, "adamw", 8, (2,), plan.fingerprint(), given)
 
 
 async def put(island: RawIsland, payload: bytes, lane_id: int | None = None, **fields: Any) -> str:
