@@ -69,7 +69,8 @@ def build_optimizer(
         config: Settings of the optimizer, which `check_names` has held against the whole model: a
             stage of a pipeline need not have what a pattern matches.
     """
-    parameters = canonical_parameters(model)
+    named = canonical_parameters(model).items()
+    parameters = {name: p for name, p in named if p.requires_grad}  # and no buffers
     groups: dict[bool, dict[tuple[float, float], list[Tensor]]] = {False: {}, True: {}}
     for name, parameter in parameters.items():
         decay = _by_name(config.weight_decay_by_name, name)
