@@ -65,7 +65,7 @@ def _tell(made: Export) -> None:
         f"{len(made.files)} file(s): {made.directory}"
     )
     console.print(_standing(made))
-    console.print(f'Load it: transformers.LlamaForCausalLM.from_pretrained("{made.directory}")')
+    console.print(f'Load it: transformers.AutoModelForCausalLM.from_pretrained("{made.directory}")')
     if made.absent_tokenizer:
         console.print(
             f"The tokenizer is not on this machine; where it is, add it: transformers.AutoTokenizer"

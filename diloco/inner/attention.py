@@ -59,7 +59,8 @@ class Attention(nn.Module):
         self.k = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.v = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.o = nn.Linear(num_heads * head_dim, dim, bias=False)
-        self.q_norm = self.k_norm = None
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
         if qk_norm_eps is not None:
             self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps)
             self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps)

@@ -81,12 +81,13 @@ class Router(nn.Module):
 
 def _only_best_groups(ranked_TX: Tensor, experts: ExpertsConfig) -> Tensor:
     """Put the experts of all but the best groups out of the question."""
-    grouped = ranked_TX.unflatten(-1, (experts.num_groups, -1))
+    grouped = ranked_TX.view(len(ranked_TX), experts.num_groups, -1)
     best_of_each = min(2, grouped.shape[-1])
     of_groups = grouped.topk(best_of_each, dim=-1).values.sum(dim=-1)
     kept = of_groups.topk(experts.groups_per_token, dim=-1).indices
     is_kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, kept, True)
-    return grouped.masked_fill(~is_kept[..., None], float("-inf")).flatten(1)
+    left: Tensor = grouped.masked_fill(~is_kept[..., None], float("-inf")).flatten(1)
+    return left
 
 
 class Experts(nn.Module):

@@ -153,20 +153,22 @@ class StoredTensor:
             return values[self.expert].clone()
         if self.rotated is None:
             return values
-        return self._reordered(values, lambda halves: halves.unflatten(1, (2, -1)).transpose(1, 2))
+        return self._reordered(values, (2, -1))
 
     def to_ours(self, values: Tensor) -> Tensor:
         """Give what it is of ours."""
         if self.rotated is None:
             return values
-        return self._reordered(values, lambda pairs: pairs.unflatten(1, (-1, 2)).transpose(1, 2))
+        return self._reordered(values, (-1, 2))
 
-    def _reordered(self, values: Tensor, order: Callable[[Tensor], Tensor]) -> Tensor:
+    def _reordered(self, values: Tensor, order: tuple[int, int]) -> Tensor:
+        """Read the rotated rows of every head as a matrix of that shape, and transpose it."""
         assert self.rotated is not None, "only what is rotated is reordered"
         rotated, width = self.rotated
-        heads = values.unflatten(0, (-1, width))
-        kept, turned = heads.split([width - rotated, rotated], dim=1)
-        return torch.cat((kept, order(turned).flatten(1, 2)), dim=1).flatten(0, 1).contiguous()
+        heads = values.view(-1, width, values.shape[1])
+        kept, turned = heads[:, : width - rotated], heads[:, width - rotated :]
+        turned = turned.reshape(len(heads), *order, values.shape[1]).transpose(1, 2).flatten(1, 2)
+        return torch.cat((kept, turned), dim=1).flatten(0, 1)
 
 
 def stored_tensors(shape: LlamaShape) -> dict[str, tuple[StoredTensor, ...]]:
@@ -308,7 +310,7 @@ def read_shape(content: Mapping[str, Any], source: str) -> LlamaShape:
     Raises:
         ConfigError: If the built-in decoder cannot represent the model; names every reason.
     """
-    model_type = content.get("model_type")
+    model_type = str(content.get("model_type"))
     if model_type not in _FAMILIES:
         known = ", ".join(repr(name) for name in _FAMILIES)
         raise ConfigError(

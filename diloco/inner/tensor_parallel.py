@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from diloco.config.model import without_tp_plan
 from diloco.errors import ConfigError
+from diloco.inner.attention import Attention
 from diloco.inner.model import Block, Llama
 
 
@@ -82,9 +83,11 @@ def apply_tensor_parallel(
         parallelize_module(layer, mesh, block)
         layer.attention_norm = PositionwiseNorm(layer.attention_norm, mesh)
         layer.ffn_norm = PositionwiseNorm(layer.ffn_norm, mesh)
-        if layer.attention.q_norm is not None:  # of this rank's own heads
-            layer.attention.q_norm = PositionwiseNorm(layer.attention.q_norm, mesh)
-            layer.attention.k_norm = PositionwiseNorm(layer.attention.k_norm, mesh)
+        attention = layer.attention
+        assert isinstance(attention, Attention), "the other has no plan"
+        if attention.q_norm is not None and attention.k_norm is not None:  # of this rank's heads
+            attention.q_norm = PositionwiseNorm(attention.q_norm, mesh)
+            attention.k_norm = PositionwiseNorm(attention.k_norm, mesh)
 
 
 def _check_divisible(model: Llama, tp: int, sequence_length: int) -> None:
