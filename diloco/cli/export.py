@@ -103,7 +103,7 @@ def _tell(made: Export, layout: Layout) -> None:
         f"{len(made.files)} file(s): {made.directory}"
     )
     console.print(_standing(made))
-    how = f'transformers.LlamaForCausalLM.from_pretrained("{made.directory}")'
+    how = f'transformers.AutoModelForCausalLM.from_pretrained("{made.directory}")'
     if layout == "dcp":
         how = (
             f'in torchtitan checkpoint.initial_load_path = "{made.directory}" and '

@@ -166,7 +166,7 @@ class StoredTensor:
         assert self.rotated is not None, "only what is rotated is reordered"
         rotated, width = self.rotated
         heads = values.view(-1, width, values.shape[1])
-        kept, turned = torch.split(heads, [width - rotated, rotated], dim=1)
+        kept, turned = heads[:, : width - rotated], heads[:, width - rotated :]
         turned = turned.reshape(len(heads), *order, values.shape[1]).transpose(1, 2).flatten(1, 2)
         return torch.cat((kept, turned), dim=1).flatten(0, 1)
 

@@ -20,7 +20,6 @@ from diloco.config.inner import InnerOptimizerConfig, decay_begin
 from diloco.errors import ConfigError
 from diloco.inner.muon import Muon
 from diloco.outer.patterns import insist_on_match, matches
-from diloco.sync.buffers import is_synchronised
 from diloco.sync.shards import canonical_parameters
 
 #: Of a group of parameters: what its learning rate is, as a multiple of the schedule's.
@@ -70,8 +69,8 @@ def build_optimizer(
         config: Settings of the optimizer; `check_names` has found what they name, for a stage of a
             pipeline has not all of it.
     """
-    tensors = canonical_parameters(model)
-    parameters = {name: p for name, p in tensors.items() if not is_synchronised(p)}
+    named = canonical_parameters(model).items()
+    parameters = {name: p for name, p in named if p.requires_grad}  # and no buffers
     groups: dict[bool, dict[tuple[float, float], list[Tensor]]] = {False: {}, True: {}}
     for name, parameter in parameters.items():
         decay = _by_name(config.weight_decay_by_name, name)

@@ -100,7 +100,7 @@ class Pipeline(nn.Module):
         return [stage for stage in self.stages.values() if isinstance(stage, Llama)]
 
     @property
-    def tied_parameter(self) -> nn.Parameter | None:
+    def tied_parameter(self) -> Tensor | None:
         """This rank's copy of what first and last stage share; None: it has none."""
         if self.tied_group is None:
             return None
@@ -166,6 +166,9 @@ def sum_tied_gradients_(pipeline: Pipeline) -> None:
 
 class PipelineRunner:
     """Moves micro-batches through the pipeline; every rank of it makes the same calls.
+
+    Under FSDP2 a stage's gradients stay whole until the last micro-batch has passed it, and are
+    reduced once.
 
     Args:
         pipeline: Parallelised and filled with values.
@@ -280,7 +283,7 @@ class PipelineRunner:
         ]
         name = self._mesh.config.schedule
         # The loss has all factors: no schedule scales gradients, and the mean over dp is FSDP2's.
-        options = {"loss_fn": self._loss, "scale_grads": False}
+        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         if name in _SINGLE:
             return _SINGLE[name](stages[0], self._micro_batches, **options)
         return _MULTI[name](stages, self._micro_batches, **options)

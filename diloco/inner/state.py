@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from diloco.errors import ConfigError
 from diloco.inner.muon import Muon
 from diloco.sync.boxes import declared_like, write_stored_
-from diloco.sync.buffers import is_synchronised
 from diloco.sync.shards import canonical_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -158,7 +157,7 @@ def new_moments_(
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     kept = _kept(optimizer)
     for parameter in canonical_parameters(model).values():
-        if is_synchronised(parameter):
+        if not parameter.requires_grad:
             continue  # a buffer has none; `moments` gives zeros in their place
         # Where AdamW itself keeps it: beside the parameter when fused, else on the CPU.
         device = parameter.device if is_fused else torch.device("cpu")

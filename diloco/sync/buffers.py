@@ -1,9 +1,8 @@
 """Buffers that islands average: state that no optimizer owns and that must not drift apart.
 
 A module declares them by a class attribute, `synchronised_buffers`: names of buffers of its own,
-float32; every walk over modules marks the tensors. They belong to the plan as parameters do, go
-with the fragment of their layer in float32, and take the plain mean of the islands: outer learning
-rate 1, no momentum.
+float32. They belong to the plan as parameters do, go with the fragment of their layer in float32,
+and take the plain mean of the islands: outer learning rate 1, no momentum.
 """
 
 from __future__ import annotations
@@ -11,14 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-
-#: Where a tensor keeps that it is one.
-_MARK = "_diloco_synchronised"
-
-
-def is_synchronised(tensor: Tensor) -> bool:
-    """Whether a walk has found the tensor declared."""
-    return hasattr(tensor, _MARK)
 
 
 def synchronised_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -36,5 +27,4 @@ def synchronised_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     f"{type(part).__name__} at {path!r} declares {name!r} in synchronised_buffers, "
                     f"which is no buffer of it: register it, or remove the name"
                 )
-            setattr(buffer, _MARK, True)
             yield f"{path}.{name}".removeprefix("."), buffer

@@ -53,7 +53,7 @@ def test_run_is_exported_beside_its_records_and_the_versions_are_told(
         ["1", "2", "21", "no"],
     ]
     assert "41,120 parameters of run test" in result.stdout
-    assert f'LlamaForCausalLM.from_pretrained("{out}")' in result.stdout
+    assert f'AutoModelForCausalLM.from_pretrained("{out}")' in result.stdout
 
 
 @pytest.mark.parametrize(

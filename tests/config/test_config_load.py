@@ -285,7 +285,7 @@ REFUSALS = [
     ("run={}", ["run.name: missing", "run.seed: missing", "run.inner_steps: missing"]),
     ("run=5", ["run: 5: must be a table"]),
     ("model.family=hf", ['model.family: "hf": comes later', 'allowed: "llama"']),
-    ("model.preset=debgu", ['model.preset: "debgu":', '"debug" or "tiny" or "10M" or']),
+    ("model.preset=debgu", ['model.preset: "debgu":', '"debug" or "tiny" or "10M"']),
     ("model.preset=custom", ["model.dim: missing", "model.ffn_dim: missing"]),
     ("model.vocab_size=255", ["model.vocab_size: 255:", ">= 256"]),
     ("model.num_heads=3", ["model.num_heads: 3: 2 x num_heads must divide dim = 32"]),

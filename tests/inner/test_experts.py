@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.model import ExpertsConfig
 from diloco.inner.experts import ExpertLayer, Router, balance_, imbalances
 from diloco.inner.model import FeedForward, Llama, LlamaShape, build_model, initialise_
+from diloco.inner.optimizer import build_optimizer
+from diloco.inner.state import load_moments_, load_parameters_, training_tensors
 
 DIM, HIDDEN = 12, 20
 
@@ -166,3 +169,21 @@ def test_names_and_initial_values_of_experts() -> None:
     assert not torch.equal(gate[0], gate[1])
     assert gate.std().item() == pytest.approx(0.02, rel=0.1)  # type: ignore[operator]
     assert model.layers["2"].feed_forward.router.expert_bias.tolist() == [0.0] * 4  # type: ignore
+
+
+def test_bias_is_stored_with_the_model_and_no_optimizer_takes_it() -> None:
+    model, other = (build_model(SHAPE).to_empty(device="cpu") for _ in range(2))
+    for each in (model, other):
+        initialise_(each, 7)
+    name = "layers.2.feed_forward.router.expert_bias"
+    model.get_buffer(name).fill_(0.5)
+    optimizer = build_optimizer(other, InnerOptimizerConfig(lr=1e-3))
+
+    stored = training_tensors(model, optimizer)
+    load_parameters_(other, lambda section, name: stored[section][name])
+    load_moments_(other, optimizer, lambda section, name: stored[section][name], step=3)
+
+    assert other.get_buffer(name).tolist() == [0.5] * 4
+    assert stored["exp_avg"][name].tolist() == [0.0] * 4
+    assert set(optimizer.state) == set(other.parameters())
+    optimizer.step()

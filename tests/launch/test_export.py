@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco.config.load import load_config, resolved_toml
 from diloco.errors import ConfigError
-from diloco.inner.hugging_face import hugging_face_names, read_shape
+from diloco.inner.hugging_face import read_shape, stored_tensors
 from diloco.inner.model import LlamaShape
 from diloco.launch import export
 from diloco.launch.export import export_run, find_run
@@ -32,7 +32,7 @@ class Stored:
         self.shape = LlamaShape.from_config(load_config(self.run_file).model)
         parameters = random_parameters(self.shape, 1)
         self.state = store_run(self.run_file, parameters)
-        names = hugging_face_names(self.shape)
+        names = {ours: t.name for ours, (t,) in stored_tensors(self.shape).items()}
         self.tensors = {names[name]: value for name, value in parameters.items()}
 
 
@@ -112,7 +112,7 @@ def test_checkpoint_is_exported_from_its_pins(stored: Stored, tmp_path: Path) ->
 
     export_run(stored.state, tmp_path / "out", at_step=20)
 
-    names = hugging_face_names(stored.shape)
+    names = {ours: t.name for ours, (t,) in stored_tensors(stored.shape).items()}
     expected = {names[name]: value for name, value in pinned.items()}
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), expected)
     assert read(tmp_path / "out" / "diloco.json")["checkpoint_step"] == 20

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
-from diloco.inner.hugging_face import config_json, hugging_face_names
+from diloco.inner.hugging_face import config_json, stored_tensors
 from diloco.inner.model import Llama, LlamaShape
 from diloco.inner.state import load_parameters_
 from diloco.launch.export import export_run
@@ -46,7 +46,7 @@ def write_model(
 ) -> Path:
     """Write a Llama as one file under Hugging Face's names."""
     directory.mkdir()
-    names = hugging_face_names(shape)
+    names = {ours: t.name for ours, (t,) in stored_tensors(shape).items()}
     tensors = {names[name]: value.to(dtype) for name, value in parameters.items()}
     save_file(tensors, directory / "model.safetensors")
     described = config_json(shape, max_sequence_length=64) | dict(content or {})

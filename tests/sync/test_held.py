@@ -82,6 +82,8 @@ def with_a_copy_that_differs(island_rank: int) -> list[Any]:
         "matrix": distribute_tensor(torch.randn(300, 128, generator=generator), mesh, [Shard(0)]),
         "norm": distribute_tensor(torch.randn(64, generator=generator), mesh, [Replicate()]),
     }
+    for parameter in parameters.values():
+        parameter.requires_grad_()
     plan = make_plan(tensor_specs(parameters), num_fragments=2)
     groups = make_groups(None, patience_s=1.0)
     shards = LaneShards(plan, parameters, group=groups.shards)
@@ -90,7 +92,8 @@ def with_a_copy_that_differs(island_rank: int) -> list[Any]:
     if island_rank == 1:
         norm = parameters["norm"]
         assert isinstance(norm, DTensor)
-        norm.to_local()[7] = -norm.to_local()[7]
+        with torch.no_grad():
+            norm.to_local()[7] *= -1
     return [before, held_digests(plan, shards, agreement)]
 
 

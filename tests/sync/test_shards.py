@@ -578,7 +578,8 @@ def test_modules_without_clear_float32_masters_are_refused(
 
 def test_memory_that_was_given_back_is_used_again() -> None:
     torch.manual_seed(5)
-    parameters = {"a": torch.randn(300), "b": torch.randn(7, 11)}
+    parameters = {"a": torch.randn(300, requires_grad=True)}
+    parameters["b"] = torch.randn(7, 11, requires_grad=True)
     plan = awkward_plan(tensor_specs(parameters))
     shards = LaneShards(plan, parameters, group=None)
     first = shards.collect(0)
