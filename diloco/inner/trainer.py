@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 from diloco.config.inner import InnerConfig
 from diloco.data.batches import Batches, Evaluation
@@ -113,16 +114,21 @@ class InnerTrainer:
         at = step if schedule_step is None else schedule_step
         rate = learning_rate(self._config.optimizer, at, self._inner_steps)
         set_learning_rate_(self.optimizer, rate)
-        tokens = self._batches.batch(step)
+        with record_function("diloco/inner/batch"):
+            tokens = self._batches.batch(step)
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for micro_batch in torch.split(tokens, self._micro_batch_size):
-            micro_loss = self._token_losses(micro_batch).mean() / self._config.micro_batches
-            torch.autograd.backward(micro_loss)
+            with record_function("diloco/inner/forward"):
+                micro_loss = self._token_losses(micro_batch).mean() / self._config.micro_batches
+            with record_function("diloco/inner/backward"):
+                torch.autograd.backward(micro_loss)
             loss += micro_loss.detach()
-        settle_gradients_(self.model.parameters())
-        grad_norm = clip_gradients_(self.model.parameters(), self._config.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with record_function("diloco/inner/clip"):
+            settle_gradients_(self.model.parameters())
+            grad_norm = clip_gradients_(self.model.parameters(), self._config.clip_norm)
+        with record_function("diloco/inner/optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         return InnerMetrics(
             inner_step=step + 1,
             loss=self._sum_over_dp(loss / self._mesh.dp_size),

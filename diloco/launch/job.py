@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,10 +57,17 @@ class Job:
         return cls(island_rank, num_ranks, rendezvous, num_hosts, memory)
 
 
-def meet(job: Job) -> None:
-    """Make the default process group (gloo), for the model; an island of one rank has none."""
+def meet(job: Job, *, num_recorded: int = 0) -> None:
+    """Make the default process group (gloo), for the model; an island of one rank has none.
+
+    Args:
+        job: Of this rank.
+        num_recorded: Last collectives that PyTorch's flight recorder keeps, unless
+            TORCH_FR_BUFFER_SIZE is set.
+    """
     if job.num_ranks == 1:
         return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(num_recorded))
     dist.init_process_group(
         "gloo",
         store=_store(job) if job.rendezvous != "env://" else None,
@@ -67,6 +75,16 @@ def meet(job: Job) -> None:
         world_size=job.num_ranks,
         timeout=timedelta(seconds=COLLECTIVE_S),
     )
+
+
+def limit_collectives(collective_s: float) -> None:
+    """Give up a rank that does not come to a collective of any present group for so long.
+
+    Later than `meet`, since ranks may take longer than that to start.
+    """
+    if dist.is_initialized():
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_s), group)
 
 
 def _store(job: Job) -> TCPStore:

@@ -68,6 +68,9 @@ class IslandSummary:
     lost_steps: int
     dropped_tokens: float = 0.0
     left_tokens: float = 0.0
+    tflops_per_s: float = 0.0
+    mfu: float = 0.0
+    memory_bytes: int = 0
 
     @property
     def has_left_early(self) -> bool:
@@ -363,6 +366,12 @@ def _island_lines(i: IslandSummary, islands: Sequence[IslandSummary]) -> list[st
         f"{i.overwritten_steps:.1f}; moved {format_bytes(i.bytes_up)} up, "
         f"{format_bytes(i.bytes_down)} down.",
     ]
+    if i.tflops_per_s:
+        mfu = f", MFU {i.mfu:.1%}" if i.mfu else ""
+        lines.append(
+            f"    Computed {i.tflops_per_s:.3g} TFLOP/s a rank in inner steps{mfu}; a rank took at "
+            f"most {format_bytes(i.memory_bytes)} of its host's memory."
+        )
     if i.is_shared:
         lines.append(
             "    Utilisation is at most that: its steps beside exchanges were as fast as those "
@@ -404,6 +413,9 @@ def _island_summary(island: str, config: IslandConfig, life: IslandLife) -> Isla
         lost_steps=life.lost_steps,
         dropped_tokens=life.dropped_tokens,
         left_tokens=life.left_tokens,
+        tflops_per_s=life.tflops_per_s,
+        mfu=life.mfu,
+        memory_bytes=life.memory_bytes,
     )
 
 

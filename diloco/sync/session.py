@@ -151,7 +151,11 @@ class DiLoCo(Position):
         settings = transport.config.transport
         # The leader may wait that long for the coordinator, and again for a syncer.
         patience_s = 2 * (settings.unreachable_s + settings.rpc_timeout_s)
-        self._groups = make_groups(group, patience_s=patience_s)
+        self._groups = make_groups(
+            group,
+            patience_s=patience_s,
+            collective_s=transport.config.island.collective_timeout_s,
+        )
         self.plan = build_plan(outer, self._trained.named)
         shards = LaneShards(self.plan, self._trained.named, group=self._groups.shards)
         warm_up(self.plan, (outer.uplink, outer.downlink))  # nobody waits for this island yet
