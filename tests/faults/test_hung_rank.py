@@ -18,7 +18,7 @@ from tests.faults.ranks import pid_of_rank
 from tests.run_files import all_logs
 from tests.served_run import ServedRun
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 #: What the training thread and the IO thread do in the traced steps, of which two are due.
 PHASES = {
