@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _OUTER_FILES = "diloco-outer-*.safetensors"
 
 
-class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
+class DiLoCoCallback(TrainerCallback):
     """Steps, saves, resumes and stops one island's outer loop from the Trainer's events.
 
     Give it to one Trainer, which calls `train` once. Callbacks that ask for an evaluation must
@@ -105,7 +105,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
                 f"{outer.inner_steps}"
             )
         if outer.resume_step is not None:
-            self._resume(Path(args.output_dir), state.global_step, outer.resume_step)
+            self._resume(args, state.global_step, outer.resume_step)
         elif state.global_step > outer.start_step:
             raise ConfigError(
                 f"the Trainer was resumed at step {state.global_step}, and the run stands at inner "
@@ -148,9 +148,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if problems:
             raise ConfigError("TrainingArguments: " + "; ".join(problems))
 
-    def _resume(self, output_dir: Path, global_step: int, resume_step: int) -> None:
+    def _resume(self, args: TrainingArguments, global_step: int, resume_step: int) -> None:
         """Load the outer state beside what the Trainer has loaded of the same checkpoint."""
-        checkpoint = _checkpoint(output_dir, resume_step)
+        checkpoint = _checkpoint(args, resume_step)
         if global_step != resume_step:
             raise ConfigError(
                 f"the run is resumed at inner step {resume_step}, the Trainer at step "
@@ -226,7 +226,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     ) -> None:
         """Save the outer state beside the Trainer's, and hear whether everybody stops here."""
         outer = self.outer
-        checkpoint = _checkpoint(Path(args.output_dir), outer.inner_step)
+        checkpoint = _checkpoint(args, outer.inner_step)
         with self._saving:
             # Views of one lane's memory: the file wants tensors of their own.
             tensors = {name: value.clone() for name, value in outer.state_dict().items()}
@@ -253,6 +253,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         outer.finish()
 
 
-def _checkpoint(output_dir: Path, step: int) -> Path:
+def _checkpoint(args: TrainingArguments, step: int) -> Path:
     """Where the Trainer saves after a step."""
-    return output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    assert args.output_dir is not None  # the Trainer has a default
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from diloco.config.schema import Config
 from diloco.launch.job import Job
@@ -99,7 +100,7 @@ def is_of_collective(error: BaseException) -> bool:
 
 
 def call_roll(
-    store: dist.Store,
+    store: Store,
     *,
     island_rank: int,
     num_ranks: int,
@@ -134,7 +135,7 @@ def call_roll(
 
 
 def _ask(
-    store: dist.Store,
+    store: Store,
     island_rank: int,
     num_ranks: int,
     word: str,
@@ -167,7 +168,8 @@ def write_collectives(path: Path) -> Collective | None:
     Returns:
         None, with no file, where nothing is recorded.
     """
-    dump: Mapping[str, Any] = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+    text = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+    dump: Mapping[str, Any] = json.loads(text)
     entries = dump.get("entries")
     if not entries:
         return None

@@ -91,7 +91,7 @@ class StepProfile:
         profiler.export_chrome_trace(path)
         if self._config.memory and self._device.type == "cuda":
             snapshot = f"{steps}-memory.pickle"
-            torch.cuda.memory._dump_snapshot(snapshot)
+            torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
         logger.info("trace written, path=%s", path)
         self._on_event(ProfileWritten(self._last, self._first + 1, path, snapshot))

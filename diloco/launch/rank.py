@@ -94,6 +94,8 @@ def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: 
     except DilocoError as error:
         level = logging.ERROR if error.exit_code else logging.INFO
         logger.log(level, "island stops, exit_code=%d: %s", error.exit_code, error)
+        if error.exit_code:
+            rank.failed(error)  # mostly all ranks have agreed on it; else the others learn of it
         return error.exit_code
     except Exception as error:
         logger.exception("rank failed, island=%s rank=%d", config.island_id, job.island_rank)
