@@ -1,0 +1,52 @@
+"""Who is to blame when a collective fails: what two real ranks say of each other."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from diloco.launch.lost_rank import call_roll, is_of_collective
+from tests.distributed import run_ranks
+
+PATIENCE_S = 0.5
+
+
+def call_rolls(island_rank: int) -> list[dict[int, str]]:
+    """Rank 1 hangs in the first roll call, fails by itself in the second, is left in the third."""
+    found = []
+    for name, own_error in (("hangs", None), ("fails", "ValueError('no')"), ("left", "")):
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        if island_rank == 1 and own_error is None:
+            found.append({})
+        else:
+            error = own_error or "" if island_rank == 1 else ""
+            patience_s = PATIENCE_S if own_error is None else 30.0  # ended by the other's answer
+            found.append(
+                call_roll(
+                    store,
+                    island_rank=island_rank,
+                    num_ranks=2,
+                    own_error=error,
+                    patience_s=patience_s,
+                )
+            )
+    return found
+
+
+def test_ranks_that_hang_or_failed_by_themselves_are_named_and_those_that_were_left_are_not() -> (
+    None
+):
+    first, second = run_ranks(call_rolls, 2, timeout_s=50)
+
+    assert first == [
+        {1: "it neither came nor answered the others' roll call"},
+        {1: "it failed of ValueError('no')"},
+        {},
+    ]
+    assert second == [{}, {}, {}]
+
+
+def test_an_error_of_this_rank_is_not_taken_for_a_lost_one() -> None:
+    assert is_of_collective(RuntimeError("[/third_party/gloo/tcp/pair.cc] Connection closed"))
+    assert is_of_collective(dist.DistNetworkError("reset"))
+    assert not is_of_collective(RuntimeError("shapes do not match"))
+    assert not is_of_collective(ValueError("gloo"))
