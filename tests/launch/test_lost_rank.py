@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
+from diloco.launch.job import limit_collectives
 from diloco.launch.lost_rank import call_roll, is_of_collective
+from diloco.sync.groups import make_groups
 from tests.distributed import run_ranks
 
 PATIENCE_S = 0.5
@@ -43,6 +46,19 @@ def test_ranks_that_hang_or_failed_by_themselves_are_named_and_those_that_were_l
         {},
     ]
     assert second == [{}, {}, {}]
+
+
+def timeouts_s(island_rank: int) -> list[float]:
+    """Of the default group, one that an optimizer made, and the loop's for starts."""
+    loop = make_groups(None, patience_s=30.0, collective_s=7.0).start
+    groups = [dist.group.WORLD, dist.new_group([0, 1]), loop]
+    limit_collectives(7.0)
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_a_rank_is_given_up_in_every_group_but_the_loops_have_their_own_patience() -> None:
+    assert run_ranks(timeouts_s, 2, timeout_s=50) == [[7.0, 7.0, 37.0]] * 2
 
 
 def test_an_error_of_this_rank_is_not_taken_for_a_lost_one() -> None:
