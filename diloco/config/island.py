@@ -60,6 +60,11 @@ class IslandConfig(Section):
     restart_reset: Local[Deadline] = Field(
         default="10min", description="Time without a failure after which all restarts are back"
     )
+    collective_timeout: Local[Deadline] = Field(
+        default="5min",
+        description="Time after which a rank that does not come to a collective is given up: the "
+        "others name it and end, and a supervisor starts all of them again",
+    )
     memory_checkpoint_steps: Local[int] = Field(
         default=0,
         ge=0,
@@ -105,6 +110,11 @@ class IslandConfig(Section):
     def restart_reset_s(self) -> float:
         """Seconds without a failure after which all restarts are back."""
         return parse_duration(self.restart_reset)
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Seconds after which a rank that does not come to a collective is given up."""
+        return parse_duration(self.collective_timeout)
 
     @property
     def heal_wait_s(self) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from diloco.config.classes import Local, Policy, Section
-from diloco.config.fields import MOST_CHECKPOINTS
+from diloco.config.fields import MOST_CHECKPOINTS, MOST_STEPS
 from diloco.config.network import host_of
 
 
@@ -113,6 +113,45 @@ class WandbConfig(Section):
     )
 
 
+class ProfileConfig(Section):
+    """A trace of some inner steps by torch.profiler, outer phases and IO thread included."""
+
+    num_steps: Local[int] = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="Inner steps of the trace, which take about twice as long; 0: none is made",
+    )
+    start_step: Local[int] = Field(
+        default=10,
+        ge=0,
+        le=MOST_STEPS,
+        description="Completed inner steps at which it begins, past the first ones that warm up",
+    )
+    memory: Local[bool] = Field(
+        default=False,
+        description="Whether allocations are traced, too; on CUDA with a snapshot for "
+        "pytorch.org/memory_viz",
+    )
+    dir: Local[str] = Field(
+        default="",
+        description="Directory of the traces, one Chrome trace a rank; empty: traces in "
+        "telemetry.dir",
+    )
+
+    @field_validator("start_step", "memory", "dir")
+    @classmethod
+    def _check_is_used(cls, value: int | bool | str, info: ValidationInfo) -> int | bool | str:
+        assert info.field_name is not None
+        is_default = value == cls.model_fields[info.field_name].default
+        if info.data.get("num_steps") == 0 and not is_default:
+            raise ValueError(
+                "num_steps = 0 makes no trace: leave it out, or set that to some inner steps, 3 "
+                "for instance"
+            )
+        return value
+
+
 class TelemetryConfig(Section):
     """Where events and metrics go; events are always written as lines of JSON."""
 
@@ -125,6 +164,23 @@ class TelemetryConfig(Section):
     )
     wandb: WandbConfig = Field(
         default=WandbConfig(), description="Weights & Biases: one run an island"
+    )
+    profile: ProfileConfig = Field(
+        default=ProfileConfig(), description="A trace of some inner steps"
+    )
+    memory_every_inner_steps: Local[int] = Field(
+        default=100,
+        ge=0,
+        le=MOST_STEPS,
+        description="Inner steps between events of what each rank takes of memory; 0: only at the "
+        "end",
+    )
+    flight_recorder_entries: Local[int] = Field(
+        default=2000,
+        ge=0,
+        le=1_000_000,
+        description="Last collectives that a rank remembers and writes to telemetry.dir when it "
+        "loses another one; 0: none. TORCH_FR_BUFFER_SIZE, where it is set, is used instead",
     )
     coordinator_metrics: Local[str] = Field(
         default="",

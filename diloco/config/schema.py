@@ -138,6 +138,12 @@ class Config(Section):
         return Path(chosen) if chosen else Path(self.coordinator.state_dir) / "telemetry"
 
     @property
+    def profile_dir(self) -> Path:
+        """Directory of traces."""
+        chosen = self.telemetry.profile.dir
+        return Path(chosen) if chosen else self.telemetry_dir / "traces"
+
+    @property
     def checkpoint_dir(self) -> Path:
         """Directory of this site's checkpoints, one below it an island."""
         chosen = self.checkpoint.dir

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from diloco.config.inner import InnerConfig
 from diloco.data.batches import Batches, Evaluation
@@ -149,27 +150,17 @@ class InnerTrainer:
         at = step if schedule_step is None else schedule_step
         rate = learning_rate(self._config.optimizer, at, self._inner_steps)
         set_learning_rate_(self.optimizer, rate)
-        tokens = self._batches.batch(step)
+        with record_function("diloco/inner/batch"):
+            tokens = self._batches.batch(step)
         loss = self._backward(tokens)
-        settle_gradients_(
-            self.model.parameters(),
-            partial=partial_parameters(self.model),
-            group=self._mesh.tp_group,
-        )
-        copies: list[Tensor] = []
-        if isinstance(self.model, Pipeline):
-            sum_tied_gradients_(self.model)
-            copies = self.model.tied_copies
-        grad_norm = clip_gradients_(
-            self.model.parameters(),
-            self._config.clip_norm,
-            copies=copies,
-            group=self._mesh.pp_group,
-        )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        speed = self._config.expert_bias_speed
-        expert_loads = balance_(self.model, speed, self._mesh.loss_group)
+        with record_function("diloco/inner/clip"):
+            grad_norm = self._clip()
+        with record_function("diloco/inner/optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        with record_function("diloco/inner/balance"):
+            speed = self._config.expert_bias_speed
+            expert_loads = balance_(self.model, speed, self._mesh.loss_group)
         return InnerMetrics(
             inner_step=step + 1,
             loss=self._sum_over_island(loss / self._mesh.config.loss_size),
@@ -184,21 +175,43 @@ class InnerTrainer:
         """Make the gradient of this rank's part of the batch; returns its mean loss, float64."""
         tokens_BS1 = tokens_BS1.to(self._mesh.device)
         if self._pipeline is not None:
-            return self._pipeline.backward(tokens_BS1)
+            with record_function("diloco/inner/pipeline"):
+                return self._pipeline.backward(tokens_BS1)
         loss = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for index, micro_batch in enumerate(torch.split(tokens_BS1, self._micro_batch_size)):
             is_last = index == self._micro_batches - 1
             set_is_last_micro_batch_(self.model, self._mesh, is_last)
             if self._gradient_hook is not None and is_last:
                 self._gradient_hook.begin()
-            logits_BSV, targets_BS = self._forward(micro_batch)
-            assert logits_BSV is not None, "only of a pipeline ranks have no logits"
-            minimised, micro_loss = self._micro_loss(logits_BSV, targets_BS)
-            torch.autograd.backward(minimised)
+            with record_function("diloco/inner/forward"):
+                logits_BSV, targets_BS = self._forward(micro_batch)
+                assert logits_BSV is not None, "only of a pipeline ranks have no logits"
+                minimised, micro_loss = self._micro_loss(logits_BSV, targets_BS)
+            with record_function("diloco/inner/backward"):
+                torch.autograd.backward(minimised)
             loss += micro_loss
         if self._gradient_hook is not None:
-            self._gradient_hook.finish()
+            with record_function("diloco/inner/gradient_hook"):
+                self._gradient_hook.finish()
         return loss
+
+    def _clip(self) -> float:
+        """Give every gradient its whole value, and clip them; returns their norm before."""
+        settle_gradients_(
+            self.model.parameters(),
+            partial=partial_parameters(self.model),
+            group=self._mesh.tp_group,
+        )
+        copies: list[Tensor] = []
+        if isinstance(self.model, Pipeline):
+            sum_tied_gradients_(self.model)
+            copies = self.model.tied_copies
+        return clip_gradients_(
+            self.model.parameters(),
+            self._config.clip_norm,
+            copies=copies,
+            group=self._mesh.pp_group,
+        )
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diloco.errors import ConfigError
-from diloco.sync.groups import COLLECTIVE_S
+from diloco.sync.groups import COLLECTIVE_S, GROUPS_OF_THE_LOOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,18 @@ class Job:
         return cls(island_rank, num_ranks, rendezvous, num_hosts, memory, local_rank, here)
 
 
-def meet(job: Job, backend: str = "gloo") -> None:
-    """Make the default process group, for the model; an island of one rank has none."""
+def meet(job: Job, backend: str = "gloo", *, num_recorded: int = 0) -> None:
+    """Make the default process group, for the model; an island of one rank has none.
+
+    Args:
+        job: Of this rank.
+        backend: Backends by device, as `diloco.launch.device.backend_of` names them.
+        num_recorded: Last collectives that PyTorch's flight recorder keeps, unless
+            TORCH_FR_BUFFER_SIZE is set.
+    """
     if job.num_ranks == 1:
         return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(num_recorded))
     dist.init_process_group(
         backend,
         store=_store(job) if job.rendezvous != "env://" else None,
@@ -79,6 +88,19 @@ def meet(job: Job, backend: str = "gloo") -> None:
         world_size=job.num_ranks,
         timeout=timedelta(seconds=COLLECTIVE_S),
     )
+
+
+def limit_collectives(collective_s: float) -> None:
+    """Give up a rank that does not come to a collective of any present group for so long.
+
+    Later than `meet`, since ranks may take longer than that to start; and again once model and
+    optimizer have made groups of their own. Those of the outer loop keep what they were made with.
+    """
+    if not dist.is_initialized():
+        return
+    for group in dist.distributed_c10d._world.pg_map:
+        if not group.group_desc.startswith(GROUPS_OF_THE_LOOP):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_s), group)
 
 
 def _store(job: Job) -> TCPStore:

@@ -59,6 +59,9 @@ class IslandLife:
         resumed_after: Inner steps of the checkpoints that it was resumed from.
         dropped_tokens: That no version has, as the last start told it, by share of the parameters.
         left_tokens: That no version had yet when it ended.
+        tflops_per_s: 10^12 operations a second and rank in inner steps, of the last start.
+        mfu: Share of the devices' peak that this is; 0 where that is not known.
+        memory_bytes: Largest resident size of a rank; 0 where none was told.
     """
 
     inner_steps: int
@@ -79,6 +82,9 @@ class IslandLife:
     resumed_after: tuple[int, ...]
     dropped_tokens: float = 0.0
     left_tokens: float = 0.0
+    tflops_per_s: float = 0.0
+    mfu: float = 0.0
+    memory_bytes: int = 0
 
     @classmethod
     def of(cls, island: str, num_ranks: int, events: Sequence[Event]) -> IslandLife:
@@ -116,6 +122,11 @@ class IslandLife:
             resumed_after=tuple(e["inner_step"] for e in leader if e["kind"] == "island_resumed"),
             dropped_tokens=ended.get("dropped_tokens", 0.0),
             left_tokens=ended.get("left_tokens", 0.0),
+            tflops_per_s=ended.get("tflops_per_s", 0.0),
+            mfu=ended.get("mfu", 0.0),
+            memory_bytes=max(
+                (e["resident_peak_bytes"] for e in events if e["kind"] == "memory_used"), default=0
+            ),
         )
 
 

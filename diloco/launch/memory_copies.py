@@ -78,6 +78,7 @@ class MemoryCopies:
         every: Inner steps between copies, at least 1.
         island: Name of the island, for messages.
         on_event: Hears of copies, on the leader alone.
+        collective_s: Seconds after which a rank that hangs is noticed by the others.
 
     Attributes:
         search_s: Seconds that `open` took to find the newest copy, and to prove it whole.
@@ -97,6 +98,7 @@ class MemoryCopies:
         every: int,
         island: str,
         on_event: Callable[[Event], None],
+        collective_s: float = COLLECTIVE_S,
     ) -> None:
         """Assign only."""
         self._descriptor = descriptor
@@ -107,6 +109,7 @@ class MemoryCopies:
         self._copies = copies
         self._every = every
         self._island = island
+        self._collective_s = collective_s
         self._on_event = on_event
         is_alone = not dist.is_initialized()
         self._rank = 0 if is_alone else dist.get_rank()
@@ -130,7 +133,9 @@ class MemoryCopies:
             ConfigError: On the ranks of a host that has not enough of it.
         """
         if self._num_ranks > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S))
+            self._group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=self._collective_s)
+            )
         own = _ABOUT_BYTES + _FLOAT32_BYTES * sum(shape.numel() for shape in self._shapes)
         sizes = [row[0] for row in self._gather([own])]
         self._slots = CopySlots(self._descriptor, num_states=len(self._kept), body_bytes=max(sizes))

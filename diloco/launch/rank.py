@@ -35,7 +35,8 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.data.open import open_data
-from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
+from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
+from diloco.inner.flops import flops_per_token, peak_flops
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.model import Llama, LlamaShape, initialise_, parameter_shapes
 from diloco.inner.optimizer import check_names
@@ -49,10 +50,13 @@ from diloco.launch.device import backend_of, rank_device
 from diloco.launch.donor import Donor
 from diloco.launch.healing import Healing
 from diloco.launch.island_checkpoints import IslandCheckpoints
-from diloco.launch.job import Job, meet
+from diloco.launch.job import Job, limit_collectives, meet
 from diloco.launch.logs import log_to
+from diloco.launch.lost_rank import find_loss
 from diloco.launch.memory_copies import MemoryCopies
+from diloco.launch.memory_use import memory_used
 from diloco.launch.mirror import Mirror
+from diloco.launch.profile import StepProfile
 from diloco.launch.record import RankRecord
 from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
@@ -64,6 +68,7 @@ from diloco.sync.groups import make_groups
 from diloco.sync.heal import HealTalk
 from diloco.sync.registration import IslandState
 from diloco.sync.session import DiLoCo
+from diloco.telemetry.compute import Compute
 from protos.control_pb2 import JoinReply, StandingReply
 from transport.identity import Role
 
@@ -94,10 +99,12 @@ def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: 
     except DilocoError as error:
         level = logging.ERROR if error.exit_code else logging.INFO
         logger.log(level, "island stops, exit_code=%d: %s", error.exit_code, error)
+        if error.exit_code:
+            rank.failed(error)  # mostly all ranks have agreed on it; else the others learn of it
         return error.exit_code
-    except Exception:
+    except Exception as error:
         logger.exception("rank failed, island=%s rank=%d", config.island_id, job.island_rank)
-        return 1
+        return rank.failed(error)
     finally:
         rank.record.close()
     if dist.is_initialized():
@@ -125,9 +132,23 @@ class _Rank:
     def run(self, connection: Connection) -> None:
         """Enter the run, train to its end or stop, and evaluate."""
         self._enter(connection)
-        self._train()
+        try:
+            self._train()
+        finally:
+            self._profile.close()
         self._finish()
         self._checkpoints.close()
+
+    def failed(self, error: Exception) -> int:
+        """Find out whether another rank is to blame, and who; returns the exit code."""
+        inner_step = self._outer.inner_step if hasattr(self, "_outer") else 0
+        loss = find_loss(error, self._config, self._job, self._output_dir, inner_step)
+        if loss is None:
+            return 1
+        event, text = loss
+        self.record.write(event)
+        logger.error("%s", text)
+        return IslandFailed.exit_code
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -154,8 +175,9 @@ class _Rank:
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
         device = rank_device(config.island.device, job, island=config.island_id)
-        meet(job, backend_of(device))
+        meet(job, backend_of(device), num_recorded=config.telemetry.flight_recorder_entries)
         mesh = make_mesh(device, config.island.mesh)
+        limit_collectives(config.island.collective_timeout_s)
         data = open_data(config)
         # Too many held-out sequences are refused now, not after the training.
         data.evaluation(config.evaluation.num_sequences)
@@ -187,6 +209,8 @@ class _Rank:
         _insist_on_names(self._config)  # its policy may be another
         batches = self._build_batches(mesh, data)
         self._trainer = self._build_trainer(model, mesh, data, batches)
+        limit_collectives(config.island.collective_timeout_s)  # optimizers make groups, too
+        self._measure(model.shape, device)
         self._checkpoints = IslandCheckpoints(
             connection,
             self._outer,
@@ -234,7 +258,8 @@ class _Rank:
             return standing.start_step if standing.timeline or standing.has_published else None
 
         # The default group would give up while the leader still waits for the coordinator.
-        groups = make_groups(None, patience_s=patience_s)
+        timeout_s = config.island.collective_timeout_s
+        groups = make_groups(None, patience_s=patience_s, collective_s=timeout_s)
         told = groups.leader_says("could not learn where the run began", start_step)
         if told is not None:
             return None, told
@@ -285,7 +310,11 @@ class _Rank:
         batch_size = config.island.tokens_per_inner_step // config.data.sequence_length
         text = TextShare(
             batches,
-            groups=make_groups(None, patience_s=config.transport.unreachable_s),
+            groups=make_groups(
+                None,
+                patience_s=config.transport.unreachable_s,
+                collective_s=config.island.collective_timeout_s,
+            ),
             most_untold=config.data.handover_samples // (batch_size if is_by_batch else 1),
             draws_per_step=1 if is_by_batch else batch_size,
             on_event=self.record.write,
@@ -310,6 +339,19 @@ class _Rank:
             micro_batches=config.island.micro_batches,
             inner_steps=config.run.inner_steps,
             clock=time.monotonic,
+        )
+
+    def _measure(self, shape: LlamaShape, device: torch.device) -> None:
+        """Keep what says how much of its device a rank uses: work of a token, traces, memory."""
+        config, job = self._config, self._job
+        work = flops_per_token(shape, config.data.sequence_length)
+        self._device = device
+        self._compute = Compute(work, job.num_ranks, peak_flops(device))
+        self._profile = StepProfile(
+            config.telemetry.profile,
+            config.profile_dir / f"{config.island_id}-{job.island_rank}",
+            device,
+            self.record.write,
         )
 
     def _open_memory(self) -> MemoryCopies | None:
@@ -338,6 +380,7 @@ class _Rank:
             every=island.memory_checkpoint_steps,
             island=config.island_id,
             on_event=self.record.write,
+            collective_s=island.collective_timeout_s,
         )
         memory.open()
         return memory
@@ -358,7 +401,11 @@ class _Rank:
             grant,
             plan,
             talk,
-            make_groups(None, patience_s=config.island.heal_wait_s),
+            make_groups(
+                None,
+                patience_s=config.island.heal_wait_s,
+                collective_s=config.island.collective_timeout_s,
+            ),
             at_most_s=config.island.heal_wait_s,
         )
 
@@ -387,15 +434,20 @@ class _Rank:
     def _train(self) -> None:
         """Make inner steps until the run is over, or until everybody stops."""
         outer, record, pace = self._outer, self.record, paced(os.environ)
-        record.begin()
+        every = self._config.telemetry.memory_every_inner_steps
+        record.begin(self._compute)
         while not outer.is_over:
             self._checkpoints.check()
+            self._profile.before(outer.inner_step)
             is_quiet = outer.num_in_flight == 0
             metrics = pace(self._trainer.inner_step(outer.inner_step, outer.schedule_step))
             record.step(metrics, is_quiet=is_quiet)
             outer.step(num_tokens=metrics.num_tokens)
             record.moved(*outer.island_bytes)
             record.renew(IslandState.TRAINING, outer)
+            self._profile.after(outer.inner_step)
+            if every and outer.inner_step % every == 0:
+                record.write(memory_used(outer.inner_step, self._device))
             if self._text is not None:
                 self._text.settle(outer.inner_step)
             if self._is_evaluated_after(outer.inner_step):
@@ -423,6 +475,7 @@ class _Rank:
         if not outer.is_leaving:
             self._evaluate("published", outer.global_parameters())
         record.moved(*outer.island_bytes)
+        record.write(memory_used(outer.inner_step, self._device))
         record.ended(outer, wall_s=wall_s)
         record.renew(IslandState.FINISHED, outer)
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from diloco.inner.experts import imbalances
 from diloco.inner.trainer import InnerMetrics
 from diloco.sync.registration import IslandState, Progress
+from diloco.telemetry.compute import Compute
 from diloco.telemetry.events import BytesMoved, Evaluated, Event, InnerStepDone, IslandEnded
 from diloco.telemetry.meter import StepMeter
 from diloco.telemetry.sinks import Sink
@@ -58,6 +59,9 @@ class Outer(Protocol):
         """Bytes received from the syncer."""
 
 
+_UNKNOWN = Compute()
+
+
 class RankRecord:
     """Record of one rank's life; `open` and `close` bracket it.
 
@@ -71,6 +75,7 @@ class RankRecord:
         self._is_leader = is_leader
         self._clock = clock
         self._meter = StepMeter()
+        self._compute = Compute()
         self._began = 0.0
         self._evaluation_s = 0.0
         self._told_bytes = (0, 0)
@@ -96,8 +101,9 @@ class RankRecord:
         """Record an event."""
         self._sink.write(event)
 
-    def begin(self) -> None:
-        """Let wall time run from now."""
+    def begin(self, compute: Compute = _UNKNOWN) -> None:
+        """Let wall time run from now; `compute` says what a token costs, where that is known."""
+        self._compute = compute
         self._began = self._clock()
 
     @property
@@ -120,6 +126,8 @@ class RankRecord:
                     metrics.learning_rate,
                     metrics.num_tokens,
                     metrics.duration_s,
+                    self._compute.tflops_per_s(metrics.num_tokens, metrics.duration_s),
+                    self._compute.mfu(metrics.num_tokens, metrics.duration_s),
                     imbalances(metrics.expert_loads),
                 )
             )
@@ -176,6 +184,8 @@ class RankRecord:
                 digests=outer.digests,
                 dropped_tokens=outer.dropped_tokens,
                 left_tokens=outer.left_tokens,
+                tflops_per_s=self._compute.tflops_per_s(self._meter.tokens, self._meter.inner_s),
+                mfu=self._compute.mfu(self._meter.tokens, self._meter.inner_s),
             )
         )
 

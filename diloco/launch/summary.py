@@ -277,6 +277,9 @@ def _island_summary(island: str, config: IslandConfig, life: IslandLife) -> Isla
         lost_steps=life.lost_steps,
         dropped_tokens=life.dropped_tokens,
         left_tokens=life.left_tokens,
+        tflops_per_s=life.tflops_per_s,
+        mfu=life.mfu,
+        memory_bytes=life.memory_bytes,
     )
 
 

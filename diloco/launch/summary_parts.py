@@ -42,6 +42,9 @@ class IslandSummary:
     lost_steps: int
     dropped_tokens: float = 0.0
     left_tokens: float = 0.0
+    tflops_per_s: float = 0.0
+    mfu: float = 0.0
+    memory_bytes: int = 0
 
     @property
     def has_left_early(self) -> bool:

@@ -38,6 +38,12 @@ def island_lines(i: IslandSummary, islands: Sequence[IslandSummary]) -> list[str
         f"{i.overwritten_steps:.1f}; moved {format_bytes(i.bytes_up)} up, "
         f"{format_bytes(i.bytes_down)} down.",
     ]
+    if i.tflops_per_s:
+        mfu = f", MFU {i.mfu:.1%}" if i.mfu else ""
+        lines.append(
+            f"    Computed {i.tflops_per_s:.3g} TFLOP/s a rank in inner steps{mfu}; a rank took at "
+            f"most {format_bytes(i.memory_bytes)} of its host's memory."
+        )
     if i.is_shared:
         lines.append(
             "    Utilisation is at most that: its steps beside exchanges were as fast as those "

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from diloco.errors import DilocoError, IslandFailed
 from diloco.sync.ledger import Target, Verdict
@@ -146,7 +147,8 @@ class Agreement:
             return None
         (vector, work), self._started = self._started, None
         if work is not None:
-            work.wait()
+            with record_function("diloco/agree"):
+                work.wait()
         self._hear(int(vector[1]))
         return _decode(vector)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.lanes import lane_codec
@@ -180,7 +181,8 @@ class Contributions:
         )
         late = carried.over.of(lane_id)
         whole = delta if late is None else delta + late
-        lane = SentLane.of(*encode_with_feedback(codec, whole, residual, drawn_by))
+        with record_function("diloco/encode"):
+            lane = SentLane.of(*encode_with_feedback(codec, whole, residual, drawn_by))
         if rules.is_carried:
             lane.delta = delta.clone()  # the memory of `local` is used again
         return lane

@@ -21,8 +21,10 @@ from diloco.errors import ConfigError, DilocoError, IslandFailed, RunStopped
 
 _T = TypeVar("_T")
 
-#: Seconds after which a rank that hangs is noticed by the others.
+#: Seconds after which a rank that hangs is noticed by the others, where no island says otherwise.
 COLLECTIVE_S = 300.0
+#: How the descriptions of the groups made here begin.
+GROUPS_OF_THE_LOOP = "diloco/"
 #: Modulus at which tokens are compared between ranks: squares must fit 64 bits.
 _COMPARED_TOKENS = 1 << 20
 
@@ -103,13 +105,16 @@ class Groups:
         return [int(value) for value in total.tolist()]
 
 
-def make_groups(group: dist.ProcessGroup | None, *, patience_s: float) -> Groups:
+def make_groups(
+    group: dist.ProcessGroup | None, *, patience_s: float, collective_s: float = COLLECTIVE_S
+) -> Groups:
     """Make the groups of an island; collective over its ranks.
 
     Args:
         group: The island's ranks; None: all ranks of the default process group, or this process
             alone where there is none.
         patience_s: Seconds by which waits of the start group may exceed other collectives.
+        collective_s: Seconds after which a rank that hangs is noticed by the others.
 
     Raises:
         ConfigError: If the ranks of `group` are members of unequally many groups.
@@ -127,8 +132,13 @@ def make_groups(group: dist.ProcessGroup | None, *, patience_s: float) -> Groups
             backend="gloo",
             timeout=timedelta(seconds=timeout_s),
             use_local_synchronization=group is not None,
+            group_desc=f"{GROUPS_OF_THE_LOOP}{name}",
         )
-        for timeout_s in (COLLECTIVE_S + patience_s, COLLECTIVE_S, COLLECTIVE_S)
+        for name, timeout_s in (
+            ("start", collective_s + patience_s),
+            ("shards", collective_s),
+            ("agreement", collective_s),
+        )
     )
     return Groups(start, shards, agreement)
 

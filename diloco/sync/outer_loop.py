@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
@@ -474,16 +475,17 @@ class OuterLoop:
         sent = ledger.outstanding
         assert sent is not None
         began = self._clock()
-        while True:
-            if agreed is not None:
-                standing = agreed.standings[ledger.fragment_id]
-                if standing.verdict is Verdict.EXPIRED:
-                    break
-                if standing.verdict is not None and standing.staged_version > sent.key.version:
-                    break
-            yield self._exchange.wait_for_end(ledger.fragment_id, LOOK_S)
-            agreed = self._agreement.now(self._exit_code, self._standings())
-            self._raise_failure(agreed)
+        with record_function("diloco/wait"):
+            while True:
+                if agreed is not None:
+                    standing = agreed.standings[ledger.fragment_id]
+                    if standing.verdict is Verdict.EXPIRED:
+                        break
+                    if standing.verdict is not None and standing.staged_version > sent.key.version:
+                        break
+                yield self._exchange.wait_for_end(ledger.fragment_id, LOOK_S)
+                agreed = self._agreement.now(self._exit_code, self._standings())
+                self._raise_failure(agreed)
         blocked_s = self._clock() - began
         self.blocked_s += blocked_s
         assert standing.verdict is not None
@@ -515,7 +517,8 @@ class OuterLoop:
         self.overwritten_steps += settled.overwritten_steps * self._shares[p]
         self.dropped_tokens += settled.dropped_tokens * self._shares[p]
         staged = self._exchange.staged(p)
-        self._shards.distribute(p, staged, local_mix)
+        with record_function("diloco/merge"):
+            self._shards.distribute(p, staged, local_mix)
         self._anchors[p] = staged
         self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
         self._on_event(

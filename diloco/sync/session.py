@@ -152,7 +152,11 @@ class DiLoCo(Position):
         settings = transport.config.transport
         # The leader may wait that long for the coordinator, and again for a syncer.
         patience_s = 2 * (settings.unreachable_s + settings.rpc_timeout_s)
-        self._groups = make_groups(group, patience_s=patience_s)
+        self._groups = make_groups(
+            group,
+            patience_s=patience_s,
+            collective_s=transport.config.island.collective_timeout_s,
+        )
         specs = tensor_specs(
             self._trained.named, frozen=self._trained.frozen, group=self._groups.shards
         )

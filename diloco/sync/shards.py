@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from diloco.compression.lanes import padding_of
 from diloco.errors import PlanMismatch
@@ -109,13 +110,14 @@ class LaneShards:
         numels = self._lane_numels(fragment_id)
         rooms = torch.split(self._room(sum(numels.values())), list(numels.values()))
         lanes = dict(zip(numels, rooms, strict=True))
-        for lane_id, lane in lanes.items():
-            for padding in self._padding[fragment_id, lane_id]:
-                lane[padding] = 0.0
-        for held, carried in self._collect[fragment_id]:
-            sources = (self._in_parameter(copy) for copy in held.copies)
-            for copy, values in self._exchange(held, sources, carried):
-                copy.in_lane(lanes[copy.lane_id]).copy_(values)
+        with record_function("diloco/collect"):
+            for lane_id, lane in lanes.items():
+                for padding in self._padding[fragment_id, lane_id]:
+                    lane[padding] = 0.0
+            for held, carried in self._collect[fragment_id]:
+                sources = (self._in_parameter(copy) for copy in held.copies)
+                for copy, values in self._exchange(held, sources, carried):
+                    copy.in_lane(lanes[copy.lane_id]).copy_(values)
         return lanes
 
     def reuse(self, lanes: Mapping[int, Tensor]) -> None:
@@ -150,11 +152,12 @@ class LaneShards:
             ValueError: If the lanes are not those; on this rank, before anything is sent.
         """
         self._check_lanes(fragment_id, lanes)
-        for held, carried in self._distribute[fragment_id]:
-            sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
-            for copy, values in self._exchange(carried, sources, held):
-                local = self._in_parameter(copy)
-                merge_(local, values.to(local.device), local_mix)
+        with record_function("diloco/distribute"):
+            for held, carried in self._distribute[fragment_id]:
+                sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
+                for copy, values in self._exchange(carried, sources, held):
+                    local = self._in_parameter(copy)
+                    merge_(local, values.to(local.device), local_mix)
 
     @torch.no_grad()
     def num_differing(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> int:

@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from diloco.compression.base import from_bytes
 from diloco.compression.lanes import lane_codec
@@ -174,7 +175,8 @@ async def _stepped(
         reply, payload = await _fetch(
             calls, fragment.fragment_id, step, lane_ids, wire.FETCH_KIND_PAYLOAD, numel
         )
-        steps = list(_steps(reply.codec, payload, values, fragment, lane_ids))
+        with record_function("diloco/decode"):
+            steps = list(_steps(reply.codec, payload, values, fragment, lane_ids))
         values = {lane_id: stepped for lane_id, stepped in steps if stepped is not None}
     return values
 

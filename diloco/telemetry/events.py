@@ -26,7 +26,9 @@ class Event:
 class InnerStepDone(Event):
     """One inner step of an island; the loss is the mean over its whole batch, in nats a token.
 
-    `expert_imbalance`: largest load of an expert over the mean one, by router.
+    `tflops_per_s` is that of a rank; `mfu` the share of its device's peak in [0, 1], 0 where that
+    is not known (`diloco.inner.flops`). `expert_imbalance`: largest load of an expert over the mean
+    one, by router.
     """
 
     kind: ClassVar[str] = "inner_step"
@@ -36,6 +38,8 @@ class InnerStepDone(Event):
     learning_rate: float
     num_tokens: int
     duration_s: float
+    tflops_per_s: float = 0.0
+    mfu: float = 0.0
     expert_imbalance: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -309,6 +313,49 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUsed(Event):
+    """What a rank took of memory, now and at most since its start; zeros where it has no GPU."""
+
+    kind: ClassVar[str] = "memory_used"
+    inner_step: int
+    resident_bytes: int
+    resident_peak_bytes: int
+    device_bytes: int = 0
+    device_peak_bytes: int = 0
+    device_reserved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileWritten(Event):
+    """A trace of the inner steps from `first_step` to `inner_step` is on disk.
+
+    `memory_path` is the snapshot of a GPU's memory; empty: there is none.
+    """
+
+    kind: ClassVar[str] = "profile_written"
+    inner_step: int
+    first_step: int
+    path: str
+    memory_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost(Event):
+    """A collective of the island failed, and this rank ends; `ranks` are the culprits, if known.
+
+    `collective` is the last one that this rank's flight recorder has, `dump` where all lie that it
+    has; both empty where nothing is recorded.
+    """
+
+    kind: ClassVar[str] = "rank_lost"
+    inner_step: int
+    ranks: tuple[int, ...]
+    collective: str
+    dump: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class IslandEnded(Event):
     """Sums over an island's life; `digests`: what its model was found to hold of each fragment.
 
@@ -331,3 +378,5 @@ class IslandEnded(Event):
     digests: tuple[str, ...]
     dropped_tokens: float = 0.0
     left_tokens: float = 0.0
+    tflops_per_s: float = 0.0
+    mfu: float = 0.0

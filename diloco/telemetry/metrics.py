@@ -1,9 +1,10 @@
 """From events to the scalars that people watch: names and axes, the same in every sink.
 
 Where torchtitan has a name it is taken, so that dashboards fit: `loss_metrics/global_avg_loss`,
-`grad_norm`, `lr`, `throughput(tps)`, `n_tokens_seen`, `time_metrics/end_to_end(s)`; what prime and
-OpenDiLoCo added is named like theirs: `perplexity`, `outer_step`, `num_peers`. All values are one
-island's, as its leader sees them. Pure: reads no clock, writes nothing.
+`grad_norm`, `lr`, `throughput(tps)`, `tflops`, `mfu(%)`, `memory/max_active(GiB)`,
+`n_tokens_seen`, `time_metrics/end_to_end(s)`; what prime and OpenDiLoCo added is named like theirs:
+`perplexity`, `outer_step`, `num_peers`. All values are one island's, as its leader sees them. Pure:
+reads no clock, writes nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from diloco.telemetry.events import (
     InnerStepDone,
     IslandEnded,
     MemoryCopied,
+    MemoryUsed,
     RoundExpiredSeen,
 )
 
@@ -30,6 +32,7 @@ INNER_STEP_AXIS = "inner_step"
 TOKENS_AXIS = "n_tokens_seen"
 
 _LARGEST_EXPONENT = 700.0
+_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,13 @@ class Metrics:
                 }
             case MemoryCopied():
                 scalars = {"memory_copy/bytes": event.bytes, "memory_copy/wait(s)": event.seconds}
+            case MemoryUsed():
+                scalars = {
+                    "memory/resident(GiB)": event.resident_bytes / _GIB,
+                    "memory/max_resident(GiB)": event.resident_peak_bytes / _GIB,
+                    "memory/max_active(GiB)": event.device_peak_bytes / _GIB,
+                    "memory/max_reserved(GiB)": event.device_reserved_bytes / _GIB,
+                }
             case IslandEnded():
                 scalars = {
                     "utilisation": event.utilisation,
@@ -107,6 +117,9 @@ class Metrics:
             "grad_norm": event.grad_norm,
             "lr": event.learning_rate,
             "throughput(tps)": event.num_tokens / wall_s if wall_s > 0 else 0.0,
+            # Not 0 where they are not known: absent.
+            **({"tflops": event.tflops_per_s} if event.tflops_per_s else {}),
+            **({"mfu(%)": 100 * event.mfu} if event.mfu else {}),
             "time_metrics/inner_step(s)": event.duration_s,
             "time_metrics/end_to_end(s)": wall_s,
             **{f"expert_imbalance/{name}": v for name, v in event.expert_imbalance.items()},

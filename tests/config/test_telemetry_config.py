@@ -59,3 +59,13 @@ def test_metrics_beyond_this_machine_need_a_declaration(setting: str) -> None:
 def test_wrong_values_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(DEMO, [override])
+
+
+def test_a_trace_of_no_steps_is_refused_with_what_to_set() -> None:
+    with pytest.raises(
+        ConfigError, match=r"telemetry.profile.start_step: 20: num_steps = 0 .* leave"
+    ):
+        load_config(DEMO, ["telemetry.profile.start_step=20"])
+
+    config = load_config(DEMO, ["telemetry.profile.num_steps=3", "telemetry.dir=told"])
+    assert config.profile_dir == Path("told/traces")

@@ -16,6 +16,7 @@ from diloco.telemetry.events import (
     InnerStepDone,
     IslandRejoined,
     MemoryCopied,
+    MemoryUsed,
     RoundExpiredSeen,
     SyncerRestarted,
 )
@@ -94,6 +95,15 @@ def test_throughput_counts_what_the_island_was_blocked_since_its_last_step() -> 
             {"checkpoint/bytes": 900, "checkpoint/write(s)": 0.5, "checkpoint/blocked(s)": 0.25},
         ),
         (MemoryCopied(4, 3, 800, 0.5), {"memory_copy/bytes": 800, "memory_copy/wait(s)": 0.5}),
+        (
+            MemoryUsed(4, 1 << 30, 2 << 30, 1, 3 << 30, 4 << 30),
+            {
+                "memory/resident(GiB)": 1.0,
+                "memory/max_resident(GiB)": 2.0,
+                "memory/max_active(GiB)": 3.0,
+                "memory/max_reserved(GiB)": 4.0,
+            },
+        ),
         (RoundExpiredSeen(4, 0, 4, 0, 0.5), {"events/round_expired": 1}),
         (IslandRejoined(4, 7), {"events/island_rejoined": 1}),
     ],
@@ -105,6 +115,7 @@ def test_throughput_counts_what_the_island_was_blocked_since_its_last_step() -> 
         "evaluated",
         "checkpoint",
         "memory",
+        "memory-used",
         "expired",
         "rejoined",
     ],

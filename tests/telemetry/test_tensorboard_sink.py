@@ -21,7 +21,7 @@ def train(directory: Path, steps: range, *, loss: float) -> None:
     sink.add_context({"timeline": 0, "incarnation": 1})
     sink.write(SyncerRestarted(2, 0))
     for inner_step in steps:
-        sink.write(InnerStepDone(inner_step, loss, 0.5, 1e-3, 64, 0.25))
+        sink.write(InnerStepDone(inner_step, loss, 0.5, 1e-3, 64, 0.25, 40.0, 0.5))
     sink.write(FragmentMerged(steps[-1], 2, 1, "included", 1, 0.5, "d", ("a", "b"), False))
     sink.close()
 
@@ -41,6 +41,9 @@ def test_scalars_stand_at_their_inner_step(tmp_path: Path) -> None:
 
     assert scalars(tmp_path, LOSS) == [(1, 2.0), (2, 2.0), (3, 2.0)]
     assert scalars(tmp_path, "throughput(tps)")[0] == (1, 256.0)
+    assert scalars(tmp_path, "tflops")[0] == (1, 40.0)
+    assert scalars(tmp_path, "mfu(%)")[0] == (1, 50.0)
+    assert scalars(tmp_path, "lr")[0] == (1, pytest.approx(1e-3))  # stored in float32
     assert scalars(tmp_path, "outer_step/fragment-2") == [(3, 1.0)]
     assert scalars(tmp_path, "n_tokens_seen")[2] == (3, 192.0)
 

@@ -1,0 +1,259 @@
+"""`DiLoCoCallback`: the outer loop beside `transformers.Trainer`.
+
+    with diloco.connect(config) as connection:
+        callback = DiLoCoCallback(connection)
+        trainer = Trainer(model, arguments, train_dataset=..., callbacks=[callback])
+        trainer.train()
+        trainer.save_model()  # the published parameters
+
+An optimizer step of the Trainer, its gradient accumulation included, is an inner step. The Trainer
+evaluates the published parameters, and saves where the run's checkpoints are due
+(`checkpoint.every_inner_steps`, a graceful stop): its own state, and the outer one beside it.
+
+Source: `Trainer._inner_training_loop` and `_maybe_log_save_evaluate` of transformers 5.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from diloco.errors import ConfigError
+from diloco.sync.connection import Connection
+from diloco.sync.session import DiLoCo
+from diloco.telemetry.events import Event
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ModuleNotFoundError as missing:
+    raise ConfigError(
+        f"diloco.integrations.hugging_face needs the package {missing.name}, which is not "
+        f"installed: type pip install 'diloco[hf]'"
+    ) from missing
+
+logger = logging.getLogger(__name__)
+
+_OUTER_FILES = "diloco-outer-*.safetensors"
+
+
+class DiLoCoCallback(TrainerCallback):
+    """Steps, saves, resumes and stops one island's outer loop from the Trainer's events.
+
+    Give it to one Trainer, which calls `train` once. Callbacks that ask for an evaluation must
+    stand before it.
+
+    Attributes:
+        outer: The island's `DiLoCo`, from the beginning of the training on.
+    """
+
+    outer: DiLoCo
+
+    def __init__(
+        self, connection: Connection, *, on_event: Callable[[Event], None] | None = None
+    ) -> None:
+        """Assign only; the run is joined when the training begins.
+
+        Args:
+            connection: Open: `with diloco.connect(config) as connection:`.
+            on_event: Hears of every event of the outer loop, in whichever thread.
+
+        Raises:
+            ConfigError: If the run's islands make different numbers of inner steps.
+        """
+        if connection.config.outer.is_on_arrival:
+            raise ConfigError(
+                'outer.merge = "on_arrival": merged tokens end such a run, and the Trainer counts '
+                'steps: set outer.merge = "scheduled", or write the loop of diloco.DiLoCo'
+            )
+        self._connection = connection
+        self._on_event = on_event
+        self._evaluation = contextlib.ExitStack()
+        self._saving = contextlib.ExitStack()
+        self._tokens_seen = 0
+
+    # -- begin -----------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Join the run, and agree with the Trainer on where it stands.
+
+        Raises:
+            ConfigError: If the Trainer's arguments, model or checkpoint do not fit the run.
+            DilocoError: As the join may fail.
+        """
+        config, model = self._connection.config, kwargs["model"]
+        self._insist_on_arguments(args, model)
+        self.outer = DiLoCo(
+            model, config.outer, transport=self._connection, on_event=self._on_event
+        )
+        outer = self.outer
+        if args.max_steps != outer.inner_steps:
+            raise ConfigError(
+                f"TrainingArguments(max_steps={args.max_steps}): the run has run.inner_steps = "
+                f"{outer.inner_steps}, and every island makes as many: set max_steps="
+                f"{outer.inner_steps}"
+            )
+        if outer.resume_step is not None:
+            self._resume(args, state.global_step, outer.resume_step)
+        elif state.global_step > outer.start_step:
+            raise ConfigError(
+                f"the Trainer was resumed at step {state.global_step}, and the run stands at inner "
+                f"step {outer.start_step}: call trainer.train() without resume_from_checkpoint, or "
+                f"resume the run, too (diloco coordinator RUN.toml --resume)"
+            )
+        elif state.global_step < outer.start_step:
+            self._skip(state, kwargs["lr_scheduler"], outer.start_step)
+        self._tokens_seen = state.num_input_tokens_seen
+        if args.eval_on_start:
+            self._evaluation.enter_context(outer.global_parameters())
+
+    def _insist_on_arguments(self, args: TrainingArguments, model: nn.Module) -> None:
+        """Refuse what would train, save or load something else than the run."""
+        config = self._connection.config
+        problems = []
+        if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
+            problems.append(
+                f'save_strategy="{args.save_strategy}": islands save together, when a checkpoint '
+                f'of the run is due: set save_strategy="no", and checkpoint.every_inner_steps in '
+                f"the run file"
+            )
+        apart = config.outer.inner_steps_per_round + config.outer.overlap_steps
+        needed = config.checkpoint.keep + config.checkpoint.num_unsure(apart) + 2
+        if args.save_total_limit is not None and args.save_total_limit < needed:
+            problems.append(
+                f"save_total_limit={args.save_total_limit} removes checkpoints to which the run "
+                f"may be taken back: set save_total_limit={needed} or more"
+            )
+        if args.load_best_model_at_end:
+            problems.append(
+                "load_best_model_at_end=True replaces what the islands published: leave it out"
+            )
+        if args.deepspeed is not None:
+            problems.append("deepspeed=...: its parameters lie flat in ZeRO's own memory: use FSDP")
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            problems.append(
+                "fsdp_config version 1 has flat parameters: set fsdp_config={'version': 2}"
+            )
+        if problems:
+            raise ConfigError("TrainingArguments: " + "; ".join(problems))
+
+    def _resume(self, args: TrainingArguments, global_step: int, resume_step: int) -> None:
+        """Load the outer state beside what the Trainer has loaded of the same checkpoint."""
+        checkpoint = _checkpoint(args, resume_step)
+        if global_step != resume_step:
+            raise ConfigError(
+                f"the run is resumed at inner step {resume_step}, the Trainer at step "
+                f'{global_step}: call trainer.train(resume_from_checkpoint="{checkpoint}")'
+            )
+        files = sorted(checkpoint.glob(_OUTER_FILES))
+        if not files:
+            raise ConfigError(
+                f"{checkpoint} has no {_OUTER_FILES}: it is not a checkpoint of a run that "
+                f"DiLoCoCallback saved; keep output_dir from one start to the next"
+            )
+        loaded: dict[str, torch.Tensor] = {}
+        for file in files:
+            loaded.update(load_file(file))
+        self.outer.load_state_dict(loaded)
+
+    def _skip(self, state: TrainerState, scheduler: Any, start_step: int) -> None:
+        """Let the Trainer go on where the run stands, as this island returns to it.
+
+        `scheduler` is any of torch's or accelerate's.
+        """
+        logger.warning(
+            "the island returns at inner step %d, the Trainer stood at step %d: its data begins "
+            "there, its learning rate goes on with the run's",
+            start_step,
+            state.global_step,
+        )
+        with warnings.catch_warnings():  # of a scheduler that steps before its optimizer
+            warnings.simplefilter("ignore")
+            for _ in range(state.global_step, start_step):
+                scheduler.step()
+        state.global_step = start_step
+
+    # -- train -----------------------------------------------------------------------------------
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Account for an optimizer step, and prepare what the Trainer does after it."""
+        outer = self.outer
+        outer.step(num_tokens=self._num_tokens(args, state))
+        if outer.checkpoint_due:
+            self._saving.enter_context(outer.checkpointing())
+            control.should_save = True
+        self._prepare_evaluation(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prepare an evaluation after an epoch."""
+        self._prepare_evaluation(control)
+
+    def _num_tokens(self, args: TrainingArguments, state: TrainerState) -> int:
+        """Tokens of the whole island in this inner step: counted by the Trainer, or configured."""
+        seen, before = state.num_input_tokens_seen, self._tokens_seen
+        self._tokens_seen = seen
+        if args.include_num_input_tokens_seen in ("no", False):
+            return self._connection.config.island.tokens_per_inner_step
+        return int(seen - before)
+
+    def _prepare_evaluation(self, control: TrainerControl) -> None:
+        if control.should_evaluate:
+            self._evaluation.enter_context(self.outer.global_parameters())
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put the island's own parameters back."""
+        self._evaluation.close()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save the outer state beside the Trainer's, and hear whether everybody stops here."""
+        outer = self.outer
+        checkpoint = _checkpoint(args, outer.inner_step)
+        with self._saving:
+            # Views of one lane's memory: the file wants tensors of their own.
+            tensors = {name: value.clone() for name, value in outer.state_dict().items()}
+            save_file(tensors, checkpoint / _OUTER_FILES.replace("*", str(args.process_index)))
+        if outer.is_stopping:
+            control.should_training_stop = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Merge what is outstanding; the model then has the published parameters.
+
+        Raises:
+            ConfigError: If the Trainer ended before the run.
+            DilocoError: If the island cannot go on.
+        """
+        outer = self.outer
+        if not (outer.is_over or outer.is_stopping):
+            raise ConfigError(
+                f"the Trainer ended at step {state.global_step} of {outer.inner_steps}, and the "
+                f"other islands go on: to end the run early stop it (diloco stop HOST:PORT), leave "
+                f"out callbacks that stop the Trainer, and give it data for all steps"
+            )
+        outer.finish()
+
+
+def _checkpoint(args: TrainingArguments, step: int) -> Path:
+    """Where the Trainer saves after a step."""
+    assert args.output_dir is not None  # the Trainer has a default
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
