@@ -28,6 +28,7 @@ from transport.faulty import Fault, Gate
 #: Seconds after which processes have read, or told, what they do once a second.
 _TOLD_S = 2.2
 _DEAD_S = 5.0
+_STOPPED_S = 1.0
 _LOOK_S = 0.002
 
 
@@ -112,12 +113,15 @@ class Freeze(Performance):
         self._pids = self.world.pids(self.fault.target)
         for pid in self._pids:
             send(pid, signal.SIGSTOP)
+        until = time.monotonic() + _STOPPED_S
+        while not (stopped := all(map(is_frozen, self._pids))) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        self.fired = bool(self._pids) and stopped
         self.note = f"{len(self._pids)} processes"
         return bool(self._pids)
 
     def end(self) -> bool:
         """Let them go on; those that were killed meanwhile are gone."""
-        self.fired = all(is_frozen(pid) for pid in self._pids)
         for pid in self._pids:
             send(pid, signal.SIGCONT)
         return True

@@ -190,6 +190,17 @@ def test_a_rank_is_killed_and_its_island_frozen(scene: Scene) -> None:
     os.kill(ranks[0], signal.SIGKILL)
 
 
+def test_what_is_killed_while_it_is_frozen_was_frozen(scene: Scene) -> None:
+    scene.island("exec sleep 60")
+    freeze = scene.perform(Kind.FREEZE, "east", lasts_s=1.0)
+
+    assert freeze.begin()
+    assert scene.perform(Kind.KILL, "east").begin()
+    assert freeze.end()
+
+    assert freeze.fired
+
+
 def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
     process = scene.hold(SYNCER)
     store = scene.store(snapshot_rounds=1)
