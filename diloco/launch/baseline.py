@@ -87,6 +87,11 @@ def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
             f"run.warm_start = {config.run.warm_start!r}: baselines start from the seed only; "
             f"leave it out (--set run.warm_start=)"
         )
+    if config.model.experts.num_experts:
+        raise ConfigError(
+            f"model.experts.num_experts = {config.model.experts.num_experts}: what balances experts "
+            f"is counted inside an island, and baselines train across them; take a dense model"
+        )
     if options.name != FLAT:
         insist_on_equal_ranks({name: island.ranks for name, island in config.islands.items()})
     length = config.data.sequence_length

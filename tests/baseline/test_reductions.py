@@ -22,7 +22,8 @@ from diloco.baseline.reduction import (
 )
 from diloco.compression.registry import get_codec
 from diloco.config.inner import InnerConfig, InnerOptimizerConfig
-from diloco.inner.parallelize import IslandMesh
+from diloco.config.mesh import MeshConfig
+from diloco.inner.mesh import IslandMesh
 from diloco.inner.trainer import InnerTrainer
 from diloco.sync.io_thread import IoThread
 from tests.distributed import run_ranks
@@ -43,7 +44,7 @@ NUMEL, CHUNK_NUMEL = 10_007, 2_048
 #: Of gradients: a million values in some chunks, the last one not full.
 GRADIENT_CHUNK_NUMEL = 1 << 17
 H, FIRST = 3, 2
-ALONE = IslandMesh(CPU, None)  # a member holds the whole model
+ALONE = IslandMesh(CPU, MeshConfig())  # a member holds the whole model
 # Sums in another order, as between layouts of an island (tests/inner/test_layout_parity.py).
 LOSS_TOLERANCE = 5e-6
 PARAMETER_TOLERANCE = 1e-4
@@ -124,7 +125,8 @@ def make_trainer(batches, batch_size, micro_batches=1, make_hook=None):
         mesh=ALONE,
         batches=batches,
         evaluation=small_data().evaluation(4),
-        config=InnerConfig(optimizer=optimizer, clip_norm=0.5, micro_batches=micro_batches),
+        config=InnerConfig(optimizer=optimizer, clip_norm=0.5),
+        micro_batches=micro_batches,
         batch_size=batch_size,
         inner_steps=INNER_STEPS,
         clock=iter(range(1_000_000)).__next__,

@@ -46,7 +46,7 @@ def test_what_a_baseline_cannot_be_is_refused_with_a_remedy(tmp_path, islands, o
 
 def test_a_batch_that_ranks_cannot_divide_is_refused_with_the_nearest(tmp_path):
     run_file = write_run(tmp_path, {"east": "dp_shard = 2", "west": "dp_shard = 2"})
-    config = load_config(run_file, ["inner.micro_batches=2"])
+    config = load_config(run_file, ["islands.east.micro_batches=2"])
     island = config.islands["east"].model_copy(update={"tokens_per_inner_step": 160})
     config = config.model_copy(update={"islands": {**config.islands, "east": island}})
 
