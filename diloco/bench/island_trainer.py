@@ -1,4 +1,4 @@
-"""The built-in training loop of an island on the CPU, from a configuration."""
+"""The built-in training loop of an island, from a configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def island_trainer(
         config: With an island selected.
         data: Text, for the evaluation.
         batches: What this rank trains on.
-        mesh: The island's ranks; None: there is one.
+        mesh: The island's ranks; None: it has one.
     """
     mesh = mesh or make_mesh(torch.device("cpu"), config.island.mesh)
     check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
