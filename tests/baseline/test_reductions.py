@@ -45,7 +45,7 @@ NUMEL, CHUNK_NUMEL = 10_007, 2_048
 GRADIENT_CHUNK_NUMEL = 1 << 17
 H, FIRST = 3, 2
 ALONE = IslandMesh(CPU, MeshConfig())  # a member holds the whole model
-# Sums in another order, as between layouts of an island (tests/inner/test_layout_parity.py).
+# Sums in another order, as between layouts of an island (tests/inner/test_layouts.py).
 LOSS_TOLERANCE = 5e-6
 PARAMETER_TOLERANCE = 1e-4
 

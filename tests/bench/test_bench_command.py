@@ -15,6 +15,8 @@ from diloco.bench import (
     heartbeat,
     overhead,
     parity,
+    parity_inner,
+    plain,
     publish,
     recovery,
     syncer,
@@ -26,6 +28,8 @@ from diloco.cli.main import app
 
 COMMANDS = {
     "parity": (parity, "run_parity"),
+    "parity-inner": (parity_inner, "run_parity_inner"),
+    "plain": (plain, "run_plain"),
     "overhead": (overhead, "run_overhead"),
     "utilisation": (utilisation, "run_utilisation"),
     "codec": (codec, "run_codec"),

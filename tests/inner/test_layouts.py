@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.inner.layouts import CASES, INNER_STEPS, alone, case_of, names, run_rows
+from diloco.bench.layouts import CASES, INNER_STEPS, case_of, names
+from tests.inner.trained_layouts import alone, run_rows
 
 # Float32 sums in another order: at most 1.4e-6 of loss was seen in 8 steps, and 1.8e-5 of a
 # parameter, because AdamW divides a gradient by its own size, noise included.

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from diloco.bench.layouts import MODEL, Case, looped
 from diloco.config.mesh import MeshConfig
 from diloco.inner.mesh import make_mesh
-from diloco.inner.model import parameter_shapes
+from diloco.inner.model import LlamaShape, parameter_shapes
 from diloco.inner.pipeline import Pipeline, stage_ranks
 from diloco.inner.state import (
     load_moments_,
@@ -25,7 +26,6 @@ from diloco.launch.checkpoints import Checkpoint
 from diloco.outer.fragments import make_plan
 from diloco.sync.shards import canonical_parameters, tensor_specs
 from tests.distributed import run_ranks
-from tests.inner.layouts import SHAPE, Case, looped
 from tests.inner.small_island import CPU, one_rank, whole
 
 LOOPED = Case("looped", looped("interleaved-1f1b"), micro_batches=2)
@@ -67,7 +67,9 @@ def pass_on(island_rank, directory):
         trainer.inner_step(step)
     parameters = canonical_parameters(trainer.model)
     specs = tensor_specs(parameters, group=dist.group.WORLD)
-    assert {spec.name: spec.shape for spec in specs} == parameter_shapes(SHAPE)
+    assert {spec.name: spec.shape for spec in specs} == parameter_shapes(
+        LlamaShape.from_config(MODEL)
+    )
     writer = CheckpointWriter(
         directory, ISLAND, make_plan(specs, num_fragments=3), group=dist.group.WORLD
     )

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from diloco.bench.layouts import case_of
 from diloco.errors import ConfigError
 from diloco.inner.mesh import make_mesh
 from diloco.inner.state import (
@@ -33,7 +34,6 @@ from diloco.launch.island_checkpoints import IslandCheckpoints
 from diloco.outer.fragments import make_plan
 from diloco.sync.shards import canonical_parameters, tensor_specs
 from tests.distributed import run_ranks
-from tests.inner.layouts import case_of
 from tests.inner.small_island import CPU, one_rank
 from tests.launch.small_checkpoint import ISLAND, Trained, make_optimizer
 

@@ -1,39 +1,42 @@
-"""Every supported layout of an island as a row of a table, and what it is held against.
+"""Every supported layout of an island as a row of a table, and how such a row is trained.
 
-A row is configuration only; `run_rows` trains those of one number of ranks in one process group,
-one after the other, and `alone` trains what they have in common on one rank. To add a layout, add
-a row; `test_layouts.py` does the rest.
+A row is configuration only, checked as a run file is. What several ranks train is held against
+what one rank trains of it: `diloco.bench.parity_inner` does, and the tests of layouts. To add a
+layout, add a row; both take it up.
 """
 
-import hashlib
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diloco.bench.island_trainer import island_trainer, own_batches
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
-from diloco.config.model import ExpertsConfig, LatentAttentionConfig
+from diloco.config.model import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from diloco.config.pipeline import Schedule
-from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.model import LlamaShape
+from diloco.config.schema import Config
+from diloco.data.batches import Data
+from diloco.data.open import open_data
+from diloco.inner.mesh import IslandMesh
 from diloco.inner.trainer import InnerTrainer
-from diloco.outer.fragments import make_plan
-from diloco.sync.shards import LaneShards, canonical_parameters, tensor_specs
-from tests.distributed import run_ranks
-from tests.inner.small_island import CPU, Array, make_trainer, one_rank, whole_parameters
 
 INNER_STEPS = 5
-EVALUATED = 7  # divides neither by ranks nor by the micro-batch
 
 #: Small, and awkward: half of ffn_dim, a rank's share under tp = 2, divides by no other 2.
-SHAPE = LlamaShape(vocab_size=256, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=210)
+MODEL = ModelConfig(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=210)
 OPTIMIZER = InnerOptimizerConfig(lr=2e-3, warmup_steps=2)
+
+_ISLAND = "bench"
+_SEED = 11
+_SEQUENCE_LENGTH = 32
+_BATCH_SIZE = 8
+_EVALUATED = 7  # divides neither by ranks nor by the micro-batch
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Case:
     Attributes:
         name: Of the row.
         mesh: Axes and options; their product is the number of ranks.
-        model: What differs from `SHAPE`.
+        model: What differs from `MODEL`.
         optimizer: What differs from `OPTIMIZER`.
         z_loss: Coefficient of the penalty of log Z.
         micro_batches: Parts of a rank's batch; one rank trains in one part.
@@ -60,17 +63,56 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks that train it."""
         return self.mesh.num_ranks
 
-    def make_trainer(self, mesh: IslandMesh, micro_batches: int) -> InnerTrainer:
-        return make_trainer(
-            mesh,
-            shape=replace(SHAPE, **self.model),
-            optimizer=InnerOptimizerConfig(**{**OPTIMIZER.model_dump(), **self.optimizer}),
-            z_loss=self.z_loss,
-            micro_batches=micro_batches,
-            num_evaluated=EVALUATED,
+    @property
+    def what(self) -> str:
+        """What is trained, whatever the layout: rows of one such text are held against one run."""
+        return repr((sorted(self.model.items()), sorted(self.optimizer.items()), self.z_loss))
+
+    def config(self, mesh: MeshConfig, micro_batches: int) -> Config:
+        """Write the run that trains it; its only island is selected.
+
+        Raises:
+            ValueError: If a run file with these values would be refused.
+        """
+        return Config.model_validate(
+            {
+                "run": {"name": "layouts", "seed": _SEED, "inner_steps": INNER_STEPS + 3},
+                "model": {**MODEL.model_dump(exclude_unset=True), **self.model},
+                "data": {"sequence_length": _SEQUENCE_LENGTH},
+                "inner": {
+                    "optimizer": {**OPTIMIZER.model_dump(exclude_unset=True), **self.optimizer},
+                    "clip_norm": 0.5,
+                    "z_loss": self.z_loss,
+                },
+                "outer": {"preset": "classic", "inner_steps_per_round": 1},
+                "coordinator": {"state_dir": "unused"},
+                "evaluation": {"num_sequences": _EVALUATED},
+                "islands": {
+                    _ISLAND: {
+                        "ranks": mesh.num_ranks,
+                        "tokens_per_inner_step": _BATCH_SIZE * _SEQUENCE_LENGTH,
+                        "mesh": mesh,
+                        "micro_batches": micro_batches,
+                    }
+                },
+                "island_id": _ISLAND,
+            }
         )
+
+    def make_trainer(self, mesh: IslandMesh, micro_batches: int) -> InnerTrainer:
+        """Build model, optimizer and loop on `mesh`, which need not be this row's; collective."""
+        config = self.config(mesh.config, micro_batches)
+        data = _text()
+        return island_trainer(config, data, own_batches(config, data, 0, mesh), mesh)
+
+
+@cache
+def _text() -> Data:
+    """Open the text, which is that of every row, once a process."""
+    return open_data(Case("", MeshConfig()).config(MeshConfig(), 1))
 
 
 TIED = {"tie_embeddings": True}
@@ -91,11 +133,13 @@ Z_LOSS = 0.01
 
 
 def counted(gathers: int, scatters: int, sums: int) -> dict[str, int]:
+    """Name the collectives that there are."""
     named = {"all-gather": gathers, "reduce-scatter": scatters, "all-reduce": sums}
     return {name: count for name, count in named.items() if count}
 
 
 def looped(schedule: Schedule, **options: Any) -> MeshConfig:
+    """Lay out two stages on each of two ranks of a pipeline."""
     return MeshConfig(pp=2, schedule=schedule, stages_per_rank=2, **options)
 
 
@@ -164,7 +208,6 @@ CASES = [
         model={**EXPERTS, **LATENT},
         micro_batches=2,
     ),
-    Case("experts-1f1b", MeshConfig(pp=2), model=EXPERTS, micro_batches=2),
     Case("qk-norm-tp", MeshConfig(tp=2), model={"qk_norm": True, "head_dim": 24}),
     # -- 4 ranks
     Case("ring-experts", MeshConfig(dp_shard=2, cp=2), model=EXPERTS, optimizer=MUON),
@@ -229,85 +272,33 @@ CASES = [
 
 
 def names(num_ranks: int) -> list[str]:
+    """Names of the rows of so many ranks, in the order of the table."""
     return [case.name for case in CASES if case.num_ranks == num_ranks]
 
 
 def case_of(name: str) -> Case:
+    """Find a row by its name."""
     (case,) = (case for case in CASES if case.name == name)
     return case
 
 
-@cache
-def run_rows(num_ranks: int) -> list[dict[str, Any]]:
-    """Train all rows of a number of ranks; returns, by rank, the results by name."""
-    return run_ranks(_train_rows, num_ranks, timeout_s=50 * num_ranks)
-
-
-def _train_rows(island_rank: int) -> dict[str, Any]:
-    rows = [case for case in CASES if case.num_ranks == dist.get_world_size()]
-    return {case.name: train(case, make_mesh(CPU, case.mesh), case.micro_batches) for case in rows}
-
-
-def alone(case: Case) -> dict[str, Any]:
-    """Train on one rank what a row trains on several."""
-    key = repr((sorted(case.model.items()), sorted(case.optimizer.items()), case.z_loss))
-    if key not in _ALONE:
-        _ALONE[key] = train(case, one_rank(), 1)
-    return _ALONE[key]
-
-
-_ALONE: dict[str, dict[str, Any]] = {}
-
-
-def train(case: Case, mesh: IslandMesh, micro_batches: int) -> dict[str, Any]:
-    """Train some steps; then write halves through the lanes, as the outer loop does, and go on."""
-    trainer = case.make_trainer(mesh, micro_batches)
-    lanes = _Lanes(trainer)
-    initial = lanes.digest()
-    evaluations = [trainer.evaluate()]
-    metrics = [trainer.inner_step(step) for step in range(INNER_STEPS)]
-    evaluations.append(trainer.evaluate())
-    trained = whole_parameters(trainer.model)
-    lanes.write(lambda values: values * 0.5)
-    written = whole_parameters(trainer.model)
-    evaluations.append(trainer.evaluate())
-    with _Collectives() as collectives:
-        metrics.append(trainer.inner_step(INNER_STEPS))
-    return {
-        "initial": initial,
-        "metrics": metrics,
-        "evaluations": evaluations,
-        "trained": _of_all_stages(trained, mesh),
-        "halved": all(_same(written[name], value * 0.5) for name, value in trained.items()),
-        "collectives": dict(collectives.counts),
-    }
-
-
-def _of_all_stages(values: dict[str, Array], mesh: IslandMesh) -> dict[str, Array]:
-    """Put together what the ranks of a pipeline have; copies must agree."""
-    if mesh.pp_group is None:
-        return values
-    stages = [values] * mesh.size("pp")
-    dist.all_gather_object(stages, values, group=mesh.pp_group)
-    merged: dict[str, Array] = {}
-    for stage in stages:
-        assert all(_same(merged[name], stage[name]) for name in merged.keys() & stage.keys())
-        merged |= stage
-    return dict(sorted(merged.items()))
-
-
-class _Collectives(TorchDispatchMode):
-    """Counts what this rank's collectives are called.
+class Collectives(TorchDispatchMode):
+    """Counts what this rank's collectives are called, while it is entered.
 
     PyTorch's `CommDebugMode` also follows modules by hooks, and fails where a module is called
     without inputs that need gradients, as tensor-parallel blocks after an evaluation are.
+
+    Attributes:
+        counts: Calls by name, such as "all-gather".
     """
 
     def __init__(self) -> None:
+        """Begin with none."""
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a collective, and call whatever it is."""
         namespace, name = func.name().split("::")
         name = name.split(".")[0].strip("_")
         if "c10d" in namespace and name not in ("wait_tensor", "wrap_tensor_autograd"):
@@ -324,38 +315,3 @@ _NAMES = {
     "reduce_scatter_base": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
 }
-
-
-class _Lanes:
-    """The lanes of a trainer's parameters, as an island of any layout exchanges them."""
-
-    def __init__(self, trainer: InnerTrainer) -> None:
-        parameters = canonical_parameters(trainer.model)
-        group = dist.group.WORLD if dist.is_initialized() else None
-        plan = make_plan(tensor_specs(parameters, group=group), num_fragments=2, num_lanes=4)
-        self._fragments = plan.fragments
-        self._shards = LaneShards(plan, parameters, group=group)
-
-    def digest(self) -> str:
-        """Hash the canonical vectors of all fragments; collective, equal on all ranks."""
-        content: dict[tuple[int, int], bytes] = {}
-        for fragment in self._fragments:
-            mine = self._shards.collect(fragment.fragment_id)
-            for lane_id, lane in mine.items():
-                content[fragment.fragment_id, lane_id] = lane.numpy().tobytes()
-        everybody = [content]
-        if dist.is_initialized():
-            everybody = [content] * dist.get_world_size()
-            dist.all_gather_object(everybody, content)
-        whole = sorted(item for part in everybody for item in part.items())
-        return hashlib.sha256(b"".join(values for _, values in whole)).hexdigest()
-
-    def write(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for fragment in self._fragments:
-            lanes = self._shards.collect(fragment.fragment_id)
-            changed = {lane_id: change(lane) for lane_id, lane in lanes.items()}
-            self._shards.distribute(fragment.fragment_id, changed, 0.0)
-
-
-def _same(ours: Array, theirs: Array) -> bool:
-    return ours.tobytes() == theirs.tobytes()

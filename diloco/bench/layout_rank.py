@@ -1,0 +1,80 @@
+"""One rank of `diloco bench parity-inner`: `python -m diloco.bench.layout_rank ORDER` (JSON).
+
+Trains its rows one after the other in one process group, and says what each one lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diloco.bench.layouts import INNER_STEPS, Case, Collectives, case_of
+from diloco.config.mesh import MeshConfig
+from diloco.inner.mesh import IslandMesh, make_mesh
+from diloco.launch.logs import log_to
+from diloco.launch.rank import exit_at_once
+from diloco.launch.site import Channel
+
+_HOST = "127.0.0.1"
+#: A group that is stuck says so; a row takes seconds.
+_STUCK_AFTER = timedelta(seconds=300)
+
+
+def losses_of(case: Case, mesh: IslandMesh, micro_batches: int) -> dict[str, Any]:
+    """Train a row; what every inner step and every evaluation gave, as JSON values; collective.
+
+    Returns:
+        `losses`: nats a token of each inner step; `evaluations`: nats a byte before and after
+        them; `collectives`: of the last inner step, by name.
+    """
+    trainer = case.make_trainer(mesh, micro_batches)
+    evaluations = [trainer.evaluate()]
+    losses = [trainer.inner_step(step).loss for step in range(INNER_STEPS)]
+    with Collectives() as collectives:
+        losses.append(trainer.inner_step(INNER_STEPS).loss)
+    evaluations.append(trainer.evaluate())
+    counts = dict(collectives.counts)
+    return {"losses": losses, "evaluations": evaluations, "collectives": counts}
+
+
+def _meet(order: dict[str, Any], channel: Channel) -> None:
+    """Join the ranks into the default process group; one rank has none."""
+    rank, num_ranks = order["rank"], order["num_ranks"]
+    is_first = rank == 0
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False) if is_first else None
+    channel.say({"port": store.port if store else None})
+    ports = [place["port"] for place in channel.hear()]
+    if num_ranks == 1:
+        return
+    if store is None:
+        store = dist.TCPStore(_HOST, ports[0], is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=num_ranks, timeout=_STUCK_AFTER
+    )
+
+
+def main(order: dict[str, Any]) -> int:
+    """Train all rows of the order; returns the exit code."""
+    log_to(None, logging.ERROR)
+    torch.set_num_threads(1)
+    channel = Channel()
+    _meet(order, channel)
+    found = {}
+    for case in map(case_of, order["rows"]):
+        is_alone = order["num_ranks"] == 1
+        mesh = make_mesh(torch.device("cpu"), MeshConfig() if is_alone else case.mesh)
+        found[case.name] = losses_of(case, mesh, 1 if is_alone else case.micro_batches)
+    if dist.is_initialized():
+        dist.barrier()  # nobody tears its connections down while another still needs them
+    channel.say(found)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_at_once(main(json.loads(sys.argv[1])))
