@@ -137,15 +137,18 @@ def stage_ranks(schedule: Schedule, pp: int, stages_per_rank: int) -> tuple[int,
 def _tied_group(mesh: IslandMesh) -> dist.ProcessGroup | None:
     """Join the ranks of first and last stage, of one place along all other axes each; collective.
 
-    Every rank of the island takes part in making every group, whoever is in it.
+    Every rank of the island takes part in making every group, whoever is in it. Those of the stages
+    between get a group, too, which nobody uses: PyTorch names a group that its members alone make
+    by the number of groups that each is in, and waits for ever where these differ.
     """
     assert mesh.device_mesh is not None, "a pipeline has several ranks"
     if mesh.size("pp") == 2:
         return mesh.pp_group
     mine = None
     columns = mesh.device_mesh.mesh.reshape(mesh.size("pp"), -1)  # pp is the outermost axis
-    for first, last in zip(columns[0].tolist(), columns[-1].tolist(), strict=True):
+    for first, *between, last in columns.T.tolist():
         group = dist.new_group([first, last])
+        dist.new_group(between)
         if dist.get_rank() in (first, last):
             mine = group
     return mine
