@@ -1,4 +1,4 @@
-"""The built-in training loop of an island of one rank, from a configuration."""
+"""The built-in training loop of an island, from a configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
-from diloco.inner.mesh import make_mesh
+from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.model import LlamaShape, initialise_, parameter_shapes
 from diloco.inner.optimizer import check_names
 from diloco.inner.parallelize import parallelize
@@ -16,15 +16,18 @@ from diloco.inner.pipeline import build_part, parts_of
 from diloco.inner.trainer import InnerTrainer
 
 
-def island_trainer(config: Config, data: Data, batches: Batches) -> InnerTrainer:
+def island_trainer(
+    config: Config, data: Data, batches: Batches, mesh: IslandMesh | None = None
+) -> InnerTrainer:
     """Build model, inner optimizer and loop of the selected island; values come from the seed.
 
     Args:
-        config: With an island of one rank selected.
+        config: With an island selected.
         data: Text, for the evaluation.
-        batches: What the island trains on.
+        batches: What this rank trains on.
+        mesh: The island's ranks; None: it has one.
     """
-    mesh = make_mesh(torch.device("cpu"), config.island.mesh)
+    mesh = mesh or make_mesh(torch.device("cpu"), config.island.mesh)
     check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
     model = build_part(LlamaShape.from_config(config.model), mesh)
     for part in parts_of(model):

@@ -70,7 +70,7 @@ def parity(
 
     chosen = chosen_rows(SETTING, rows or [])
     total = num_steps(SETTING, chosen, seeds)
-    with counting(_console(json_target)) as show:
+    with counting(bench_console(json_target)) as show:
         report = run_parity(
             SETTING,
             chosen,
@@ -78,7 +78,7 @@ def parity(
             num_processes=processes or usable_cpus(),
             on_progress=lambda done: show("inner steps", done, total),
         )
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -97,11 +97,11 @@ def overhead(json_target: JsonTarget = "", require: Require = False) -> None:
     from diloco.bench.overhead import SETTING, run_overhead
     from diloco.cli.progress import counting
 
-    with counting(_console(json_target)) as show:
+    with counting(bench_console(json_target)) as show:
         report = run_overhead(
             SETTING, on_progress=lambda done: show("cycles", done, SETTING.num_cycles)
         )
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -132,7 +132,7 @@ def stragglers(
     from diloco.cli.progress import counting
 
     chosen = chosen_rows(rows or [])
-    with counting(_console(json_target)) as show:
+    with counting(bench_console(json_target)) as show:
         report = run_stragglers(
             SETTING,
             chosen,
@@ -140,7 +140,7 @@ def stragglers(
             num_processes=processes or usable_cpus(),
             on_progress=lambda done: show("rows", done, len(chosen)),
         )
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -158,11 +158,11 @@ def utilisation(json_target: JsonTarget = "", require: Require = False) -> None:
     from diloco.bench.utilisation import SETTING, run_utilisation
     from diloco.cli.progress import counting
 
-    with counting(_console(json_target)) as show:
+    with counting(bench_console(json_target)) as show:
         report = run_utilisation(
             SETTING, on_progress=lambda done, row: show(row, done, len(SETTING.rows))
         )
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -189,13 +189,13 @@ def codec(
     from diloco.bench.codec import SETTING, run_codec
     from diloco.cli.progress import counting
 
-    with counting(_console(json_target)) as show:
+    with counting(bench_console(json_target)) as show:
         report = run_codec(
             SETTING,
             names or [],
             on_progress=lambda done, total: show("codecs", done, total),
         )
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -215,9 +215,9 @@ def publish(json_target: JsonTarget = "", require: Require = False) -> None:
     from diloco.bench.publish import SETTING, run_publish
     from diloco.cli.progress import counting
 
-    with counting(_console(json_target)) as show:
+    with counting(bench_console(json_target)) as show:
         report = run_publish(SETTING, on_progress=lambda done, total: show("rounds", done, total))
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -242,9 +242,9 @@ def syncer(json_target: JsonTarget = "", require: Require = False) -> None:
     from diloco.bench.syncer import SETTING, run_syncer
     from diloco.cli.progress import counting
 
-    with counting(_console(json_target)) as show:
+    with counting(bench_console(json_target)) as show:
         report = run_syncer(SETTING, on_progress=lambda done, total: show("rounds", done, total))
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -262,9 +262,9 @@ def heartbeat(json_target: JsonTarget = "", require: Require = False) -> None:
     from diloco.bench.heartbeat import SETTING, run_heartbeat
     from diloco.cli.progress import counting
 
-    with counting(_console(json_target)) as show:
+    with counting(bench_console(json_target)) as show:
         report = run_heartbeat(SETTING, on_progress=show)
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -294,11 +294,11 @@ def wan(
     from diloco.launch.ending import Interrupted, heeding_signals
 
     try:
-        with heeding_signals() as request, counting(_console(json_target)) as show:
+        with heeding_signals() as request, counting(bench_console(json_target)) as show:
             report = run_wan(SETTING, rows or [], on_progress=show, on_look=request.check)
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -328,7 +328,7 @@ def allreduce(
     from diloco.launch.ending import Interrupted, heeding_signals
 
     try:
-        with heeding_signals() as request, counting(_console(json_target)) as show:
+        with heeding_signals() as request, counting(bench_console(json_target)) as show:
             report = run_allreduce(
                 SETTING,
                 rows or [],
@@ -338,7 +338,7 @@ def allreduce(
             )
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -366,19 +366,19 @@ def recovery(
     from diloco.bench.recovery import SETTING, run_recovery
     from diloco.cli.progress import counting
 
-    with counting(_console(json_target)) as show:
+    with counting(bench_console(json_target)) as show:
         report = run_recovery(SETTING, rows or [], on_progress=show)
-    _show(report, json_target, require=require)
+    show_report(report, json_target, require=require)
 
 
-def _console(json_target: str) -> Console:
+def bench_console(json_target: str) -> Console:
     """Standard error, so that progress never mixes with what is asked for."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=json_target == "-")
 
 
-def _show(report: Report, json_target: str, *, require: bool) -> None:
+def show_report(report: Report, json_target: str, *, require: bool) -> None:
     """Print table and bars, write the JSON, and judge.
 
     Raises:

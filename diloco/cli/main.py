@@ -15,6 +15,7 @@ from rich.text import Text
 from diloco.cli import (
     baseline,
     bench,
+    bench_race,
     certs,
     chaos,
     configuration,
@@ -75,6 +76,7 @@ for subject in (
     configuration,
 ):
     subject.register(app)
+bench_race.register(bench.bench)
 
 
 def _flow(group: typer.Typer) -> None:
