@@ -41,8 +41,8 @@ _COLUMNS = (
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("ideal_per_s", "ideal", ",.0f"),
     Column("efficiency", "efficiency", ".3f"),
-    Column("cpu_us_per_token", "CPU, us a token", ",.1f"),
-    Column("cpu_ratio", "CPU over one rank", ".3f"),
+    Column("cpu_us_per_token", "CPU, us", ",.1f"),
+    Column("cpu_ratio", "over one", ".3f"),
     Column("exposed", "exposed", ".3f"),
     Column("loss", "loss", ".4f"),
 )
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is trained: a Llama of 3.2M parameters on bytes."""
+    """What is trained: a Llama of 3.3M parameters on bytes."""
 
     sequences: int = 8
     sequence_length: int = 256

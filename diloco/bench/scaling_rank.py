@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diloco.bench.island_trainer import island_trainer
 from diloco.config.load import load_config
@@ -101,7 +102,7 @@ def _join(order: dict[str, Any], channel: Channel) -> None:
     """Meet the other ranks: the first has the store, and says at which port."""
     island_rank, num_ranks = order["island_rank"], order["num_ranks"]
     store = (
-        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
         if island_rank == 0
         else None
     )
@@ -110,7 +111,7 @@ def _join(order: dict[str, Any], channel: Channel) -> None:
     if num_ranks == 1:
         return
     (port,) = (place["port"] for place in places if place["island_rank"] == 0)
-    store = store or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
+    store = store or TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
     dist.init_process_group(
         "gloo", store=store, rank=island_rank, world_size=num_ranks, timeout=_PATIENCE
     )

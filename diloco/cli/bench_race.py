@@ -84,16 +84,17 @@ def scaling(
 ) -> None:
     """Measure how an island's speed grows with its ranks, by strategy.
 
-    Ranks of one thread on this machine, joined by gloo, train a byte model of 3.2M parameters on
+    Ranks of one thread on this machine, joined by gloo, train a byte model of 3.3M parameters on
     the same 2,048 tokens an inner step: fsdp, replicate, tp, pp (1F1B, two micro-batches a stage)
     and cp (ring) each take all ranks. A minute or two.
 
     Read "ideal": one rank's tokens/s times the ranks, or times the CPUs where ranks share those;
-    "efficiency": tokens/s over it, which other work on the machine lowers. "CPU over one rank" is
-    what a token costs, whoever else computes: 1 means that a strategy adds no work. "exposed":
-    share of the wall time in which a rank's training thread waited for others, its waits for a CPU
-    not counted: collectives that nothing hides, and the bubbles of a pipeline; of more ranks than
-    CPUs also others' waits for a CPU. "loss" differs by rounding only. There are no bars.
+    "efficiency": tokens/s over it, which other work on the machine lowers. "CPU, us": what a token
+    costs in CPU time of all ranks, whoever else computes; "over one": that over one rank's, so that
+    1 means that a strategy adds no work. "exposed": share of the wall time in which a rank's
+    training thread waited for others, its waits for a CPU not counted: collectives that nothing
+    hides, and the bubbles of a pipeline; of more ranks than CPUs also others' waits for a CPU.
+    "loss" differs by rounding only. There are no bars.
     """
     from diloco.bench.scaling import SETTING, chosen_rows, run_scaling
     from diloco.cli.progress import counting
