@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.baseline.time_model import Reduction, tcp_bps
-from diloco.bench.allreduce_link import ISLANDS, RANKS, measure_link
+from diloco.bench.allreduce_link import RANKS, measure_link
 from diloco.bench.emulating import check_text, measure_inside
+from diloco.bench.link_row import ISLANDS, LinkRow
 from diloco.bench.report import Column, Report, Requirement
 from diloco.errors import ConfigError
 from transport.units import parse_bandwidth
@@ -44,42 +45,12 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class LinkRow:
-    """A link between two islands, the same both ways.
-
-    Attributes:
-        name: What --rows chooses by.
-        bandwidth: Such as "100Mbit/s".
-        rtt_ms: Round trip.
-        is_judged: Whether the share of the ideal has a bar here; that hierarchical is not slower
-            than flat is asked everywhere.
-    """
-
-    name: str
-    bandwidth: str
-    rtt_ms: float
-    is_judged: bool = False
-
-    @property
-    def toml(self) -> str:
-        """Write the file of the emulated network: long fat paths need buffers and no idle start."""
-        way = f'{{ bandwidth = "{self.bandwidth}", delay = "{self.rtt_ms / 2:g}ms" }}'
-        sites = "".join(f"[islands.{island}]\n" for island in ISLANDS)
-        return (
-            f'topology = "mesh"\ncoordinator_at = "{ISLANDS[0]}"\nlink = "measured"\n'
-            f'[tcp]\ncongestion_control = "cubic"\nmax_buffer = "64MiB"\n'
-            f"slow_start_after_idle = false\n"
-            f'[links.measured]\nsource = "diloco bench allreduce"\n'
-            f"up = {way}\ndown = {way}\n{sites}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Setting:
     """All measurements.
 
     Attributes:
-        links: On which.
+        links: On which; the share of the ideal has a bar on judged ones, that hierarchical is not
+            slower than flat is asked everywhere.
         num_bytes: Of the vector of each rank, float32.
         chunks_bytes: Sizes of chunks of the hierarchical all-reduce; the first one is judged, and
             is that of the flat ring, too.

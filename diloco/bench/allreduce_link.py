@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco.baseline.place import Member
+from diloco.bench.link_row import ISLANDS
 from diloco.launch.emulated import Emulated
 from diloco.launch.members import Members
 
-ISLANDS = ("east", "west")
 RANKS = 2
 _PATIENCE_S = 60.0
 

@@ -1,4 +1,4 @@
-"""A bench's measurements inside an emulated network, made and checked for them alone."""
+"""Commands that a bench runs to their end, and networks emulated for one measurement alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def measure_inside(
     inside = f'exec {sys.executable} -m {module} {orders_file} "$DILOCO_EMULATION"'
     command = [sys.executable, "-m", "diloco", "emulate", str(wan_file), "--check"]
     command += ["--json", str(place / "record.json"), "--", "sh", "-c", inside]
-    code, words = _run(command, place / "words.log", on_look)
+    code, words = run_watched(command, place / "words.log", on_look)
     if not (place / "record.json").exists():
         raise ConfigError(f"diloco emulate failed, exit code {code}: {words}")
     record = json.loads((place / "record.json").read_text())
@@ -68,8 +68,17 @@ def check_text(check: Sequence[dict[str, Any]] | None) -> str:
     return f"MISSED: {', '.join(missed)}" if missed else f"{len(check)} ok"
 
 
-def _run(command: Sequence[str], log: Path, on_look: Callable[[], None]) -> tuple[int, str]:
-    """Run a command to its end; whatever ends us before ends it, in order, too."""
+def run_watched(command: Sequence[str], log: Path, on_look: Callable[[], None]) -> tuple[int, str]:
+    """Run a command to its end; whatever ends us before ends it, in order, too.
+
+    Args:
+        command: Program and arguments.
+        log: Where all that it prints goes.
+        on_look: Called often; what it raises ends the command.
+
+    Returns:
+        Its exit code, and the last of what it printed.
+    """
     with log.open("wb") as words:
         process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT)
         try:

@@ -16,6 +16,7 @@ from diloco.cli import (
     baseline,
     bench,
     bench_inner,
+    bench_race,
     certs,
     chaos,
     configuration,
@@ -77,6 +78,7 @@ for subject in (
 ):
     subject.register(app)
 bench_inner.register(bench.bench)
+bench_race.register(bench.bench)
 
 
 def _flow(group: typer.Typer) -> None:

@@ -78,6 +78,19 @@ def load_section(path: str | Path, section: type[S]) -> S:
     return _validated(_read(path, section), f"cannot load {path}", section)
 
 
+def config_of(values: Mapping[str, Any], attempt: str) -> Config:
+    """Make a configuration of what a run file would say.
+
+    Args:
+        values: Sections by name.
+        attempt: What is tried, for the error.
+
+    Raises:
+        ConfigError: If the values have problems: one a line.
+    """
+    return _validated(values, attempt, Config)
+
+
 def _read(path: str | Path, root: type[classes.Section]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:

@@ -3,7 +3,8 @@
 import pytest
 
 from diloco.bench import allreduce as bench
-from diloco.bench.allreduce import SETTING, LinkRow, Setting, run_allreduce
+from diloco.bench.allreduce import SETTING, Setting, run_allreduce
+from diloco.bench.link_row import LinkRow
 from diloco.errors import ConfigError
 from simulations.emulate.config import load_wan
 
