@@ -20,8 +20,6 @@ from diloco.config.pipeline import DEFAULT_SCHEDULE, Schedule, stages_problem
 #: Axes whose product is the number of ranks, outermost first: neighbours along tp are next to each
 #: other, so on one host. `ep` is no axis of its own: it regroups the ranks of dp_shard x cp.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-#: Designed, not built.
-_LATER = ("ep",)
 
 
 class MeshConfig(Section):
@@ -100,13 +98,6 @@ class MeshConfig(Section):
         sizes = {**self.sizes, "ep": self.ep}
         return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
-    @field_validator(*_LATER)
-    @classmethod
-    def _check_built(cls, value: int) -> int:
-        if value > 1:
-            raise ValueError("comes later; set it to 1")
-        return value
-
     @field_validator("ep")
     @classmethod
     def _check_experts(cls, value: int, info: ValidationInfo) -> int:
@@ -125,8 +116,8 @@ class MeshConfig(Section):
                 f'reshard = "{self.reshard}" is not for pp = {self.pp}: stages keep parameters '
                 "gathered while micro-batches pass them; leave it out"
             )
-        if self.pp > 1 and self.cp * self.ep > 1:
-            raise ValueError(f"pp = {self.pp} beside cp or ep comes later; set either to 1")
+        if self.pp > 1 and self.cp > 1:
+            raise ValueError(f"pp = {self.pp} beside cp comes later; set either to 1")
         if self.reshard != "auto" and self.dp_shard * self.cp == 1:
             raise ValueError(
                 f'reshard = "{self.reshard}" is for parameters spread over dp_shard or cp, and '
@@ -194,7 +185,22 @@ def mesh_problems(mesh: MeshConfig, data: Mapping[str, Any]) -> Iterator[Problem
     if undivided:
         shown = ", ".join(f"{name} = {size}" for name, size in undivided.items())
         yield "mesh.tp", mesh.tp, f"must divide {shown}; {nearest(mesh.tp, *sizes.values())}"
+    if "model" in data and mesh.ep > 1:
+        yield from _experts_problems(mesh, data["model"].experts.num_experts)
     yield from _context_problems(mesh, data)
+
+
+def _experts_problems(mesh: MeshConfig, num_experts: int) -> Iterator[Problem]:
+    """Check what the ranks of ep must divide."""
+    if not num_experts:
+        yield (
+            "mesh.ep",
+            mesh.ep,
+            "spreads experts, and model.experts.num_experts = 0 (none): set it to 1",
+        )
+    elif num_experts % mesh.ep:
+        nearby = nearest(mesh.ep, num_experts, mesh.dp_shard * mesh.cp)
+        yield "mesh.ep", mesh.ep, f"must divide model.experts.num_experts = {num_experts}; {nearby}"
 
 
 def _context_problems(mesh: MeshConfig, data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,13 @@ def _only_best_groups(ranked_TX: Tensor, experts: ExpertsConfig) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The routed experts of a layer, each a SwiGLU; what expert parallelism spreads over ranks."""
+    """The routed experts of a layer, each a SwiGLU; what expert parallelism spreads over ranks.
+
+    Attributes:
+        compute: What applies the stacks to rows, as `apply_experts` does.
+    """
+
+    compute: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
     def __init__(self, dim: int, experts: ExpertsConfig) -> None:
         """Create the three stacks of matrices."""
@@ -100,22 +106,33 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.up = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, hidden))
+        self.compute = apply_experts
 
     def forward(self, x_RD: Tensor, num_rows_X: Tensor) -> Tensor:
-        """Apply every expert to its rows: down_x(silu(gate_x(row)) * up_x(row)).
+        """Apply every expert to its rows; see `apply_experts`."""
+        return self.compute(x_RD, num_rows_X, self.gate, self.up, self.down)
 
-        Args:
-            x_RD: Rows sorted by expert, shape [R, D].
-            num_rows_X: Rows of each expert, shape [X], integer; may be zero.
 
-        Returns:
-            Shape [R, D], in the order of the rows.
-        """
-        ends = num_rows_X.cumsum(0, dtype=torch.int32)
-        gate_RF = F.grouped_mm(x_RD, self.gate.transpose(1, 2), offs=ends)
-        up_RF = F.grouped_mm(x_RD, self.up.transpose(1, 2), offs=ends)
-        out_RD: Tensor = F.grouped_mm(F.silu(gate_RF) * up_RF, self.down.transpose(1, 2), offs=ends)
-        return out_RD
+def apply_experts(
+    x_RD: Tensor, num_rows_X: Tensor, gate_XFD: Tensor, up_XFD: Tensor, down_XDF: Tensor
+) -> Tensor:
+    """Apply every expert to its rows: down_x(silu(gate_x(row)) * up_x(row)).
+
+    Args:
+        x_RD: Rows sorted by expert, shape [R, D].
+        num_rows_X: Rows of each expert, shape [X], integer; may be zero.
+        gate_XFD: First of the stacks of matrices.
+        up_XFD: Second.
+        down_XDF: Third.
+
+    Returns:
+        Shape [R, D], in the order of the rows.
+    """
+    ends = num_rows_X.cumsum(0, dtype=torch.int32)
+    gate_RF = F.grouped_mm(x_RD, gate_XFD.transpose(1, 2), offs=ends)
+    up_RF = F.grouped_mm(x_RD, up_XFD.transpose(1, 2), offs=ends)
+    out_RD: Tensor = F.grouped_mm(F.silu(gate_RF) * up_RF, down_XDF.transpose(1, 2), offs=ends)
+    return out_RD
 
 
 class ExpertLayer(nn.Module):

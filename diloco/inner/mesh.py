@@ -1,6 +1,7 @@
 """Owns how the ranks of an island are arranged: one device mesh, and the groups along its axes.
 
     (pp, dp_replicate, fsdp, tp)      fsdp = dp_shard x cp: ranks that share shards
+    (efsdp, ep) in place of fsdp      the same ranks, as experts are dealt: efsdp = fsdp / ep
 
 Ranks are dealt row-major, so those along tp are next to each other. Axes of 1 are left out. Knows
 no model; what the ranks along an axis do is for `parallelize` and its neighbours.
@@ -19,6 +20,7 @@ from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
 
 Axis = Literal["pp", "dp_replicate", "fsdp", "tp"]
+ExpertAxis = Literal["dp_replicate", "efsdp", "ep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class IslandMesh:
         device_mesh: The axes above 1, named as in `Axis`; None for one rank.
         loss_group: The ranks whose losses are of different tokens; None if this rank has them all.
         cp_group: The ranks that share this one's sequences; None without context parallelism.
+        expert_mesh: The axes with efsdp and ep in place of fsdp; None without expert parallelism.
     """
 
     device: torch.device
@@ -38,6 +41,7 @@ class IslandMesh:
     device_mesh: DeviceMesh | None = None
     loss_group: dist.ProcessGroup | None = None
     cp_group: dist.ProcessGroup | None = None
+    expert_mesh: DeviceMesh | None = None
 
     def size(self, axis: Axis) -> int:
         """Return the number of ranks along an axis."""
@@ -59,6 +63,24 @@ class IslandMesh:
             return None
         assert self.device_mesh is not None, "a mesh of several ranks has axes"
         return self.device_mesh[present]
+
+    def expert_submesh(self, *axes: ExpertAxis) -> DeviceMesh | None:
+        """Return the mesh of this rank's neighbours along some axes, as experts are dealt.
+
+        Args:
+            axes: In the order of `ExpertAxis`; those of 1 are left out.
+
+        Returns:
+            None if all axes are 1, and without expert parallelism.
+        """
+        config = self.config
+        sizes: dict[ExpertAxis, int] = {
+            "dp_replicate": config.dp_replicate,
+            "efsdp": config.dp_shard * config.cp // config.ep,
+            "ep": config.ep,
+        }
+        present = tuple(axis for axis in axes if sizes[axis] > 1)
+        return self.expert_mesh[present] if self.expert_mesh is not None and present else None
 
     @property
     def tp_size(self) -> int:
@@ -115,7 +137,8 @@ def make_mesh(device: torch.device, config: MeshConfig) -> IslandMesh:
     sizes = {axis: size for axis, size in _sizes(config).items() if size > 1}
     device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     cp_group = _cp_group(device_mesh, config)
-    return IslandMesh(device, config, device_mesh, _loss_group(device_mesh), cp_group)
+    loss_group, expert_mesh = _loss_group(device_mesh), _expert_mesh(device_mesh, config)
+    return IslandMesh(device, config, device_mesh, loss_group, cp_group, expert_mesh)
 
 
 def _sizes(config: MeshConfig) -> dict[Axis, int]:
@@ -148,3 +171,11 @@ def _cp_group(device_mesh: DeviceMesh, config: MeshConfig) -> dist.ProcessGroup 
     ranks = fsdp.mesh.flatten().tolist()[first : first + config.cp]
     group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return group
+
+
+def _expert_mesh(device_mesh: DeviceMesh, config: MeshConfig) -> DeviceMesh | None:
+    """Regroup the ranks along fsdp; those along ep are neighbours, so on one host if may be."""
+    if config.ep == 1:
+        return None
+    sizes = (config.dp_shard * config.cp // config.ep, config.ep)
+    return device_mesh._unflatten("fsdp", sizes, ("efsdp", "ep"))

@@ -8,6 +8,8 @@ Knows the model, no data and no outer loop; `gradients` handles what comes out o
     dp_replicate alone       whole parameters on every rank, gradients averaged
 
     cp                       positions in parts, attention reaches those of other ranks (`context`)
+    ep                       experts dealt to the ranks of fsdp, and rows sent to them
+                             (`expert_parallel`); FSDP2 over the other fsdp / ep ranks
 
 Source: ZeRO (arXiv 1910.02054), FSDP (arXiv 2304.11277).
 """
@@ -23,6 +25,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from diloco.config.mesh import MeshConfig, heads_problem, positions_problem
 from diloco.errors import ConfigError
 from diloco.inner.context import ContextAttention
+from diloco.inner.expert_parallel import spread_experts
+from diloco.inner.experts import Experts
 from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Block, Llama
 from diloco.inner.tensor_parallel import apply_tensor_parallel
@@ -44,7 +48,7 @@ def parallelize(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None
 
     Raises:
         ConfigError: If `tp` or `cp` do not divide heads, widths, vocabulary or sequence length, or
-            the device has no way to attend over `cp`.
+            the device has no way to attend over `cp`, or `ep` does not divide the experts.
     """
     _apply_context_parallel(model, mesh, sequence_length=sequence_length)
     if (tp_mesh := mesh.submesh("tp")) is not None:
@@ -55,6 +59,9 @@ def parallelize(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None
             keeps_logits_split=mesh.config.loss_parallel,
         )
         model.tie_()  # now: what is sharded twice apart is no longer one parameter
+    if (ep_mesh := mesh.expert_submesh("ep")) is not None:
+        for experts in _experts(model):
+            spread_experts(experts, ep_mesh)
     _apply_data_parallel(model, mesh)
     model.to_empty(device=mesh.device)
     model.tie_()
@@ -91,17 +98,45 @@ def _apply_data_parallel(model: Llama, mesh: IslandMesh) -> None:
     data_mesh = mesh.submesh("dp_replicate", "fsdp")
     if data_mesh is None:
         return
+    apart = _apply_data_parallel_to_experts(model, mesh)
     for layer in _unit_blocks(model, mesh.config):
         if mesh.size("fsdp") > 1:
             gives_back = mesh.config.reshard != "never" and mesh.size("pp") == 1
-            fully_shard(layer, mesh=data_mesh, reshard_after_forward=gives_back)
+            fully_shard(
+                layer, mesh=data_mesh, reshard_after_forward=gives_back, ignored_params=apart
+            )
         else:
             replicate(layer, mesh=data_mesh)
     if mesh.size("fsdp") > 1:
         gives_back = mesh.config.reshard == "always"
-        fully_shard(model, mesh=data_mesh, reshard_after_forward=gives_back)
+        fully_shard(model, mesh=data_mesh, reshard_after_forward=gives_back, ignored_params=apart)
     else:
         replicate(model, mesh=data_mesh)
+
+
+def _apply_data_parallel_to_experts(model: Llama, mesh: IslandMesh) -> set[nn.Parameter]:
+    """Make a unit of each layer's experts over the ranks that have the same ones.
+
+    Returns:
+        What no unit may take: experts that no other rank has, spread over all of fsdp.
+    """
+    if mesh.expert_mesh is None:
+        return set()
+    same_mesh = mesh.expert_submesh("dp_replicate", "efsdp")
+    if same_mesh is None:
+        return {parameter for experts in _experts(model) for parameter in experts.parameters()}
+    gives_back = mesh.config.reshard != "never" and mesh.size("pp") == 1
+    for experts in _experts(model):
+        if mesh.expert_submesh("efsdp") is not None:
+            fully_shard(experts, mesh=same_mesh, reshard_after_forward=gives_back)
+        else:
+            replicate(experts, mesh=same_mesh)
+    return set()
+
+
+def _experts(model: Llama) -> list[Experts]:
+    """Find the routed experts of all layers here."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def _unit_blocks(model: Llama, config: MeshConfig) -> Iterator[nn.Module]:

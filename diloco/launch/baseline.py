@@ -89,8 +89,8 @@ def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
         )
     if config.model.experts.num_experts:
         raise ConfigError(
-            f"model.experts.num_experts = {config.model.experts.num_experts}: what balances experts "
-            f"is counted inside an island, and baselines train across them; take a dense model"
+            f"model.experts.num_experts = {config.model.experts.num_experts}: experts are balanced "
+            f"by counts of one island, and a baseline trains across them; take a dense model"
         )
     if options.name != FLAT:
         insist_on_equal_ranks({name: island.ranks for name, island in config.islands.items()})

@@ -434,8 +434,15 @@ REFUSALS = [
     ("islands.a.ranks=2", ["islands.a.mesh:", "product of its axes must equal ranks = 2"]),
     ("islands.a.mesh={zp=1}", ["islands.a.mesh.zp: 1: unknown key", "known here: pp, dp_repl"]),
     ("islands.a.mesh={tp=0}", ["islands.a.mesh.tp: 0:", ">= 1"]),
-    ("islands.a.mesh={ep=2}", ["islands.a.mesh.ep: 2: comes later; set it to 1"]),
-    ("islands.a.mesh={ep=2}", ["islands.a.mesh.ep: 2: comes later; set it to 1"]),
+    ("islands.a.mesh={ep=2}", ["mesh.ep: 2: must divide dp_shard x cp = 1; set it to 1"]),
+    (
+        "islands.a={ranks=2, mesh={dp_shard=2, ep=2}, tokens_per_inner_step=64}",
+        ["islands.a.mesh.ep: 2: spreads experts, and model.experts.num_experts = 0 (none)"],
+    ),
+    (
+        "islands.a={ranks=4, mesh={pp=2, cp=2}, tokens_per_inner_step=64}",
+        ["pp = 2 beside cp comes later; set either to 1"],
+    ),
     (
         "islands.a={ranks=8, mesh={dp_shard=3, tp=2}, tokens_per_inner_step=96}",
         ["dp_shard 3 x tp 2 = 6: set dp_shard = 4 or ranks = 6"],
@@ -580,6 +587,18 @@ def test_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     assert "absent.toml: No such file" in refusal(tmp_path / "nowhere" / "absent.toml")
     assert f"{tmp_path}: Is a directory" in refusal(tmp_path)
     assert "bytes.toml is not valid TOML" in refusal(tmp_path / "bytes.toml")
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused_with_those_that_would(
+    tmp_path: Path,
+) -> None:
+    message = refusal(
+        write(tmp_path, MINIMAL),
+        "model.experts={num_experts=6, experts_per_token=2, expert_dim=16}",
+        "islands.a={ranks=4, mesh={dp_shard=4, ep=4}, tokens_per_inner_step=128}",
+    )
+
+    assert "mesh.ep: 4: must divide model.experts.num_experts = 6; set it to 2" in message
 
 
 def test_unknown_island_is_refused_with_the_names_there_are() -> None:
