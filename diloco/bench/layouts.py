@@ -282,7 +282,7 @@ def case_of(name: str) -> Case:
     return case
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what this rank's collectives are called, while it is entered.
 
     PyTorch's `CommDebugMode` also follows modules by hooks, and fails where a module is called
@@ -294,7 +294,7 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         """Begin with none."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
