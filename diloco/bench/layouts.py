@@ -267,7 +267,12 @@ CASES = [
     Case("fsdp-of-4-tp", MeshConfig(dp_shard=4, tp=2)),
     Case("pp-fsdp-tp", MeshConfig(pp=2, dp_shard=2, tp=2), model=TIED, micro_batches=2),
     Case("zbv-fsdp-tp", looped("zbv", dp_shard=2, tp=2, fsdp_unit="block"), micro_batches=4),
-    Case("interleaved-hsdp", looped("interleaved-1f1b", dp_replicate=2, dp_shard=2), TIED, {}, 2),
+    Case(
+        "interleaved-hsdp",
+        looped("interleaved-1f1b", dp_replicate=2, dp_shard=2),
+        model=TIED,
+        micro_batches=2,
+    ),
 ]
 
 
