@@ -232,7 +232,6 @@ CASES = [
         micro_batches=2,
     ),
     Case("ep-replicated", MeshConfig(dp_replicate=2, dp_shard=2, ep=2), EXPERTS, {}, 0.0, 2),
-    Case("ep-1f1b", MeshConfig(pp=2, dp_shard=2, ep=2), model=EXPERTS, micro_batches=2),
     Case("pp-of-4-tied", MeshConfig(pp=4), model=TIED, micro_batches=4),
     Case(
         "pp-fsdp-tied-muon",
@@ -289,7 +288,6 @@ CASES = [
         optimizer=MUON,
         micro_batches=2,
     ),
-    Case("ep-zbv", looped("zbv", dp_shard=4, ep=2, fsdp_unit="block"), EXPERTS, {}, 0.0, 2),
     Case("pp-fsdp-tp", MeshConfig(pp=2, dp_shard=2, tp=2), model=TIED, micro_batches=2),
     Case("zbv-fsdp-tp", looped("zbv", dp_shard=2, tp=2, fsdp_unit="block"), micro_batches=4),
     Case(
