@@ -471,7 +471,7 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
         director = Director(scene.world, truth, faults, lambda done, all_of: None, 60.0)
 
         def play() -> bool:
-            director._end(truth.now_s)
+            director._end(truth.now_s + 100.0)  # nobody meets them, and they have waited for it
             director._begin(0.0, 1e9 if director._waits_since_s else 0.0)  # it has waited for long
             seen.append([*(read_json(path) or {}).get("east", {}).get("rates", {})])
             return not (director._to_come or director._under_way)
