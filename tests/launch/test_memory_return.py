@@ -57,7 +57,7 @@ class Other:
         self.was_asked = True
         if self.refusal:
             raise NotHealed(self.refusal)
-        return Manifest("run", 0, "west", 12, 5, 5, (3,), "", {})
+        return Manifest("run", 0, "west", 12, 5, "adamw", 5, (3,), "", {})
 
 
 def take_up(

@@ -116,6 +116,8 @@ def test_figures_at_the_end_of_an_island(rank: Rank) -> None:
         "bytes_up": 70,
         "bytes_down": 80,
         "digests": ["d0", "d1"],
+        "tflops_per_s": 0.0,
+        "mfu": 0.0,
     }
 
 

@@ -18,6 +18,7 @@ from diloco.coordinator.members import Member
 from diloco.coordinator.membership import Membership
 from diloco.errors import ConfigError
 from diloco.inner.model import LlamaShape
+from diloco.launch.checkpoints import FORMAT
 from diloco.launch.local_resume import find_resume_step, read_standing
 from diloco.launch.mirror import Mirror
 from diloco.launch.run_checkpoints import choose_checkpoint, insist_on_run, open_journal
@@ -64,7 +65,7 @@ class Stored:
         plan = self.plan.to_json().encode()
         (path / "parts-0001" / "plan.json").write_bytes(plan)
         digest = {"bytes": len(plan), "blake3": blake3.blake3(plan).hexdigest()}
-        manifest = {"format": 3, "parts": "parts-0001", "files": {"plan.json": digest}}
+        manifest = {"format": FORMAT, "parts": "parts-0001", "files": {"plan.json": digest}}
         (path / "manifest.json").write_text(json.dumps(manifest))
         return path
 

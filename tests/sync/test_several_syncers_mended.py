@@ -81,7 +81,7 @@ def test_an_inner_optimizer_is_given_over_the_syncers_that_have_its_fragments(
         lane_name(*lane): LaneGiven(len(data), blake3.blake3(data).hexdigest())
         for lane, data in lanes.items()
     }
-    manifest = Manifest(RUN, 0, "a", CUT, 40, 3, (5,) * 4, plan.fingerprint(), given)
+    manifest = Manifest(RUN, 0, "a", CUT, 40, "adamw", 3, (5,) * 4, plan.fingerprint(), given)
 
     async def nothing(number: int) -> None:
         raise AssertionError
