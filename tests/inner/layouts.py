@@ -5,6 +5,7 @@ one after the other, and `alone` trains what they have in common on one rank. To
 a row; `test_layouts.py` does the rest.
 """
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diloco.config.compute import PLAIN, Compute
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
 from diloco.config.model import ExpertsConfig, LatentAttentionConfig
@@ -48,6 +50,7 @@ class Case:
         z_loss: Coefficient of the penalty of log Z.
         micro_batches: Parts of a rank's batch; one rank trains in one part.
         collectives: Collectives of a rank and inner step, where they are counted.
+        compute: How blocks are computed; one rank computes them plainly.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Case:
     z_loss: float = 0.0
     micro_batches: int = 1
     collectives: Mapping[str, int] | None = None
+    compute: Compute = PLAIN
 
     @property
     def num_ranks(self) -> int:
@@ -70,6 +74,7 @@ class Case:
             z_loss=self.z_loss,
             micro_batches=micro_batches,
             num_evaluated=EVALUATED,
+            compute=self.compute,
         )
 
 
@@ -86,6 +91,8 @@ LATENT = {
     ),
 }
 MUON = {"name": "muon", "lr": 5e-3}
+FULL, SELECTIVE = Compute("full"), Compute("selective")
+BFLOAT16 = Compute(precision="bfloat16")
 #: Large, so that it is felt within few steps.
 Z_LOSS = 0.01
 
@@ -166,6 +173,31 @@ CASES = [
     ),
     Case("experts-1f1b", MeshConfig(pp=2), model=EXPERTS, micro_batches=2),
     Case("qk-norm-tp", MeshConfig(tp=2), model={"qk_norm": True, "head_dim": 24}),
+    Case(
+        "full-zero-3-accumulated",
+        MeshConfig(dp_shard=2, fsdp_unit="block", reshard="always"),
+        micro_batches=2,
+        compute=FULL,
+    ),
+    Case("full-tp", MeshConfig(tp=2), model=TIED, compute=FULL),
+    Case("full-ring", MeshConfig(cp=2), compute=FULL),
+    Case("selective-tp", MeshConfig(tp=2, loss_parallel=True), compute=SELECTIVE),
+    Case(
+        "selective-experts-latent",
+        MeshConfig(dp_shard=2, fsdp_unit="block"),
+        model={**EXPERTS, **LATENT},
+        compute=SELECTIVE,
+    ),
+    Case("full-experts-1f1b", MeshConfig(pp=2), EXPERTS, micro_batches=2, compute=FULL),
+    Case(
+        "compiled-selective-fsdp",
+        MeshConfig(dp_shard=2, fsdp_unit="block"),
+        compute=Compute("selective", "aot_eager"),
+    ),
+    Case("bfloat16-fsdp", MeshConfig(dp_shard=2), model=TIED, compute=BFLOAT16),
+    Case("bfloat16-replicated", MeshConfig(dp_replicate=2), compute=BFLOAT16),
+    Case("bfloat16-ring", MeshConfig(cp=2), compute=BFLOAT16),
+    Case("bfloat16-experts", MeshConfig(dp_shard=2), model=EXPERTS, compute=BFLOAT16),
     # -- 4 ranks
     Case("ring-experts", MeshConfig(dp_shard=2, cp=2), model=EXPERTS, optimizer=MUON),
     Case("ring-fsdp", MeshConfig(dp_shard=2, cp=2), model=TIED, micro_batches=2),
@@ -206,6 +238,9 @@ CASES = [
     ),
     Case("replicated-tp", MeshConfig(dp_replicate=2, tp=2), micro_batches=2),
     Case("fsdp-tp-muon", MeshConfig(dp_shard=2, tp=2), model=TIED, optimizer=MUON),
+    Case("full-fsdp-tp", MeshConfig(dp_shard=2, tp=2), model=TIED, compute=FULL),
+    Case("bfloat16-fsdp-tp", MeshConfig(dp_shard=2, tp=2), compute=BFLOAT16),
+    Case("bfloat16-pp-fsdp", MeshConfig(pp=2, dp_shard=2), micro_batches=2, compute=BFLOAT16),
     Case("hsdp-muon", MeshConfig(dp_replicate=2, dp_shard=2), optimizer=MUON, z_loss=Z_LOSS),
     # -- 8 ranks
     Case("hsdp-tp", MeshConfig(dp_replicate=2, dp_shard=2, tp=2), model=TIED),
@@ -252,7 +287,7 @@ def alone(case: Case) -> dict[str, Any]:
     """Train on one rank what a row trains on several."""
     key = repr((sorted(case.model.items()), sorted(case.optimizer.items()), case.z_loss))
     if key not in _ALONE:
-        _ALONE[key] = train(case, one_rank(), 1)
+        _ALONE[key] = train(replace(case, compute=PLAIN), one_rank(), 1)
     return _ALONE[key]
 
 
@@ -261,6 +296,7 @@ _ALONE: dict[str, dict[str, Any]] = {}
 
 def train(case: Case, mesh: IslandMesh, micro_batches: int) -> dict[str, Any]:
     """Train some steps; then write halves through the lanes, as the outer loop does, and go on."""
+    torch.compiler.reset()  # each row's blocks are compiled as in a process of their own
     trainer = case.make_trainer(mesh, micro_batches)
     lanes = _Lanes(trainer)
     initial = lanes.digest()
@@ -271,13 +307,16 @@ def train(case: Case, mesh: IslandMesh, micro_batches: int) -> dict[str, Any]:
     lanes.write(lambda values: values * 0.5)
     written = whole_parameters(trainer.model)
     evaluations.append(trainer.evaluate())
-    with _Collectives() as collectives:
+    # No dispatch mode but where it is wanted: nothing is compiled under one.
+    collectives = _Collectives()
+    with contextlib.nullcontext() if case.collectives is None else collectives:
         metrics.append(trainer.inner_step(INNER_STEPS))
     return {
         "initial": initial,
         "metrics": metrics,
         "evaluations": evaluations,
         "trained": _of_all_stages(trained, mesh),
+        "dtypes": {str(p.dtype) for p in canonical_parameters(trainer.model).values()},
         "halved": all(_same(written[name], value * 0.5) for name, value in trained.items()),
         "collectives": dict(collectives.counts),
     }
