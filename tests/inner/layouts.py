@@ -66,6 +66,11 @@ class Case:
     def num_ranks(self) -> int:
         return self.mesh.num_ranks
 
+    @property
+    def is_compiled(self) -> bool:
+        """Slow: loading the compiler takes longer than all rows of two ranks."""
+        return self.compute.compile_backend != ""
+
     def make_trainer(self, mesh: IslandMesh, micro_batches: int) -> InnerTrainer:
         return make_trainer(
             mesh,
@@ -194,6 +199,12 @@ CASES = [
         MeshConfig(dp_shard=2, fsdp_unit="block"),
         compute=Compute("selective", "aot_eager"),
     ),
+    Case(
+        "compiled-bfloat16-zero-3-accumulated",
+        MeshConfig(dp_shard=2, fsdp_unit="block", reshard="always"),
+        micro_batches=2,
+        compute=Compute("none", "aot_eager", "bfloat16"),
+    ),
     Case("bfloat16-fsdp", MeshConfig(dp_shard=2), model=TIED, compute=BFLOAT16),
     Case("bfloat16-replicated", MeshConfig(dp_replicate=2), compute=BFLOAT16),
     Case("bfloat16-ring", MeshConfig(cp=2), compute=BFLOAT16),
@@ -263,8 +274,13 @@ CASES = [
 ]
 
 
-def names(num_ranks: int) -> list[str]:
-    return [case.name for case in CASES if case.num_ranks == num_ranks]
+def names(num_ranks: int, *, is_compiled: bool = False) -> list[str]:
+    return [case.name for case in _rows(num_ranks, is_compiled)]
+
+
+def _rows(num_ranks: int, is_compiled: bool) -> list[Case]:
+    rows = [case for case in CASES if case.num_ranks == num_ranks]
+    return [case for case in rows if case.is_compiled == is_compiled]
 
 
 def case_of(name: str) -> Case:
@@ -273,13 +289,18 @@ def case_of(name: str) -> Case:
 
 
 @cache
-def run_rows(num_ranks: int) -> list[dict[str, Any]]:
+def run_rows(num_ranks: int, is_compiled: bool) -> list[dict[str, Any]]:
     """Train all rows of a number of ranks; returns, by rank, the results by name."""
-    return run_ranks(_train_rows, num_ranks, timeout_s=50 * num_ranks)
+    trained = _train_compiled_rows if is_compiled else _train_rows
+    return run_ranks(trained, num_ranks, timeout_s=60 * num_ranks)
 
 
-def _train_rows(island_rank: int) -> dict[str, Any]:
-    rows = [case for case in CASES if case.num_ranks == dist.get_world_size()]
+def _train_compiled_rows(island_rank: int) -> dict[str, Any]:
+    return _train_rows(island_rank, is_compiled=True)
+
+
+def _train_rows(island_rank: int, *, is_compiled: bool = False) -> dict[str, Any]:
+    rows = _rows(dist.get_world_size(), is_compiled)
     return {case.name: train(case, make_mesh(CPU, case.mesh), case.micro_batches) for case in rows}
 
 
@@ -296,7 +317,8 @@ _ALONE: dict[str, dict[str, Any]] = {}
 
 def train(case: Case, mesh: IslandMesh, micro_batches: int) -> dict[str, Any]:
     """Train some steps; then write halves through the lanes, as the outer loop does, and go on."""
-    torch.compiler.reset()  # each row's blocks are compiled as in a process of their own
+    if case.is_compiled:
+        torch.compiler.reset()  # each row's blocks are compiled as in a process of their own
     trainer = case.make_trainer(mesh, micro_batches)
     lanes = _Lanes(trainer)
     initial = lanes.digest()

@@ -16,9 +16,16 @@ BFLOAT16_LOSS_TOLERANCE = 1e-2
 BFLOAT16_PARAMETER_TOLERANCE = 2e-2
 
 
-@pytest.mark.timeout(120)  # the first of each number of ranks trains all rows of it
+@pytest.mark.timeout(250)  # the first of each number of ranks trains all rows of it
 @pytest.mark.parametrize("name", [*names(2), *names(4)])
 def test_layout_agrees_with_one_rank(name):
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", names(2, is_compiled=True))
+def test_compiled_layout_agrees_with_one_rank(name):
     check(name)
 
 
@@ -32,7 +39,7 @@ def test_layout_of_8_ranks_agrees_with_one_rank(name):
 def check(name):
     case = case_of(name)
     expected = alone(case)
-    everybody = [result[name] for result in run_rows(case.num_ranks)]
+    everybody = [result[name] for result in run_rows(case.num_ranks, case.is_compiled)]
     first = everybody[0]
     loss_tolerance, norm_tolerance = LOSS_TOLERANCE, 1e-4
     parameter_tolerance = PARAMETER_TOLERANCE
