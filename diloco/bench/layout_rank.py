@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diloco.bench.layouts import INNER_STEPS, Case, Collectives, case_of
 from diloco.inner.mesh import IslandMesh, make_mesh
@@ -49,13 +50,13 @@ def _meet(order: dict[str, Any], channel: Channel) -> None:
     """Join the ranks into the default process group; one rank has none."""
     rank, num_ranks = order["rank"], order["num_ranks"]
     is_first = rank == 0
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False) if is_first else None
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False) if is_first else None
     channel.say({"port": store.port if store else None})
     ports = [place["port"] for place in channel.hear()]
     if num_ranks == 1:
         return
     if store is None:
-        store = dist.TCPStore(_HOST, ports[0], is_master=False)
+        store = TCPStore(_HOST, ports[0], is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=num_ranks, timeout=_STUCK_AFTER
     )

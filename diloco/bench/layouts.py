@@ -358,7 +358,12 @@ CASES = [
     ),
     Case("pp-fsdp-tp", MeshConfig(pp=2, dp_shard=2, tp=2), model=TIED, micro_batches=2),
     Case("zbv-fsdp-tp", looped("zbv", dp_shard=2, tp=2, fsdp_unit="block"), micro_batches=4),
-    Case("interleaved-hsdp", looped("interleaved-1f1b", dp_replicate=2, dp_shard=2), TIED, {}, 2),
+    Case(
+        "interleaved-hsdp",
+        looped("interleaved-1f1b", dp_replicate=2, dp_shard=2),
+        model=TIED,
+        micro_batches=2,
+    ),
 ]
 
 
@@ -374,7 +379,7 @@ def case_of(name: str) -> Case:
     return case
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what this rank's collectives are called, while it is entered.
 
     PyTorch's `CommDebugMode` also follows modules by hooks, and fails where a module is called
@@ -386,7 +391,7 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         """Begin with none."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

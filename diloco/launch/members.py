@@ -166,6 +166,6 @@ class Members:
         )
         kind = IslandFailed if code < 0 else error_of_exit_code(code)
         raise kind(
-            f"{first.member} (pid {first.process.pid}) {how}, and a baseline does not go on "
-            f"without a member; {first.log} ends with:\n{tail(first.log)}"
+            f"{first.member} (pid {first.process.pid}) {how}, and the others do not go on "
+            f"without it; {first.log} ends with:\n{tail(first.log)}"
         )
