@@ -9,7 +9,8 @@ of a feed-forward layer, V: vocabulary.
     gradients    4 n
     optimizer    8 n, of Muon's matrices 4 n
     gathered     where FSDP2 gathers: e for every value of the largest rest and 2 blocks, and as
-                 much for their gradients; all of the stage where nothing is given back
+                 much for their gradients, unless copies are whole; all of the stage where nothing
+                 is given back
     a block      none       T e (2 D + 2 D / t + (2 A + 2 K + 4 F) / t)
                  selective  T e (2 D + D / t + (2 A + 2 K + 2 F) / t)
                  full       T e D / t
@@ -224,7 +225,7 @@ def _under_way(island: IslandConfig) -> int:
 def _gathered_bytes(shapes: Shapes, island: IslandConfig, value_bytes: int) -> int:
     """Bound what FSDP2 has gathered at once, parameters and gradients."""
     mesh = island.mesh
-    if mesh.dp_shard * mesh.cp == 1 and value_bytes == 4:
+    if mesh.dp_size * mesh.cp == 1:
         return 0
     sizes: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -238,7 +239,8 @@ def _gathered_bytes(shapes: Shapes, island: IslandConfig, value_bytes: int) -> i
     rest = sum(sizes.values()) - sum(units)
     if mesh.reshard != "never" and mesh.pp == 1:
         units = units[:2]
-    return 2 * value_bytes * (rest + sum(units))
+    copies = 1 if mesh.dp_shard * mesh.cp == 1 else 2  # whole gradients are counted already
+    return copies * value_bytes * (rest + sum(units))
 
 
 def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) -> int:
