@@ -35,7 +35,6 @@ _COLUMNS = (
     Column("row", "row"),
     Column("mesh", "mesh"),
     Column("micro_batches", "micro-batches", "d"),
-    Column("precision", "precision"),
     Column("loss", "last loss", ".4f"),
     Column("difference", "largest difference", ".1e"),
     Column("collectives_text", "collectives a step"),
