@@ -31,7 +31,12 @@ def island_trainer(
     check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
     model = build_part(LlamaShape.from_config(config.model), mesh)
     for part in parts_of(model):
-        parallelize(part, mesh, sequence_length=config.data.sequence_length)
+        parallelize(
+            part,
+            mesh,
+            sequence_length=config.data.sequence_length,
+            compute=config.island.compute,
+        )
         initialise_(part, config.run.seed)
     return InnerTrainer(
         model,

@@ -5,6 +5,7 @@ Trains its rows one after the other in one process group, and says what each one
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diloco.bench.layouts import INNER_STEPS, Case, Collectives, case_of
-from diloco.config.mesh import MeshConfig
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.launch.logs import log_to
 from diloco.launch.rank import exit_at_once
@@ -27,17 +27,19 @@ _HOST = "127.0.0.1"
 _STUCK_AFTER = timedelta(seconds=300)
 
 
-def losses_of(case: Case, mesh: IslandMesh, micro_batches: int) -> dict[str, Any]:
+def losses_of(case: Case, mesh: IslandMesh) -> dict[str, Any]:
     """Train a row; what every inner step and every evaluation gave, as JSON values; collective.
 
     Returns:
         `losses`: nats a token of each inner step; `evaluations`: nats a byte before and after
-        them; `collectives`: of the last inner step, by name.
+        them; `collectives`: of the last inner step, by name; of a compiled row none are counted.
     """
-    trainer = case.make_trainer(mesh, micro_batches)
+    trainer = case.make_trainer(mesh)
     evaluations = [trainer.evaluate()]
     losses = [trainer.inner_step(step).loss for step in range(INNER_STEPS)]
-    with Collectives() as collectives:
+    collectives = Collectives()
+    # Nothing is compiled under a dispatch mode.
+    with contextlib.nullcontext() if case.is_compiled else collectives:
         losses.append(trainer.inner_step(INNER_STEPS).loss)
     evaluations.append(trainer.evaluate())
     counts = dict(collectives.counts)
@@ -67,10 +69,9 @@ def main(order: dict[str, Any]) -> int:
     channel = Channel()
     _meet(order, channel)
     found = {}
-    for case in map(case_of, order["rows"]):
-        is_alone = order["num_ranks"] == 1
-        mesh = make_mesh(torch.device("cpu"), MeshConfig() if is_alone else case.mesh)
-        found[case.name] = losses_of(case, mesh, 1 if is_alone else case.micro_batches)
+    for row in map(case_of, order["rows"]):
+        case = row.alone if order["num_ranks"] == 1 else row
+        found[case.name] = losses_of(case, make_mesh(torch.device("cpu"), case.mesh))
     if dist.is_initialized():
         dist.barrier()  # nobody tears its connections down while another still needs them
     channel.say(found)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.bench.island_trainer import island_trainer, own_batches
+from diloco.config.compute import PLAIN, Compute
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
 from diloco.config.model import ExpertsConfig, LatentAttentionConfig, ModelConfig
@@ -51,6 +53,7 @@ class Case:
         z_loss: Coefficient of the penalty of log Z.
         micro_batches: Parts of a rank's batch; one rank trains in one part.
         collectives: Collectives of a rank and inner step, where they are counted.
+        compute: How blocks are computed; one rank computes them plainly.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Case:
     z_loss: float = 0.0
     micro_batches: int = 1
     collectives: Mapping[str, int] | None = None
+    compute: Compute = PLAIN
 
     @property
     def num_ranks(self) -> int:
@@ -67,16 +71,27 @@ class Case:
         return self.mesh.num_ranks
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether blocks are compiled; loading the compiler takes longer than many rows."""
+        return self.compute.compile_backend != ""
+
+    @property
     def what(self) -> str:
         """What is trained, whatever the layout: rows of one such text are held against one run."""
         return repr((sorted(self.model.items()), sorted(self.optimizer.items()), self.z_loss))
 
-    def config(self, mesh: MeshConfig, micro_batches: int) -> Config:
+    @property
+    def alone(self) -> Case:
+        """What it is held against: the same on one rank, in float32, with everything kept."""
+        return replace(self, mesh=MeshConfig(), micro_batches=1, collectives=None, compute=PLAIN)
+
+    def config(self) -> Config:
         """Write the run that trains it; its only island is selected.
 
         Raises:
             ValueError: If a run file with these values would be refused.
         """
+        compiled = {"compile": True, "compile_backend": self.compute.compile_backend}
         return Config.model_validate(
             {
                 "run": {"name": "layouts", "seed": _SEED, "inner_steps": INNER_STEPS + 3},
@@ -92,27 +107,35 @@ class Case:
                 "evaluation": {"num_sequences": _EVALUATED},
                 "islands": {
                     _ISLAND: {
-                        "ranks": mesh.num_ranks,
+                        "ranks": self.num_ranks,
                         "tokens_per_inner_step": _BATCH_SIZE * _SEQUENCE_LENGTH,
-                        "mesh": mesh,
-                        "micro_batches": micro_batches,
+                        "mesh": self.mesh,
+                        "micro_batches": self.micro_batches,
+                        "activation_checkpointing": self.compute.activation_checkpointing,
+                        **(compiled if self.is_compiled else {}),
+                        "precision": self.compute.precision,
                     }
                 },
                 "island_id": _ISLAND,
             }
         )
 
-    def make_trainer(self, mesh: IslandMesh, micro_batches: int) -> InnerTrainer:
-        """Build model, optimizer and loop on `mesh`, which need not be this row's; collective."""
-        config = self.config(mesh.config, micro_batches)
-        data = _text()
+    def make_trainer(self, mesh: IslandMesh) -> InnerTrainer:
+        """Build model, optimizer and loop; collective.
+
+        Args:
+            mesh: From `make_mesh` of this row's.
+        """
+        if self.is_compiled:
+            torch.compiler.reset()  # compiled as in a process of its own
+        config, data = self.config(), _text()
         return island_trainer(config, data, own_batches(config, data, 0, mesh), mesh)
 
 
 @cache
 def _text() -> Data:
     """Open the text, which is that of every row, once a process."""
-    return open_data(Case("", MeshConfig()).config(MeshConfig(), 1))
+    return open_data(Case("", MeshConfig()).config())
 
 
 TIED = {"tie_embeddings": True}
@@ -128,6 +151,8 @@ LATENT = {
     ),
 }
 MUON = {"name": "muon", "lr": 5e-3}
+FULL, SELECTIVE = Compute("full"), Compute("selective")
+BFLOAT16 = Compute(precision="bfloat16")
 #: Large, so that it is felt within few steps.
 Z_LOSS = 0.01
 
@@ -216,6 +241,39 @@ CASES = [
         model={**EXPERTS, **LATENT},
     ),
     Case("qk-norm-tp", MeshConfig(tp=2), model={"qk_norm": True, "head_dim": 24}),
+    Case(
+        "full-zero-3-accumulated",
+        MeshConfig(dp_shard=2, fsdp_unit="block", reshard="always"),
+        micro_batches=2,
+        compute=FULL,
+    ),
+    Case("full-tp", MeshConfig(tp=2), model=TIED, compute=FULL),
+    Case("full-ring", MeshConfig(cp=2), compute=FULL),
+    Case("selective-tp", MeshConfig(tp=2, loss_parallel=True), compute=SELECTIVE),
+    Case(
+        "selective-experts-latent",
+        MeshConfig(dp_shard=2, fsdp_unit="block"),
+        model={**EXPERTS, **LATENT},
+        compute=SELECTIVE,
+    ),
+    Case("full-1f1b-tied", MeshConfig(pp=2), model=TIED, micro_batches=2, compute=FULL),
+    Case("selective-ep", MeshConfig(dp_shard=2, ep=2), model=EXPERTS, compute=SELECTIVE),
+    Case(
+        "compiled-selective-fsdp",
+        MeshConfig(dp_shard=2, fsdp_unit="block"),
+        compute=Compute("selective", "aot_eager"),
+    ),
+    Case(
+        "compiled-bfloat16-zero-3-accumulated",
+        MeshConfig(dp_shard=2, fsdp_unit="block", reshard="always"),
+        micro_batches=2,
+        compute=Compute("none", "aot_eager", "bfloat16"),
+    ),
+    Case("bfloat16-fsdp", MeshConfig(dp_shard=2), model=TIED, compute=BFLOAT16),
+    Case("bfloat16-replicated", MeshConfig(dp_replicate=2), compute=BFLOAT16),
+    Case("bfloat16-ring", MeshConfig(cp=2), compute=BFLOAT16),
+    Case("bfloat16-experts", MeshConfig(dp_shard=2), model=EXPERTS, compute=BFLOAT16),
+    Case("bfloat16-ep", MeshConfig(dp_shard=2, ep=2), model=EXPERTS, compute=BFLOAT16),
     # -- 4 ranks
     Case("ring-experts", MeshConfig(dp_shard=2, cp=2), model=EXPERTS, optimizer=MUON),
     Case("ring-fsdp", MeshConfig(dp_shard=2, cp=2), model=TIED, micro_batches=2),
@@ -265,6 +323,16 @@ CASES = [
     ),
     Case("replicated-tp", MeshConfig(dp_replicate=2, tp=2), micro_batches=2),
     Case("fsdp-tp-muon", MeshConfig(dp_shard=2, tp=2), model=TIED, optimizer=MUON),
+    Case("full-fsdp-tp", MeshConfig(dp_shard=2, tp=2), model=TIED, compute=FULL),
+    Case("bfloat16-fsdp-tp", MeshConfig(dp_shard=2, tp=2), compute=BFLOAT16),
+    Case("bfloat16-pp-fsdp", MeshConfig(pp=2, dp_shard=2), micro_batches=2, compute=BFLOAT16),
+    Case(
+        "full-bfloat16-ep-fsdp",
+        MeshConfig(dp_shard=4, ep=2, fsdp_unit="block"),
+        model=EXPERTS,
+        micro_batches=2,
+        compute=Compute("full", precision="bfloat16"),
+    ),
     Case("hsdp-muon", MeshConfig(dp_replicate=2, dp_shard=2), optimizer=MUON, z_loss=Z_LOSS),
     # -- 8 ranks
     Case("hsdp-tp", MeshConfig(dp_replicate=2, dp_shard=2, tp=2), model=TIED),
@@ -299,9 +367,10 @@ CASES = [
 ]
 
 
-def names(num_ranks: int) -> list[str]:
-    """Names of the rows of so many ranks, in the order of the table."""
-    return [case.name for case in CASES if case.num_ranks == num_ranks]
+def names(num_ranks: int, *, is_compiled: bool = False) -> list[str]:
+    """Names of the rows of so many ranks, compiled or not, in the order of the table."""
+    rows = [case for case in CASES if case.num_ranks == num_ranks]
+    return [case.name for case in rows if case.is_compiled == is_compiled]
 
 
 def case_of(name: str) -> Case:

@@ -32,15 +32,15 @@ def parity_inner(
 ) -> None:
     """Train every supported layout of an island and compare it with one process.
 
-    A byte model of 0.2M parameters, float32, 6 inner steps of 8 sequences of 32 bytes and two
-    evaluations, on real ranks over gloo: data parallel with and without shards, tensor, pipeline,
-    context parallel and their combinations, experts, latent attention, both optimizers. Some
-    minutes on two CPUs; --ranks 2,4,8 some more.
+    A byte model of 0.2M parameters, 6 inner steps of 8 sequences of 32 bytes and two evaluations,
+    on real ranks over gloo: data parallel with and without shards, tensor, pipeline, context
+    parallel and their combinations, experts, latent attention, both optimizers, activation
+    checkpointing, compiled blocks and bfloat16. Some minutes on two CPUs; --ranks 2,4,8 some more.
 
     Read "largest difference": of the loss of any inner step or evaluation, on any rank, from what
-    one process had; up to 5e-6 nats float32 explains, which sums in another order. "collectives a
-    step": what rank 0 called in the last inner step; rows whose number is written down are judged
-    by it, too.
+    one process had in float32; up to 5e-6 nats float32 explains, which sums in another order, and
+    up to 1e-2 bfloat16, which rounds to 8 bits. "collectives a step": what rank 0 called in the
+    last inner step; rows whose number is written down are judged by it, too.
     """
     from diloco.bench.parity_inner import chosen_cases, run_parity_inner
     from diloco.cli.progress import counting

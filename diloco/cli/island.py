@@ -236,6 +236,8 @@ def _show(planned: Forecast) -> None:
         console.print(_arrival_text(planned, planned.arrival))
     console.print(f"\nOne island's traffic over the run{_link_text(planned)}:\n")
     console.print(_table(*_way_rows(planned)))
+    console.print("\nA rank of each island takes, estimated from shapes:\n")
+    console.print(_table(*_rank_rows(planned)))
     disk = planned.disk
     console.print(
         f"\nOn disk, at most: {format_bytes(disk.island_bytes)} an island ({disk.num_checkpoints} "
@@ -258,6 +260,32 @@ def _show(planned: Forecast) -> None:
         f"\nFingerprints: configuration {planned.config_fingerprint[:16]}, plan "
         f"{planned.plan_fingerprint[:16]}."
     )
+
+
+def _rank_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:
+    from transport.units import format_bytes
+
+    columns = ["island", "peak", "parameters", "gradients", "optimizer", "gathered", "activations"]
+    columns += ["host, outer loop", "operations a step"]
+    return columns, [
+        [
+            name,
+            *(
+                format_bytes(number)
+                for number in (
+                    rank.peak_bytes,
+                    rank.parameter_bytes,
+                    rank.gradient_bytes,
+                    rank.optimizer_bytes,
+                    rank.gathered_bytes,
+                    rank.activation_bytes,
+                    rank.outer_host_bytes,
+                )
+            ),
+            f"{rank.flops_per_inner_step:.3g}",
+        ]
+        for name, rank in planned.ranks.items()
+    ]
 
 
 def _syncer_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from diloco.config.classes import Local, Section
-from diloco.config.fields import MOST_STEPS, Deadline, Problem, Wait
+from diloco.config.compute import (
+    ActivationCheckpointing,
+    CompileBackend,
+    Compute,
+    Precision,
+    compute_problems,
+    model_experts,
+)
+from diloco.config.fields import MOST_STEPS, Deadline, Problem, Wait, later
 from diloco.config.mesh import MeshConfig, mesh_problems, nearest_multiple, ranks_problem
 from diloco.config.network import (
     NOT_LOOPBACK,
@@ -39,6 +47,24 @@ class IslandConfig(Section):
     )
     micro_batches: Local[int] = Field(
         default=1, ge=1, description="Parts in which a rank computes its batch of one inner step"
+    )
+    activation_checkpointing: Local[ActivationCheckpointing] = Field(
+        default="none",
+        description="What the backward of a block computes again to save memory: nothing, what is "
+        "no matrix product and no attention (selective), or all but its input (full)",
+    )
+    compile: Local[bool] = Field(
+        default=False, description="Whether every block is compiled, by torch.compile"
+    )
+    compile_backend: Local[CompileBackend] = Field(
+        default="inductor",
+        description="Of torch.compile; aot_eager generates no code, so starts at once and gains "
+        "nothing: for tests",
+    )
+    precision: Local[Annotated[Precision, later("float8", "mxfp8")]] = Field(
+        default="float32",
+        description="Of activations and of parameters in use; parameters, their gradients between "
+        "ranks and the optimizer stay float32. bfloat16 wants dp_replicate, dp_shard or cp",
     )
     device: Local[Literal["auto", "cpu", "cuda"]] = Field(
         default="auto",
@@ -102,6 +128,15 @@ class IslandConfig(Section):
     )
 
     @property
+    def compute(self) -> Compute:
+        """How its ranks compute a block."""
+        return Compute(
+            self.activation_checkpointing,
+            self.compile_backend if self.compile else "",
+            self.precision,
+        )
+
+    @property
     def restart_wait_s(self) -> float:
         """Seconds before the first restart."""
         return parse_duration(self.restart_wait)
@@ -127,6 +162,14 @@ class IslandConfig(Section):
         is_default = value == cls.model_fields["heal_wait"].default
         if not (is_default or info.data.get("heal_optimizer", True)):
             raise ValueError("heal_optimizer = false waits for none: leave it out, or set that")
+        return value
+
+    @field_validator("compile_backend")
+    @classmethod
+    def _check_backend(cls, value: CompileBackend, info: ValidationInfo) -> CompileBackend:
+        is_default = value == cls.model_fields["compile_backend"].default
+        if not (is_default or info.data.get("compile", True)):
+            raise ValueError("compile = false uses none: leave it out, or set that to true")
         return value
 
     @field_validator("memory_copies")
@@ -220,6 +263,7 @@ def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[P
                 f"{unit}; {nearest_multiple(tokens, unit)}",
             )
     yield from mesh_problems(mesh, data)
+    yield from compute_problems(island.compute, mesh, num_experts=model_experts(data))
     yield from pipeline_problems(
         mesh.schedule, mesh.pp, mesh.stages_per_rank, island.micro_batches, data
     )

@@ -36,9 +36,11 @@ class Router(nn.Module):
 
     Attributes:
         synchronised_buffers: Names of the buffers that islands average.
+        is_counting: Whether a forward adds to the load: not when it is computed again.
     """
 
     synchronised_buffers = ("expert_bias",)
+    is_counting = True
 
     expert_bias: Tensor
     load: Tensor
@@ -157,7 +159,7 @@ class ExpertLayer(nn.Module):
         weights_TK, chosen_TK = self.router(x_TD)
         chosen_R, order_R = chosen_TK.flatten().sort(stable=True)
         num_rows_X = torch.bincount(chosen_R, minlength=self.router.load.numel())
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and self.router.is_counting:
             self.router.load += num_rows_X
         token_R = order_R // chosen_TK.shape[1]
         out_RD = self.experts(x_TD[token_R], num_rows_X)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -127,7 +128,12 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block."""
+    """Pre-norm residual block.
+
+    Attributes:
+        recompute: Calls what it is given so that the backward computes it again; None: everything
+            is kept. From `recomputation`.
+    """
 
     def __init__(self, shape: LlamaShape, layer: int) -> None:
         """Create both halves and their norms.
@@ -143,9 +149,15 @@ class Block(nn.Module):
         self.feed_forward = (
             _experts(shape) if shape.has_experts(layer) else FeedForward(shape.dim, shape.ffn_dim)
         )
+        self.recompute: Callable[..., Tensor] | None = None
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Add attention, then the feed-forward layer, to the residual stream."""
+        if self.recompute is None or not torch.is_grad_enabled():
+            return self._apply_halves(x_BSD, cos, sin)
+        return self.recompute(self._apply_halves, x_BSD, cos, sin)
+
+    def _apply_halves(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin)
         out_BSD: Tensor = x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
         return out_BSD
@@ -179,7 +191,10 @@ class Llama(nn.Module):
     Attributes:
         shape: Of the whole model.
         layers: The blocks here by their index of the whole model, as text, ascending.
+        residual_dtype: Of the residual stream, where it enters and leaves a stage.
     """
+
+    residual_dtype = torch.float32
 
     def __init__(self, shape: LlamaShape, layers: range | None = None) -> None:
         """Create the modules; values come from `initialise_`.

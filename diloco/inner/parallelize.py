@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from diloco.config.compute import PLAIN, Compute, compute_problems
 from diloco.config.mesh import MeshConfig, heads_problem, positions_problem
 from diloco.errors import ConfigError
 from diloco.inner.context import ContextAttention
@@ -29,14 +31,26 @@ from diloco.inner.expert_parallel import spread_experts
 from diloco.inner.experts import Experts
 from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Block, Llama
+from diloco.inner.recomputation import recompute_of
 from diloco.inner.tensor_parallel import apply_tensor_parallel
 
 #: Blocks of fewer elements are gathered together with the root: one collective for all of them
 #: instead of two a block. A block of 2^22 float32 values, 16 MiB, fills a fast link by itself.
 MIN_UNIT_NUMEL = 1 << 22
 
+#: What FSDP2 gathers is cast on the way; shards and what is added between ranks are float32. Inputs
+#: are not cast: the residual stream has the type of the embedding, and angles of RoPE stay float32.
+_POLICIES = {
+    "float32": MixedPrecisionPolicy(),
+    "bfloat16": MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    ),
+}
 
-def parallelize(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None:
+
+def parallelize(
+    model: Llama, mesh: IslandMesh, *, sequence_length: int, compute: Compute = PLAIN
+) -> None:
     """Spread a model built on the meta device over the mesh and give it memory, in place.
 
     Values are undefined afterwards; `initialise_` or a checkpoint provides them.
@@ -45,11 +59,17 @@ def parallelize(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None
         model: From `build_model`: the decoder, or a stage of it.
         mesh: From `make_mesh`.
         sequence_length: Positions of a training sequence.
+        compute: What of a block is computed again, compiled and in which precision.
 
     Raises:
-        ConfigError: If `tp` or `cp` do not divide heads, widths, vocabulary or sequence length, or
-            the device has no way to attend over `cp`, or `ep` does not divide the experts.
+        ConfigError: If `compute` does not go with mesh or model, `tp` or `cp` do not divide heads,
+            widths, vocabulary or sequence length, the device has no way to attend over `cp`, or
+            `ep` does not divide the experts.
     """
+    for name, value, problem in compute_problems(
+        compute, mesh.config, num_experts=model.shape.experts.num_experts
+    ):
+        raise ConfigError(f"{name} = {value!r} {problem}")
     _apply_context_parallel(model, mesh, sequence_length=sequence_length)
     if (tp_mesh := mesh.submesh("tp")) is not None:
         apply_tensor_parallel(
@@ -62,7 +82,8 @@ def parallelize(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None
     if (ep_mesh := mesh.expert_submesh("ep")) is not None:
         for experts in _experts(model):
             spread_experts(experts, ep_mesh)
-    _apply_data_parallel(model, mesh)
+    _apply_compute(model, compute)
+    _apply_data_parallel(model, mesh, _POLICIES[compute.precision])
     model.to_empty(device=mesh.device)
     model.tie_()
     model.assert_tied()
@@ -87,7 +108,23 @@ def _apply_context_parallel(model: Llama, mesh: IslandMesh, *, sequence_length: 
         block.attention.attend = ContextAttention(config.context, mesh.cp_group)
 
 
-def _apply_data_parallel(model: Llama, mesh: IslandMesh) -> None:
+def _apply_compute(model: Llama, compute: Compute) -> None:
+    """Let blocks compute again what they do not keep, and compile them, each by itself.
+
+    Compiled is the block with its recomputation, so that the compiler plans both. Blocks are alike
+    and share one compiled graph; names of parameters do not change.
+    """
+    if compute.precision == "bfloat16":
+        model.residual_dtype = torch.bfloat16
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        if compute.activation_checkpointing != "none":
+            block.recompute = recompute_of(block, compute.activation_checkpointing)
+        if compute.compile_backend:
+            block.compile(backend=compute.compile_backend, fullgraph=True)
+
+
+def _apply_data_parallel(model: Llama, mesh: IslandMesh, policy: MixedPrecisionPolicy) -> None:
     """Make units of FSDP2, or of plain replication where there is nothing to shard over.
 
     A unit is gathered, and its gradients are reduced, in one collective. A block's own unit gives
@@ -98,23 +135,35 @@ def _apply_data_parallel(model: Llama, mesh: IslandMesh) -> None:
     data_mesh = mesh.submesh("dp_replicate", "fsdp")
     if data_mesh is None:
         return
-    apart = _apply_data_parallel_to_experts(model, mesh)
+    apart = _apply_data_parallel_to_experts(model, mesh, policy)
     for layer in _unit_blocks(model, mesh.config):
         if mesh.size("fsdp") > 1:
             gives_back = mesh.config.reshard != "never" and mesh.size("pp") == 1
             fully_shard(
-                layer, mesh=data_mesh, reshard_after_forward=gives_back, ignored_params=apart
+                layer,
+                mesh=data_mesh,
+                reshard_after_forward=gives_back,
+                mp_policy=policy,
+                ignored_params=apart,
             )
         else:
-            replicate(layer, mesh=data_mesh)
+            replicate(layer, mesh=data_mesh, mp_policy=policy)
     if mesh.size("fsdp") > 1:
         gives_back = mesh.config.reshard == "always"
-        fully_shard(model, mesh=data_mesh, reshard_after_forward=gives_back, ignored_params=apart)
+        fully_shard(
+            model,
+            mesh=data_mesh,
+            reshard_after_forward=gives_back,
+            mp_policy=policy,
+            ignored_params=apart,
+        )
     else:
-        replicate(model, mesh=data_mesh)
+        replicate(model, mesh=data_mesh, mp_policy=policy)
 
 
-def _apply_data_parallel_to_experts(model: Llama, mesh: IslandMesh) -> set[nn.Parameter]:
+def _apply_data_parallel_to_experts(
+    model: Llama, mesh: IslandMesh, policy: MixedPrecisionPolicy
+) -> set[nn.Parameter]:
     """Make a unit of each layer's experts over the ranks that have the same ones.
 
     Returns:
@@ -128,9 +177,9 @@ def _apply_data_parallel_to_experts(model: Llama, mesh: IslandMesh) -> set[nn.Pa
     gives_back = mesh.config.reshard != "never" and mesh.size("pp") == 1
     for experts in _experts(model):
         if mesh.expert_submesh("efsdp") is not None:
-            fully_shard(experts, mesh=same_mesh, reshard_after_forward=gives_back)
+            fully_shard(experts, mesh=same_mesh, reshard_after_forward=gives_back, mp_policy=policy)
         else:
-            replicate(experts, mesh=same_mesh)
+            replicate(experts, mesh=same_mesh, mp_policy=policy)
     return set()
 
 

@@ -266,7 +266,8 @@ class PipelineRunner:
     def _residual(self, num_sequences: int, **options: Any) -> Tensor:
         """Return room for what travels: under tp every rank has its own positions of it."""
         length = len(self._positions_S) // self._mesh.config.tp
-        options = {"device": self._mesh.device, **options}
+        dtype = self._pipeline.parts[0].residual_dtype
+        options = {"device": self._mesh.device, "dtype": dtype, **options}
         return torch.empty(num_sequences, length, self._pipeline.shape.dim, **options)
 
     def _make_schedule(self, sequence_length: int) -> Any:

@@ -103,6 +103,11 @@ def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
                     f"whole model; give mesh = {{ dp_shard = {island.ranks} }}, which is data "
                     f"parallel here"
                 )
+        if island.precision != "float32":
+            raise ConfigError(
+                f'islands.{name}.precision = "{island.precision}": baselines compute in float32; '
+                f'set it to "float32"'
+            )
         unit = length * island.ranks * island.micro_batches
         if island.tokens_per_inner_step % unit:
             nearest = max(1, round(island.tokens_per_inner_step / unit)) * unit

@@ -6,6 +6,7 @@ disk             checkpoints of the islands, records of the syncer, or of every 
                  all-reduce (`diloco.launch.disk`)
 host memory      copies of an island's inner states, for each of the hosts that keep one
                  (`diloco.launch.host_memory`)
+ranks            device and host memory, operations (`diloco.launch.rank_memory`)
 alternatives     the same schedule in float32; data parallel at every inner step
 """
 
@@ -24,6 +25,7 @@ from diloco.inner.optimizer import check_names
 from diloco.launch.build import link_profile
 from diloco.launch.disk import DiskForecast, forecast_disk
 from diloco.launch.host_memory import kept_bytes
+from diloco.launch.rank_memory import RankForecast, forecast_rank
 from diloco.launch.traffic import (
     Traffic,
     allreduce_bytes,
@@ -113,6 +115,7 @@ class Forecast:
     `sends` lists the first two periods and the last one; it is empty, and `arrival` given, where
     islands send on arrival. `num_sends` and `ways`, which begins with the run itself, are then
     those of the average island.
+    `ranks` has of every island the rank that takes most memory.
     `kept_bytes` is what the islands that copy their inner states take of host memory, for each of
     their hosts that keeps a copy.
     """
@@ -133,6 +136,7 @@ class Forecast:
     ways: tuple[WayForecast, ...]
     disk: DiskForecast
     kept_bytes: dict[str, int]
+    ranks: dict[str, RankForecast]
     exchange: str
     syncers: tuple[SyncerForecast, ...]
     arrival: ArrivalForecast | None
@@ -182,6 +186,10 @@ def forecast(config: Config) -> Forecast:
             name: kept_bytes(sum(fragment.parameters for fragment in fragments))
             for name, island in sorted(config.islands.items())
             if island.memory_checkpoint_steps
+        },
+        ranks={
+            name: forecast_rank(config, island, max(each.parameters for each in fragments))
+            for name, island in sorted(config.islands.items())
         },
         exchange=config.outer.exchange,
         syncers=_syncers(config, plan),

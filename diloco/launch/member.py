@@ -65,7 +65,9 @@ class _Member:
         mesh = IslandMesh(torch.device("cpu"), MeshConfig())
         data = open_data(config)
         model = build_model(LlamaShape.from_config(config.model))
-        parallelize(model, mesh, sequence_length=config.data.sequence_length)
+        parallelize(
+            model, mesh, sequence_length=config.data.sequence_length, compute=island.compute
+        )
         initialise_(model, config.run.seed)
         batch_size = island.tokens_per_inner_step // data.sequence_length
         tokens = {name: each.tokens_per_inner_step for name, each in config.islands.items()}

@@ -184,7 +184,12 @@ class _Rank:
         warm, start_step = self._find_warm_start(connection)
         model = build_part(LlamaShape.from_config(config.model), mesh)
         for part in parts_of(model):
-            parallelize(part, mesh, sequence_length=config.data.sequence_length)
+            parallelize(
+                part,
+                mesh,
+                sequence_length=config.data.sequence_length,
+                compute=config.island.compute,
+            )
             if warm is None:
                 initialise_(part, config.run.seed)
         if warm is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from diloco.config.compute import PLAIN, Compute
 from diloco.config.inner import InnerConfig, InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
 from diloco.data.batches import Evaluation
@@ -59,10 +60,12 @@ def one_rank() -> IslandMesh:
     return make_mesh(CPU, MeshConfig())
 
 
-def make_model(mesh: IslandMesh, shape: LlamaShape | None = None) -> Llama | Pipeline:
+def make_model(
+    mesh: IslandMesh, shape: LlamaShape | None = None, compute: Compute = PLAIN
+) -> Llama | Pipeline:
     model = build_part(shape or debug_shape(), mesh)
     for part in parts_of(model):
-        parallelize(part, mesh, sequence_length=SEQUENCE_LENGTH)
+        parallelize(part, mesh, sequence_length=SEQUENCE_LENGTH, compute=compute)
         initialise_(part, SEED)
     return model
 
@@ -78,6 +81,7 @@ def make_trainer(
     clip_norm: float = 0.5,
     num_evaluated: int = 4,
     evaluation: Evaluation | None = None,
+    compute: Compute = PLAIN,
 ) -> InnerTrainer:
     config = InnerConfig(
         optimizer=optimizer or InnerOptimizerConfig(lr=2e-3, warmup_steps=2),
@@ -86,7 +90,7 @@ def make_trainer(
     )
     data = small_data()
     return InnerTrainer(
-        make_model(mesh, shape),
+        make_model(mesh, shape, compute),
         mesh=mesh,
         batches=data.batches(
             slots=(1,),

@@ -4,17 +4,26 @@ import numpy as np
 import pytest
 
 from diloco.bench.layouts import CASES, INNER_STEPS, case_of, names
+from diloco.bench.parity_inner import LARGEST_DIFFERENCES
 from tests.inner.trained_layouts import alone, run_rows
 
-# Float32 sums in another order: at most 1.4e-6 of loss was seen in 8 steps, and 1.8e-5 of a
-# parameter, because AdamW divides a gradient by its own size, noise included.
-LOSS_TOLERANCE = 5e-6
-PARAMETER_TOLERANCE = 1e-4
+# Float32 sums in another order: 1.8e-5 of a parameter was seen, because AdamW divides a gradient by
+# its own size, noise included. In bfloat16 a parameter moves by at most lr = 2e-3 in each of 5
+# steps, whatever its gradient, so two runs are at most twice that apart, 2e-2.
+PARAMETER_TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
+NORM_TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}  # relative
 
 
-@pytest.mark.timeout(120)  # the first of each number of ranks trains all rows of it
+@pytest.mark.timeout(250)  # the first of each number of ranks trains all rows of it
 @pytest.mark.parametrize("name", [*names(2), *names(4)])
 def test_layout_agrees_with_one_rank(name):
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", names(2, is_compiled=True))
+def test_compiled_layout_agrees_with_one_rank(name):
     check(name)
 
 
@@ -28,21 +37,27 @@ def test_layout_of_8_ranks_agrees_with_one_rank(name):
 def check(name):
     case = case_of(name)
     expected = alone(case)
-    everybody = [result[name] for result in run_rows(case.num_ranks)]
+    everybody = [result[name] for result in run_rows(case.num_ranks, case.is_compiled)]
     first = everybody[0]
+    precision = case.compute.precision
+    loss_tolerance = LARGEST_DIFFERENCES[precision]
 
     assert first["initial"] == expected["initial"], "the canonical vectors start as the same bits"
     for ours, reference in zip(first["metrics"], expected["metrics"], strict=True):
-        assert ours.loss == pytest.approx(reference.loss, abs=LOSS_TOLERANCE)
-        assert ours.grad_norm == pytest.approx(reference.grad_norm, rel=1e-4)
+        assert ours.loss == pytest.approx(reference.loss, abs=loss_tolerance)
+        assert ours.grad_norm == pytest.approx(reference.grad_norm, rel=NORM_TOLERANCES[precision])
         assert ours.learning_rate == reference.learning_rate
         assert ours.num_tokens == reference.num_tokens
-    assert first["evaluations"] == pytest.approx(expected["evaluations"], abs=LOSS_TOLERANCE)
+        # Which experts are chosen may differ by roundings; how many are, may not.
+        counted = {router: sum(load) for router, load in ours.expert_loads.items()}
+        assert counted == {router: sum(load) for router, load in reference.expert_loads.items()}
+    assert first["evaluations"] == pytest.approx(expected["evaluations"], abs=loss_tolerance)
     assert first["trained"].keys() == expected["trained"].keys()
     for parameter, value in expected["trained"].items():
         difference = np.abs(first["trained"][parameter] - value).max()
-        assert difference <= PARAMETER_TOLERANCE, parameter
+        assert difference <= PARAMETER_TOLERANCES[precision], parameter
     for result in everybody:
+        assert result["dtypes"] == {"torch.float32"}, "also where they are used in bfloat16"
         assert result["halved"], "what is written through lanes is what all copies hold"
         assert result["evaluations"] == first["evaluations"]
         for ours, theirs in zip(result["metrics"], first["metrics"], strict=True):

@@ -62,7 +62,7 @@ def load(trainer, directory):
 def pass_on(island_rank, directory):
     """Train looped stages, write their checkpoint, and read it at the other placement."""
     looped_mesh = make_mesh(CPU, LOOPED.mesh)
-    trainer = LOOPED.make_trainer(looped_mesh, LOOPED.micro_batches)
+    trainer = LOOPED.make_trainer(looped_mesh)
     for step in range(2):
         trainer.inner_step(step)
     parameters = canonical_parameters(trainer.model)
@@ -79,14 +79,14 @@ def pass_on(island_rank, directory):
         outer={"meta": torch.tensor([2])},
         about={"optimizer_step": optimizer_step(trainer.optimizer)},
     )
-    other = V.make_trainer(make_mesh(CPU, V.mesh), V.micro_batches)
+    other = V.make_trainer(make_mesh(CPU, V.mesh))
     return bits(trainer), load(other, directory)
 
 
 def test_what_stages_wrote_other_stages_and_one_rank_read_to_the_bit():
     with tempfile.TemporaryDirectory() as temporary:
         ranks = run_ranks(pass_on, 2, Path(temporary))
-        alone = load(LOOPED.make_trainer(one_rank(), 1), Path(temporary))
+        alone = load(LOOPED.alone.make_trainer(one_rank()), Path(temporary))
 
     written = {name: value for looped_bits, _ in ranks for name, value in looped_bits.items()}
     read = {name: value for _, v_bits in ranks for name, value in v_bits.items()}
@@ -97,9 +97,8 @@ def test_what_stages_wrote_other_stages_and_one_rank_read_to_the_bit():
 
 
 def tied_ends(island_rank):
-    shape = Case("", MeshConfig(), model={"tie_embeddings": True})
-    mesh = make_mesh(CPU, MeshConfig(pp=4))
-    trainer = shape.make_trainer(mesh, 4)
+    tied = Case("", MeshConfig(pp=4), model={"tie_embeddings": True}, micro_batches=4)
+    trainer = tied.make_trainer(make_mesh(CPU, tied.mesh))
     assert isinstance(trainer.model, Pipeline)
     trainer.inner_step(0)
     ends = [name for name in canonical_parameters(trainer.model) if "layers" not in name]

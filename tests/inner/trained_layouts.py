@@ -4,6 +4,7 @@
 `alone` trains what they have in common on one rank.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diloco.bench.layouts import CASES, INNER_STEPS, Case, Collectives
+from diloco.bench.layouts import INNER_STEPS, Case, Collectives, case_of, names
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.trainer import InnerTrainer
 from diloco.outer.fragments import make_plan
@@ -22,29 +23,30 @@ from tests.inner.small_island import CPU, Array, one_rank, whole_parameters
 
 
 @cache
-def run_rows(num_ranks: int) -> list[dict[str, Any]]:
+def run_rows(num_ranks: int, is_compiled: bool) -> list[dict[str, Any]]:
     """Train all rows of a number of ranks; returns, by rank, the results by name."""
-    return run_ranks(_train_rows, num_ranks, timeout_s=50 * num_ranks)
+    rows = names(num_ranks, is_compiled=is_compiled)
+    return run_ranks(_train_rows, num_ranks, rows, timeout_s=60 * num_ranks)
 
 
-def _train_rows(island_rank: int) -> dict[str, Any]:
-    rows = [case for case in CASES if case.num_ranks == dist.get_world_size()]
-    return {case.name: train(case, make_mesh(CPU, case.mesh), case.micro_batches) for case in rows}
+def _train_rows(island_rank: int, rows: list[str]) -> dict[str, Any]:
+    cases = map(case_of, rows)
+    return {case.name: train(case, make_mesh(CPU, case.mesh)) for case in cases}
 
 
 def alone(case: Case) -> dict[str, Any]:
     """Train on one rank what a row trains on several."""
     if case.what not in _ALONE:
-        _ALONE[case.what] = train(case, one_rank(), 1)
+        _ALONE[case.what] = train(case.alone, one_rank())
     return _ALONE[case.what]
 
 
 _ALONE: dict[str, dict[str, Any]] = {}
 
 
-def train(case: Case, mesh: IslandMesh, micro_batches: int) -> dict[str, Any]:
+def train(case: Case, mesh: IslandMesh) -> dict[str, Any]:
     """Train some steps; then write halves through the lanes, as the outer loop does, and go on."""
-    trainer = case.make_trainer(mesh, micro_batches)
+    trainer = case.make_trainer(mesh)
     lanes = _Lanes(trainer)
     initial = lanes.digest()
     evaluations = [trainer.evaluate()]
@@ -54,13 +56,16 @@ def train(case: Case, mesh: IslandMesh, micro_batches: int) -> dict[str, Any]:
     lanes.write(lambda values: values * 0.5)
     written = whole_parameters(trainer.model)
     evaluations.append(trainer.evaluate())
-    with Collectives() as collectives:
+    collectives = Collectives()
+    # Nothing is compiled under a dispatch mode.
+    with contextlib.nullcontext() if case.is_compiled else collectives:
         metrics.append(trainer.inner_step(INNER_STEPS))
     return {
         "initial": initial,
         "metrics": metrics,
         "evaluations": evaluations,
         "trained": _of_all_stages(trained, mesh),
+        "dtypes": {str(p.dtype) for p in canonical_parameters(trainer.model).values()},
         "halved": all(_same(written[name], value * 0.5) for name, value in trained.items()),
         "collectives": dict(collectives.counts),
     }

@@ -135,7 +135,7 @@ def full_state(trainer: Any) -> dict[str, list[float]]:
 
 def reshard_at_four_ranks(island_rank: int, directory: Path) -> tuple[Any, float, float]:
     """Write at FSDP x TP, read at HSDP, and make the next step with both."""
-    trainer = WRITTEN_BY.make_trainer(make_mesh(CPU, WRITTEN_BY.mesh), 1)
+    trainer = WRITTEN_BY.make_trainer(make_mesh(CPU, WRITTEN_BY.mesh))
     for step in range(2):
         trainer.inner_step(step)
     plan = make_plan(tensor_specs(canonical_parameters(trainer.model)), num_fragments=2)
@@ -146,7 +146,7 @@ def reshard_at_four_ranks(island_rank: int, directory: Path) -> tuple[Any, float
         about={"optimizer_step": optimizer_step(trainer.optimizer)},
     )
     written = full_state(trainer)
-    other: Any = READ_BY.make_trainer(make_mesh(CPU, READ_BY.mesh), READ_BY.micro_batches)
+    other: Any = READ_BY.make_trainer(make_mesh(CPU, READ_BY.mesh))
     load(other, directory, 2)
     assert full_state(other) == written
     return written, trainer.inner_step(2).loss, other.inner_step(2).loss
@@ -156,7 +156,7 @@ def test_what_fsdp_and_tp_wrote_hsdp_and_one_rank_read_to_the_bit_and_train_on()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         results = run_ranks(reshard_at_four_ranks, 4, directory)
-        alone: Any = WRITTEN_BY.make_trainer(one_rank(), 1)
+        alone: Any = WRITTEN_BY.alone.make_trainer(one_rank())
         load(alone, directory, 2)
 
     state = full_state(alone)

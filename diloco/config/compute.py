@@ -1,0 +1,84 @@
+"""How the ranks of an island compute a block: what is kept, what is compiled, in which precision.
+
+Owns the values of these keys and what they exclude; imports no torch, so that all of it is refused
+before a process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from diloco.config.fields import Problem
+from diloco.config.mesh import MeshConfig
+
+ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]
+CompileBackend: TypeAlias = Literal["inductor", "aot_eager"]
+Precision: TypeAlias = Literal["float32", "bfloat16", "float8", "mxfp8"]
+
+#: Their backward is split in two, and each half would want the forward again.
+_SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What `islands.NAME` says of computing a block; the default does nothing.
+
+    Attributes:
+        activation_checkpointing: What the backward computes again: nothing; what is no matrix
+            product and no attention; or all of a block but its input.
+        compile_backend: Of `torch.compile`, for every block; empty: blocks run as they are written.
+        precision: Of activations, and of parameters where they are used; parameters themselves,
+            gradients between ranks and optimizer are float32.
+    """
+
+    activation_checkpointing: ActivationCheckpointing = "none"
+    compile_backend: CompileBackend | Literal[""] = ""
+    precision: Precision = "float32"
+
+
+#: Float32, eager, everything kept.
+PLAIN = Compute()
+
+
+def compute_problems(
+    compute: Compute, mesh: MeshConfig, *, num_experts: int = 0
+) -> Iterator[Problem]:
+    """Check what the ways of computing exclude of an island's mesh and model.
+
+    Args:
+        compute: Of the island.
+        mesh: Of the island.
+        num_experts: Of a layer of the model; 0: it is dense.
+    """
+    kind = compute.activation_checkpointing
+    if kind != "none" and mesh.pp > 1 and mesh.schedule in _SPLIT_BACKWARD:
+        yield (
+            "activation_checkpointing",
+            kind,
+            f'does not go with mesh.schedule = "{mesh.schedule}", which splits the backward: set '
+            'it to "none", or the schedule to "1f1b", "gpipe", "bfs" or "interleaved-1f1b"',
+        )
+    if compute.compile_backend:
+        for other, is_set in (
+            ("model.experts", num_experts > 0),
+            ("mesh.tp above 1", mesh.tp > 1),
+            ("mesh.cp above 1", mesh.cp > 1),
+            ("mesh.pp above 1", mesh.pp > 1),
+        ):
+            if is_set:
+                yield "compile", True, f"beside {other} comes later; set it to false"
+    if compute.precision != "float32" and mesh.dp_size * mesh.cp == 1:
+        yield (
+            "precision",
+            compute.precision,
+            "parameters are cast where FSDP2 gathers them, and dp_replicate x dp_shard x cp = 1: "
+            'set it to "float32", or one of these axes to 2',
+        )
+
+
+def model_experts(data: Mapping[str, Any]) -> int:
+    """Return how many experts a layer of the model has, of sections that were valid."""
+    model = data.get("model")
+    return 0 if model is None or model.family != "llama" else model.experts.num_experts

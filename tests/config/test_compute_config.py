@@ -1,0 +1,53 @@
+"""How an island computes its blocks: what does not go together is refused at load, by name."""
+
+from pathlib import Path
+
+import pytest
+
+from diloco.config.compute import PLAIN, Compute
+from diloco.config.load import load_config
+from diloco.errors import ConfigError
+
+TWO_ISLANDS = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
+TWO = ("islands.east.ranks=2", "islands.east.mesh={dp_shard=2}")
+
+
+def load(*overrides: str):
+    return load_config(TWO_ISLANDS, overrides, island="east")
+
+
+def test_the_keys_of_an_island_say_how_its_blocks_are_computed():
+    config = load(
+        *TWO,
+        "islands.east.activation_checkpointing=selective",
+        "islands.east.compile=true",
+        "islands.east.precision=bfloat16",
+    )
+
+    assert config.islands["east"].compute == Compute("selective", "inductor", "bfloat16")
+    assert config.islands["west"].compute == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["precision=float8"], "precision.*float8.*comes later"),
+        (["precision=mxfp8"], "precision.*mxfp8.*comes later"),
+        (["compile_backend=aot_eager"], "compile = false uses none"),
+        (["ranks=2", "mesh={tp=2}", "compile=true"], "compile.*beside mesh.tp above 1 comes later"),
+        (["ranks=2", "mesh={tp=2}", "precision=bfloat16"], "dp_shard x cp = 1: set it to"),
+        (
+            [
+                "ranks=2",
+                'mesh={pp=2,schedule="zbv",stages_per_rank=2}',
+                "micro_batches=4",
+                "activation_checkpointing=full",
+            ],
+            'schedule = "zbv", which splits the backward: set it to "none"',
+        ),
+    ],
+    ids=["float8", "mxfp8", "backend", "compile-tp", "bfloat16-tp", "zero-bubble"],
+)
+def test_what_does_not_go_together_is_refused(overrides: list[str], words: str):
+    with pytest.raises(ConfigError, match=words):
+        load(*(f"islands.east.{override}" for override in overrides))
