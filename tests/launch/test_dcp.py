@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from diloco.errors import ConfigError
-from diloco.inner.hugging_face import hugging_face_names
-from diloco.inner.model import LlamaShape, apply_rope, parameter_shapes, rope_table
+from diloco.inner.hugging_face import stored_tensors
+from diloco.inner.model import LlamaShape, parameter_shapes
+from diloco.inner.rope import apply_rope, rope_table
 from diloco.inner.torchtitan import to_torchtitan, torchtitan_names
 from diloco.launch.dcp import METADATA, DcpDirectory
 from diloco.launch.export import export_run
@@ -51,7 +52,7 @@ def test_rows_in_torchtitans_order_rotate_to_the_same_scores() -> None:
     torch.manual_seed(1)
     q, k, x = torch.randn(32, 32), torch.randn(16, 32), torch.randn(1, 6, 32)
     positions, half = torch.arange(6), shape.head_dim // 2
-    cos, sin = rope_table(positions, shape.head_dim, shape.rope_theta)
+    cos, sin = rope_table(positions, shape.head_dim, shape.rope_theta, shape.rope_scaling)
 
     def ours(weight: Tensor) -> Tensor:
         return apply_rope((x @ weight.T).unflatten(-1, (-1, shape.head_dim)), cos, sin)
@@ -101,7 +102,8 @@ def test_what_others_saved_is_found_by_name(run: WarmRun, tmp_path: Path, naming
     if naming == "ours":
         saved: dict[str, Any] = {"model": run.parameters}
     elif naming == "hugging-face":
-        saved = under(hugging_face_names(run.shape), run.parameters)
+        names = {name: part.name for name, (part,) in stored_tensors(run.shape).items()}
+        saved = under(names, run.parameters)
     else:
         turned = {n: to_torchtitan(run.shape, n, value) for n, value in run.parameters.items()}
         saved = under(torchtitan_names(run.shape), turned)

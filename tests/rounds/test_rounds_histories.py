@@ -496,7 +496,9 @@ def run_histories(*histories: type[AnyHistory], max_examples: int, num_steps: in
 
 
 def test_any_history_makes_the_moves_of_the_table_and_no_other() -> None:
-    run_histories(AnyHistory, MembersComeAndGo, max_examples=150, num_steps=40)
+    # Hypothesis also draws constants of the modules that are loaded, so what 150 examples reach
+    # depends on the tests before: one of the rarest moves was once not among them.
+    run_histories(AnyHistory, MembersComeAndGo, max_examples=500, num_steps=40)
 
 
 @pytest.mark.slow

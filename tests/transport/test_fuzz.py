@@ -285,7 +285,7 @@ _MUCH = MAX_HEADER_BYTES - 2000
 #: Of a donation of an inner optimizer: every lane's safetensors are zeros, as far as syncers look.
 _GIVEN = {f"0/{n}": bytes(2 * size + 100) for n, size in enumerate(_LANE_BYTES)}
 _MANIFEST = Manifest(
-    RUN, 0, "a", 1, 2, 2, (0,), _PLAN.fingerprint(),
+    RUN, 0, "a", 1, 2, "adamw", 2, (0,), _PLAN.fingerprint(),
     {name: LaneGiven(len(data), blake3.blake3(data).hexdigest()) for name, data in _GIVEN.items()},
 ).to_json()  # fmt: skip
 
