@@ -400,6 +400,18 @@ class MembersComeAndGo(AnyHistory):
         if self.pending:
             self.write(is_killed=False, is_broken=False, outlier="c")
 
+    @rule(island=st.sampled_from(ISLANDS[:2]))
+    def quorum_goes(self, island: str) -> None:
+        """Two make a quorum, and one of them starts again in the grace: hardly ever by chance."""
+        self.policy(2)
+        for each in ISLANDS:
+            self.step(each, 1.0)
+        self.is_paused = False
+        self.roster(set(ISLANDS))
+        self.wait(11.0)
+        self.send_whole(set(ISLANDS[:2]))
+        self.start_again(island)
+
     @rule(island=st.sampled_from(ISLANDS), step_s=st.sampled_from([0.5, 1.0, 2.0]))
     def step(self, island: str, step_s: float) -> None:
         assert self.steps is not None
@@ -496,9 +508,7 @@ def run_histories(*histories: type[AnyHistory], max_examples: int, num_steps: in
 
 
 def test_any_history_makes_the_moves_of_the_table_and_no_other() -> None:
-    # Hypothesis also draws constants of the modules that are loaded, so what 150 examples reach
-    # depends on the tests before: one of the rarest moves was once not among them.
-    run_histories(AnyHistory, MembersComeAndGo, max_examples=500, num_steps=40)
+    run_histories(AnyHistory, MembersComeAndGo, max_examples=300, num_steps=40)
 
 
 @pytest.mark.slow
