@@ -158,7 +158,8 @@ class FragmentRounds(Standing):
             return self._open_if_due(now)
         # Who declined or was refused has left the attempt, whatever start it is now.
         earlier = self.contributions.pop(island, None)
-        if not self.left and not any(map(self._is_complete, self.contributions.values())):
+        is_begun = self.left or any(map(self._is_complete, self.contributions.values()))
+        if not is_begun and set(self.members) <= set(self.live):
             # Nobody is left who waits: when all islands start anew, none of them is late yet.
             self._deadline = math.inf
         if earlier is None:
@@ -432,7 +433,7 @@ class FragmentRounds(Standing):
             if self.phase is Phase.GRACE:
                 self._move(RoundEvent.QUORUM_GONE)
             self._grace_end = math.inf
-            return []
+            return self.tick(now)
         if self.phase is Phase.OPEN:
             self._move(RoundEvent.QUORUM)
             self._grace_end = min(now + self._timing.grace_s(self.members), self._deadline)

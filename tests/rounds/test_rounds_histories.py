@@ -507,7 +507,6 @@ def run_histories(*histories: type[AnyHistory], max_examples: int, num_steps: in
     assert AnyHistory.moves == listed, f"never made: {listed - AnyHistory.moves}"
 
 
-@pytest.mark.slow  # which moves are made depends on the modules that tests before have loaded
 def test_any_history_makes_the_moves_of_the_table_and_no_other() -> None:
     run_histories(AnyHistory, MembersComeAndGo, max_examples=300, num_steps=40)
 
