@@ -29,6 +29,7 @@ from diloco.cli import (
     operate,
     repair,
     replay,
+    sim,
 )
 from diloco.errors import DilocoError
 from diloco.launch.logs import log_to
@@ -73,6 +74,7 @@ for subject in (
     certs,
     doctor,
     bench,
+    sim,
     chaos,
     configuration,
 ):

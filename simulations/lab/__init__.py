@@ -1,0 +1,1 @@
+"""A laboratory: islands in one process, real gradients over a virtual network."""

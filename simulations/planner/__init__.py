@@ -1,0 +1,1 @@
+"""What a run will take on its links and machines, and which settings take least."""
