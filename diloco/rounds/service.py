@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,14 +23,14 @@ from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
 from diloco.refusals import Cause
+from diloco.rounds.arrivals import InitialLanes, LaneReader
 from diloco.rounds.attendance import Attendance
 from diloco.rounds.damaged import Damage
+from diloco.rounds.fetches import Fetches
 from diloco.rounds.merge import Merger, Spooled, drop
 from diloco.rounds.payloads import (
     fetch_lanes,
     insist_on_codec,
-    insist_on_size,
-    verify_payload,
 )
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.room import WAITING_FOR_DISK, Room
@@ -131,11 +131,10 @@ class FragmentService:
         self._units = units
         self._rules = self._next_rules = rules
         self.rounds, self._timing = self._machine()
-        self._unfetched: dict[str, set[int]] = {}  # contributor -> lanes it was not sent yet
-        self._fetched_at: float | None = None  # when the last of the others had them all
+        self._fetches = Fetches()
         self._spool: dict[str, dict[int, SpooledLane]] = {}
-        self._initial: dict[int, Buffer] = {}
-        self._initial_by = "", 0
+        self._reader = LaneReader(fragment, hooks.spool, hooks.worker)
+        self._initial = InitialLanes(fragment)
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
@@ -285,7 +284,7 @@ class FragmentService:
         try:
             self.damage.insist_on(header)
             name = self._fragment.fragment_id, island, header.grant.incarnation, header.lane_id
-            payload = await self._verified(
+            payload = await self._reader.read(
                 name, "float32", header.lane_id, header.digest, call, lambda payload: payload
             )
             self.damage.take(header, payload)
@@ -327,7 +326,8 @@ class FragmentService:
             lost = self.damage.lost  # a later one may have been heard of meanwhile
             lost = max(self._store.lost, lost if lost > gift.header["version"] else -1)
             self.damage.mended(gift)
-            self._unfetched, self._rules = {}, self._next_rules
+            self._fetches.given_up()
+            self._rules = self._next_rules
             self.rounds, self._timing = self._machine()
             self.heard_of(attendance.roster)
             self._go_on(recovered, lost, attendance, said_by)
@@ -344,12 +344,12 @@ class FragmentService:
 
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
-        self._await_no_fetch([island])
+        self._tell_fetched(self._fetches.gone([island]))
         self._perform(self.rounds.granted(island, incarnation, _now()))
 
     def heard_of(self, roster: Roster) -> None:
         """Take who may take part in the next openings."""
-        self._await_no_fetch(set(self._unfetched) - set(roster.live))
+        self._tell_fetched(self._fetches.gone_but(roster.live))
         self._perform(self.rounds.heard_of(roster, _now()))
 
     def obey(self, rules: FragmentRules) -> None:
@@ -439,7 +439,7 @@ class FragmentService:
     def initial_bytes(self) -> list[int]:
         """Bytes of each lane of the initial parameters; empty once version 0 is durable."""
         is_founded = self.record is not None or self.damage.text
-        return [] if is_founded else [4 * lane.numel for lane in self._fragment.lanes]
+        return [] if is_founded else self._initial.bytes_of_lanes
 
     def _count_refusal(self, lane: LaneArrival, admission: Admission) -> None:
         if (objection := self.rounds.objection(lane)) is not None:
@@ -460,38 +460,9 @@ class FragmentService:
         insist_on_codec(codec_name, self._rules.publication.uplink_codec)
         spool = self._hooks.spool
         name = lane.key, lane.island, lane.incarnation, lane.lane_id
-        return await self._verified(
+        return await self._reader.read(
             name, codec_name, lane.lane_id, lane.digest, call, lambda p: spool.put(p, lane.digest)
         )
-
-    async def _verified(
-        self,
-        name: Hashable,
-        codec_name: str,
-        lane_id: int,
-        digest: bytes,
-        call: IncomingCall,
-        keep: Callable[[Buffer], _T],
-    ) -> _T:
-        """Receive a lane, when it is its turn; its `name` is for the spool.
-
-        Returns:
-            What `keep`, in the worker, makes of it once it is verified.
-        """
-        numel = self._fragment.lanes[lane_id].numel
-        codec = lane_codec(codec_name, self._fragment, lane_id)
-        wire_bytes = codec.wire_bytes(numel)
-        insist_on_size(call.payload_bytes, wire_bytes)
-        async with self._hooks.spool.arrival(name, wire_bytes, has_asked=call.has_asked):
-            payload = await call.read_payload()
-
-            def check() -> _T:
-                verify_payload(payload, digest, codec, numel)
-                return keep(payload)
-
-            return await self._hooks.worker.run(check)
-
-    # -- version 0 -------------------------------------------------------------------------------
 
     async def take_initial(self, header: wire.UploadHeader, call: IncomingCall) -> str:
         """Keep a lane of the initial parameters; the last one founds version 0.
@@ -499,28 +470,23 @@ class FragmentService:
         Returns:
             What is wrong with it; empty when it was taken, or version 0 is durable already.
         """
-        meter, island = self._hooks.meter, header.grant.island
-        if header.lane_id >= (num_lanes := len(self._fragment.lanes)):
-            meter.refusal(island, Cause.LANE)
-            return f"there is no lane {header.lane_id}, the fragment has {num_lanes}"
+        grant, island = header.grant, header.grant.island
         try:
-            name = self._fragment.fragment_id, island, header.grant.incarnation, header.lane_id
-            payload = await self._verified(
+            self._initial.insist_on(header.lane_id)
+            name = self._fragment.fragment_id, island, grant.incarnation, header.lane_id
+            payload = await self._reader.read(
                 name, "float32", header.lane_id, header.digest, call, lambda payload: payload
             )
         except PayloadRefused as error:
-            meter.refusal(island, error.cause)
+            self._hooks.meter.refusal(island, error.cause)
             return f"initial parameters refused: {error}"
         async with self._founding:
-            incarnation = header.grant.incarnation
             if self.record is not None:
                 return ""
-            if self.rounds.is_fenced(island, incarnation):
+            if self.rounds.is_fenced(island, grant.incarnation):
                 return f"a newer start of island {island!r} has joined"
-            if (island, incarnation) != self._initial_by:
-                self._initial_by, self._initial = (island, incarnation), {}
-            self._initial[header.lane_id] = payload
-            if len(self._initial) == len(self._fragment.lanes):
+            self._initial.take((island, grant.incarnation), header.lane_id, payload)
+            if self._initial.is_whole:
                 await self._found()
         return ""
 
@@ -528,13 +494,13 @@ class FragmentService:
         """Commit version 0: theta = published = the uploaded parameters, moments = 0."""
         record = founding_record(
             self._fragment,
-            self._initial,
+            self._initial.lanes,
             self.rounds.timeline,
             has_second_moment=self._rules.publication.optimizer.has_second_moment,
             closed_unix_s=self._unix_s,
         )
         await self._hooks.worker.run(lambda: self._store.commit(record))
-        self._initial = {}
+        self._initial.lanes.clear()
         self._hold(record)
         self._perform(self.rounds.founded(0, 0, {}, _now()))
 
@@ -572,25 +538,12 @@ class FragmentService:
 
     def fetched(self, header: wire.FetchHeader) -> None:
         """Take note that lanes were sent, to the last byte: what xi_sync is measured by."""
-        island = header.grant.island
-        missing = self._unfetched.get(island)
-        if missing is None or header.version != self.rounds.version:
-            return
-        missing.difference_update(header.lane_ids)
-        if not missing:
-            self._fetched_at = _now()
-            self._await_no_fetch([island])
+        if header.version == self.rounds.version:
+            self._tell_fetched(self._fetches.sent(header.grant.island, header.lane_ids, _now()))
 
-    def _await_no_fetch(self, islands: Iterable[str]) -> None:
-        """Wait for these no more; with nobody left the last that was sent all lanes tells.
-
-        Who has died or lapsed meanwhile measures nothing: its silence is no transfer.
-        """
-        was_waiting = bool(self._unfetched)
-        for island in islands:
-            self._unfetched.pop(island, None)
-        if was_waiting and not self._unfetched and self._fetched_at is not None:
-            self.rounds.fetched(self._fetched_at)
+    def _tell_fetched(self, fetched_at: float | None) -> None:
+        if fetched_at is not None:
+            self.rounds.fetched(fetched_at)
 
     # -- what the machine decides ----------------------------------------------------------------
 
@@ -636,7 +589,7 @@ class FragmentService:
             key.fragment_id, key.version, key.attempt, opened.members, opened.is_flush
         )
         self._hooks.on_event(event)
-        self._unfetched = {}
+        self._fetches.given_up()
 
     def _heed_tokens(self) -> None:
         """Have the fragment end when it has merged the tokens of the run."""
@@ -692,9 +645,7 @@ class FragmentService:
         self._hold(record)
         self._heed_tokens()
         self._tell_closed(close, record)
-        lanes = range(len(self._fragment.lanes))
-        self._unfetched = {c.island: set(lanes) for c in record.contributors}
-        self._fetched_at = None
+        self._fetches.begun([c.island for c in record.contributors], len(self._fragment.lanes))
         instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)

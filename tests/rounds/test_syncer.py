@@ -195,7 +195,7 @@ def test_lanes_uploaded_side_by_side_commit_version_0_once(setting: Setting) -> 
         await asyncio.gather(*(a.upload() for _ in range(3)))
 
         assert version_of(run) == (0, 0, True)
-        assert run.syncer._services[0]._initial == {}
+        assert run.syncer._services[0]._initial.lanes == {}
         return len(run.records)
 
     assert run_virtual(scenario()) == 1
@@ -223,7 +223,7 @@ def test_initial_lanes_on_their_way_when_their_start_is_fenced_are_dropped(
         ack = wire.Ack.FromString((await upload).header)
         assert ack.message == "a newer start of island 'a' has joined"
         assert ack.is_fenced
-        assert run.syncer._services[0]._initial == {}
+        assert run.syncer._services[0]._initial.lanes == {}
 
     run_virtual(scenario())
 
