@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from diloco.bench.layouts import case_of
+from diloco.bench.layouts import MUON, case_of
 from diloco.errors import ConfigError
 from diloco.inner.mesh import make_mesh
 from diloco.inner.state import (
@@ -122,6 +123,8 @@ def test_two_ranks_write_what_one_reads_and_share_a_full_disk() -> None:
 
 
 WRITTEN_BY, READ_BY = case_of("fsdp-tp"), case_of("hsdp-accumulated")  # of one model
+#: Directory -> optimizer; matrices of Muon have one moment, and owners that follow the layout.
+OPTIMIZERS: dict[str, dict[str, Any]] = {"adamw": {}, "muon": MUON}
 
 
 def full_state(trainer: Any) -> dict[str, list[float]]:
@@ -133,39 +136,44 @@ def full_state(trainer: Any) -> dict[str, list[float]]:
     }
 
 
-def reshard_at_four_ranks(island_rank: int, directory: Path) -> tuple[Any, float, float]:
+def reshard_at_four_ranks(island_rank: int, root: Path) -> dict[str, tuple[Any, float, float]]:
     """Write at FSDP x TP, read at HSDP, and make the next step with both."""
-    trainer = WRITTEN_BY.make_trainer(make_mesh(CPU, WRITTEN_BY.mesh))
-    for step in range(2):
-        trainer.inner_step(step)
-    plan = make_plan(tensor_specs(canonical_parameters(trainer.model)), num_fragments=2)
-    CheckpointWriter(directory, ISLAND, plan, group=dist.group.WORLD).write(
-        2,
-        training=training_tensors(trainer.model, trainer.optimizer),
-        outer={},
-        about={"optimizer_step": optimizer_step(trainer.optimizer)},
-    )
-    written = full_state(trainer)
-    other: Any = READ_BY.make_trainer(make_mesh(CPU, READ_BY.mesh))
-    load(other, directory, 2)
-    assert full_state(other) == written
-    return written, trainer.inner_step(2).loss, other.inner_step(2).loss
+    found = {}
+    for name, optimizer in OPTIMIZERS.items():
+        writer, reader = (replace(case, optimizer=optimizer) for case in (WRITTEN_BY, READ_BY))
+        trainer = writer.make_trainer(make_mesh(CPU, writer.mesh))
+        for step in range(2):
+            trainer.inner_step(step)
+        plan = make_plan(tensor_specs(canonical_parameters(trainer.model)), num_fragments=2)
+        CheckpointWriter(root / name, ISLAND, plan, group=dist.group.WORLD).write(
+            2,
+            training=training_tensors(trainer.model, trainer.optimizer),
+            outer={},
+            about={"optimizer_step": optimizer_step(trainer.optimizer)},
+        )
+        written = full_state(trainer)
+        other: Any = reader.make_trainer(make_mesh(CPU, reader.mesh))
+        load(other, root / name, 2)
+        assert full_state(other) == written
+        found[name] = written, trainer.inner_step(2).loss, other.inner_step(2).loss
+    return found
 
 
 def test_what_fsdp_and_tp_wrote_hsdp_and_one_rank_read_to_the_bit_and_train_on() -> None:
     with tempfile.TemporaryDirectory() as temporary:
-        directory = Path(temporary)
-        results = run_ranks(reshard_at_four_ranks, 4, directory)
-        alone: Any = WRITTEN_BY.alone.make_trainer(one_rank())
-        load(alone, directory, 2)
-
-    state = full_state(alone)
-    expected = alone.inner_step(2).loss
-    for written, loss, other_loss in results:
-        assert written == state
-        # Float32 sums in another order, as between layouts.
-        assert abs(loss - expected) <= 5e-6
-        assert abs(other_loss - expected) <= 5e-6
+        root = Path(temporary)
+        results = run_ranks(reshard_at_four_ranks, 4, root)
+        for name, optimizer in OPTIMIZERS.items():
+            alone: Any = replace(WRITTEN_BY.alone, optimizer=optimizer).make_trainer(one_rank())
+            load(alone, root / name, 2)
+            state = full_state(alone)
+            expected = alone.inner_step(2).loss
+            for found in results:
+                written, loss, other_loss = found[name]
+                assert written == state
+                # Float32 sums in another order, as between layouts.
+                assert abs(loss - expected) <= 5e-6
+                assert abs(other_loss - expected) <= 5e-6
 
 
 def checkpoints_of(trained: Trained, directory: Path, **outer: Any) -> IslandCheckpoints:
