@@ -347,8 +347,16 @@ class ModelConfig(Section):
 
     @field_validator("experts")
     @classmethod
-    def _check_dense_layers(cls, value: ExpertsConfig, info: ValidationInfo) -> ExpertsConfig:
-        num_layers = info.data.get("num_layers")
+    def _check_experts(cls, value: ExpertsConfig, info: ValidationInfo) -> ExpertsConfig:
+        num_layers, dim = info.data.get("num_layers"), info.data.get("dim")
+        for key, width in (("dim", dim), ("experts.expert_dim", value.expert_dim)):
+            # Rows of the grouped product begin at multiples of 16 bytes, in bfloat16 too.
+            if value.num_experts and width is not None and width % 8:
+                raise ValueError(
+                    f"{key} = {width} must be a multiple of 8 beside experts: "
+                    + (f"{width // 8 * 8} or " if width > 8 else "")
+                    + f"{width // 8 * 8 + 8}"
+                )
         if value.num_experts and num_layers is not None and value.first_dense_layers >= num_layers:
             raise ValueError(
                 f"first_dense_layers = {value.first_dense_layers} leaves none of num_layers = "
