@@ -8,8 +8,8 @@ import torch
 
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
+from diloco.inner.families import initialise_, parameter_shapes, shape_of
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.model import LlamaShape, initialise_, parameter_shapes
 from diloco.inner.optimizer import check_names
 from diloco.inner.parallelize import parallelize
 from diloco.inner.pipeline import build_part, parts_of
@@ -28,8 +28,8 @@ def island_trainer(
         mesh: The island's ranks; None: it has one.
     """
     mesh = mesh or make_mesh(torch.device("cpu"), config.island.mesh)
-    check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
-    model = build_part(LlamaShape.from_config(config.model), mesh)
+    check_names(config.inner.optimizer, parameter_shapes(shape_of(config.model)))
+    model = build_part(shape_of(config.model), mesh)
     for part in parts_of(model):
         parallelize(
             part,

@@ -36,9 +36,16 @@ from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
+from diloco.inner.families import (
+    Model,
+    Shape,
+    initialise_,
+    insist_on_mesh,
+    parameter_shapes,
+    shape_of,
+)
 from diloco.inner.flops import flops_per_token, peak_flops
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.model import Llama, LlamaShape, initialise_, parameter_shapes
 from diloco.inner.optimizer import check_names
 from diloco.inner.parallelize import parallelize
 from diloco.inner.pipeline import Pipeline, build_part, parts_of
@@ -168,6 +175,7 @@ class _Rank:
                 f"`diloco island` and without RANK, WORLD_SIZE and MASTER_ADDR, or set it to 0"
             )
         _insist_on_names(config)
+        insist_on_mesh(shape_of(config.model), config.island.mesh)
         self._mirror = None
         if config.checkpoint.mirror:
             self._mirror = Mirror(config.checkpoint.mirror, config.island_id)
@@ -182,7 +190,7 @@ class _Rank:
         # Too many held-out sequences are refused now, not after the training.
         data.evaluation(config.evaluation.num_sequences)
         warm, start_step = self._find_warm_start(connection)
-        model = build_part(LlamaShape.from_config(config.model), mesh)
+        model = build_part(shape_of(config.model), mesh)
         for part in parts_of(model):
             parallelize(
                 part,
@@ -331,7 +339,7 @@ class _Rank:
         return text
 
     def _build_trainer(
-        self, model: Llama | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
+        self, model: Model | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
     ) -> InnerTrainer:
         config = self._config
         return InnerTrainer(
@@ -346,7 +354,7 @@ class _Rank:
             clock=time.monotonic,
         )
 
-    def _measure(self, shape: LlamaShape, device: torch.device) -> None:
+    def _measure(self, shape: Shape, device: torch.device) -> None:
         """Keep what says how much of its device a rank uses: work of a token, traces, memory."""
         config, job = self._config, self._job
         work = flops_per_token(shape, config.data.sequence_length)
@@ -501,7 +509,7 @@ def _insist_on_names(config: Config) -> None:
     Raises:
         ConfigError: If a pattern matches no parameter.
     """
-    check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
+    check_names(config.inner.optimizer, parameter_shapes(shape_of(config.model)))
 
 
 def exit_at_once(code: int) -> NoReturn:
