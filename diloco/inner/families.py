@@ -11,13 +11,17 @@ from typing import TypeAlias
 from torch import nn
 
 from diloco.config.hugging_face import FAMILY as HUGGING_FACE
+from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
 from diloco.config.model import ModelConfig
+from diloco.errors import ConfigError
 from diloco.inner import model as built_in
 from diloco.inner.model import Llama, LlamaShape
+from diloco.inner.optimizer import check_names, is_orthogonalised
 from diloco.inner.transformers_model import (
     TransformersModel,
     TransformersShape,
+    edges,
     initialise_transformers_,
     looked_up,
     transformers_shapes,
@@ -70,6 +74,25 @@ def insist_on_mesh(shape: Shape, mesh: MeshConfig) -> None:
     if isinstance(shape, TransformersShape) and mesh.tp > 1:
         model = TransformersModel(shape)
         insist_on_tp_plan(model, mesh.tp, keeps_logits_split=mesh.loss_parallel)
+
+
+def insist_on_names(shape: Shape, optimizer: InnerOptimizerConfig) -> None:
+    """Insist that what the optimizer's settings name is in the model, and that it fits the model.
+
+    Raises:
+        ConfigError: As `check_names` does, or if Muon would take an embedding or a head whose name
+            in transformers the settings do not foresee.
+    """
+    shapes = parameter_shapes(shape)
+    check_names(optimizer, shapes)
+    if optimizer.name != "muon" or not isinstance(shape, TransformersShape):
+        return
+    for name in sorted(edges(shape)):
+        if is_orthogonalised(optimizer, name, len(shapes[name])):
+            raise ConfigError(
+                f"inner.optimizer.adamw_by_name = {list(optimizer.adamw_by_name)} leaves {name} to "
+                "muon, which is for the matrices between embedding and head: name it there, too"
+            )
 
 
 def initialise_(model: nn.Module, seed: int) -> None:

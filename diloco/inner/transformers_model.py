@@ -199,7 +199,7 @@ def _tied(decoder: Any) -> dict[str, str]:
     for name, parameter in decoder.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     embedding = id(decoder.get_input_embeddings().weight)
-    tied = {}
+    tied: dict[str, str] = {}
     for key, (first, *others) in names.items():
         group = sorted([first, *others])
         source = group[0]
@@ -227,6 +227,15 @@ def looked_up(shape: TransformersShape) -> frozenset[str]:
     model = TransformersModel(shape)
     tables = {name for name in transformers_shapes(shape) if _is_table(model.decoder, name)}
     return frozenset(tables - set(model.tied_parameters.values()))
+
+
+@cache
+def edges(shape: TransformersShape) -> frozenset[str]:
+    """Name what lies at either end of the layers: tables of embeddings, and the head."""
+    model = TransformersModel(shape)
+    head = id(model.decoder.get_output_embeddings().weight)
+    parameters = canonical_parameters(model).items()
+    return frozenset(n for n, p in parameters if id(p) == head or _is_table(model.decoder, n))
 
 
 # -- initial values --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -136,26 +136,22 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
     They are DTensors all the same, since optimizers take no mixture of both.
     """
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    if not names:
+    own = dict(module.named_parameters(recurse=False))
+    if not own:
         return
-    for name in names:
-        whole = distribute_tensor(
-            module._parameters[name].detach(), mesh, [Replicate()], src_data_rank=None
-        )
+    for name, parameter in own.items():
+        whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
         module._parameters[name] = nn.Parameter(whole)
     compute = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        held = {name: module._parameters[name] for name in names}
+        held: dict[str, Any] = {name: module._parameters[name] for name in own}
         for name, parameter in held.items():
-            if isinstance(parameter, DTensor):
-                module._parameters[name] = parameter.to_local(  # type: ignore[assignment]
-                    grad_placements=[Replicate()]
-                )
+            local: Any = parameter.to_local(grad_placements=[Replicate()])
+            module._parameters[name] = local
         try:
             return compute(*args, **kwargs)
         finally:
             module._parameters.update(held)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

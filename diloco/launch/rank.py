@@ -41,12 +41,11 @@ from diloco.inner.families import (
     Shape,
     initialise_,
     insist_on_mesh,
-    parameter_shapes,
+    insist_on_names,
     shape_of,
 )
 from diloco.inner.flops import flops_per_token, peak_flops
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.optimizer import check_names
 from diloco.inner.parallelize import parallelize
 from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.state import load_parameters_
@@ -174,8 +173,9 @@ class _Rank:
                 f"their supervisor, and another launcher has started these; start the island with "
                 f"`diloco island` and without RANK, WORLD_SIZE and MASTER_ADDR, or set it to 0"
             )
-        _insist_on_names(config)
-        insist_on_mesh(shape_of(config.model), config.island.mesh)
+        shape = shape_of(config.model)
+        insist_on_names(shape, config.inner.optimizer)
+        insist_on_mesh(shape, config.island.mesh)
         self._mirror = None
         if config.checkpoint.mirror:
             self._mirror = Mirror(config.checkpoint.mirror, config.island_id)
@@ -190,7 +190,7 @@ class _Rank:
         # Too many held-out sequences are refused now, not after the training.
         data.evaluation(config.evaluation.num_sequences)
         warm, start_step = self._find_warm_start(connection)
-        model = build_part(shape_of(config.model), mesh)
+        model = build_part(shape, mesh)
         for part in parts_of(model):
             parallelize(
                 part,
@@ -219,7 +219,7 @@ class _Rank:
             raise
         connection.progress = lambda: self.record.progress
         self._config = connection.config
-        _insist_on_names(self._config)  # its policy may be another
+        insist_on_names(shape, self._config.inner.optimizer)  # the policy may be another
         batches = self._build_batches(mesh, data)
         self._trainer = self._build_trainer(model, mesh, data, batches)
         limit_collectives(config.island.collective_timeout_s)  # optimizers make groups, too
@@ -501,15 +501,6 @@ class _Rank:
         with self.record.evaluating(), in_place:
             loss = self._trainer.evaluate()
         self.record.evaluated(self._outer.inner_step, parameters, loss)
-
-
-def _insist_on_names(config: Config) -> None:
-    """Insist that what the optimizer's settings name is in the model.
-
-    Raises:
-        ConfigError: If a pattern matches no parameter.
-    """
-    check_names(config.inner.optimizer, parameter_shapes(shape_of(config.model)))
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from diloco.bench.layouts import HF_GPT2, HF_LLAMA, HF_QWEN3, HF_TIED
+from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
 from diloco.config.model import ModelConfig
 from diloco.errors import ConfigError
 from diloco.inner.cross_entropy import token_losses
-from diloco.inner.families import build_model, initialise_, insist_on_mesh, shape_of
+from diloco.inner.families import (
+    build_model,
+    initialise_,
+    insist_on_mesh,
+    insist_on_names,
+    shape_of,
+)
 from diloco.inner.flops import flops_per_token
 from diloco.inner.model import LlamaShape
 from diloco.inner.transformers_model import TransformersModel, TransformersShape
@@ -94,6 +101,7 @@ def test_a_tied_head_is_called_by_its_embedding_and_counted_once() -> None:
 
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
+    assert not any("inv_freq" in name for name in names)
     assert len(canonical_parameters(untied)) == len(names) + 1
 
 
@@ -159,6 +167,14 @@ def test_a_mesh_that_the_models_plan_is_not_for_is_refused(
         insist_on_mesh(shape(model, **changes), MeshConfig(**mesh))
 
     assert part in str(refused.value)
+
+
+def test_muon_is_kept_from_tables_whatever_they_are_called() -> None:
+    muon = InnerOptimizerConfig(name="muon")
+
+    insist_on_names(shape(HF_TIED), muon)
+    with pytest.raises(ConfigError, match=r"leaves transformer\.wpe\.weight to muon"):
+        insist_on_names(shape(HF_GPT2), muon)
 
 
 def test_dropout_that_only_transformers_knows_of_is_refused_by_its_key() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diloco.config.load import load_config
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.inner.families import parameter_shapes, shape_of
 from diloco.launch.export import export_run
 from diloco.launch.forecast import forecast
+from diloco.launch.inputs import open_inputs
 from diloco.launch.warm_start import find_warm_start
 from tests.launch.stored_run import random_parameters, store_run
 from tests.run_files import of_transformers, run_to_end, write_run
@@ -83,11 +86,16 @@ def test_a_plan_counts_parameters_from_config_json_alone(tmp_path: Path, kind: s
     assert rank.optimizer_bytes == 8 * planned.parameters
 
 
-def test_a_plan_refuses_a_mesh_without_a_tp_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ask", [forecast, lambda config: open_inputs(config, may_download=False)], ids=["plan", "start"]
+)
+def test_a_mesh_without_a_tp_plan_is_refused_before_any_process(
+    tmp_path: Path, ask: Callable[[Config], Any]
+) -> None:
     config = load_config(write(tmp_path, "gpt2", {"east": "tp = 2"}))
 
     with pytest.raises(ConfigError, match=r"mesh\.tp = 2: .*no tensor-parallel plan; set mesh\.tp"):
-        forecast(config)
+        ask(config)
 
 
 @pytest.mark.parametrize("kind", KINDS)
