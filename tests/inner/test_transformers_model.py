@@ -170,7 +170,7 @@ def test_a_mesh_that_the_models_plan_is_not_for_is_refused(
 
 
 def test_muon_is_kept_from_tables_whatever_they_are_called() -> None:
-    muon = InnerOptimizerConfig(name="muon")
+    muon = InnerOptimizerConfig(name="muon", lr=0.02)
 
     insist_on_names(shape(HF_TIED), muon)
     with pytest.raises(ConfigError, match=r"leaves transformer\.wpe\.weight to muon"):
