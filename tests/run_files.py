@@ -104,6 +104,14 @@ def write_run(
     return path
 
 
+def of_transformers(run_file: Path, model: Path) -> Path:
+    """Let a run file train the model of transformers whose config.json is in a directory."""
+    start, _, rest = run_file.read_text().partition("[model]\n")
+    _, _, end = rest.partition("\n\n")
+    run_file.write_text(f'{start}[model]\nfamily = "hf"\nname = "{model}"\n\n{end}')
+    return run_file
+
+
 def _product(mesh: str) -> int:
     return math.prod(int(size) for size in re.findall(r"= (\d+)", mesh))
 

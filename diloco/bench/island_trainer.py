@@ -8,9 +8,8 @@ import torch
 
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
+from diloco.inner.families import initialise_, insist_on_names, shape_of
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.model import LlamaShape, initialise_, parameter_shapes
-from diloco.inner.optimizer import check_names
 from diloco.inner.parallelize import parallelize
 from diloco.inner.pipeline import build_part, parts_of
 from diloco.inner.trainer import InnerTrainer
@@ -28,8 +27,8 @@ def island_trainer(
         mesh: The island's ranks; None: it has one.
     """
     mesh = mesh or make_mesh(torch.device("cpu"), config.island.mesh)
-    check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
-    model = build_part(LlamaShape.from_config(config.model), mesh)
+    insist_on_names(shape_of(config.model), config.inner.optimizer)
+    model = build_part(shape_of(config.model), mesh)
     for part in parts_of(model):
         parallelize(
             part,

@@ -7,11 +7,12 @@ layout, add a row; both take it up.
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +28,9 @@ from diloco.data.batches import Data
 from diloco.data.open import open_data
 from diloco.inner.mesh import IslandMesh
 from diloco.inner.trainer import InnerTrainer
+
+#: What a row needs beside torch.
+Loads: TypeAlias = Literal["", "compiler", "transformers"]
 
 INNER_STEPS = 5
 
@@ -72,8 +76,15 @@ class Case:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether blocks are compiled; loading the compiler takes longer than many rows."""
+        """Whether blocks are compiled."""
         return self.compute.compile_backend != ""
+
+    @property
+    def loads(self) -> Loads:
+        """What is loaded for it; either takes longer than many rows."""
+        if self.is_compiled:
+            return "compiler"
+        return "transformers" if self.model.get("family") == "hf" else ""
 
     @property
     def what(self) -> str:
@@ -149,6 +160,35 @@ LATENT = {
     "latent_attention": LatentAttentionConfig(
         kv_rank=24, q_rank=40, rope_dim=8, nope_dim=16, value_dim=20
     ),
+}
+_HF_SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 210,
+}
+HF_LLAMA = {"family": "hf", "hf_config": {**_HF_SIZES, "model_type": "llama"}}
+HF_TIED = {
+    "family": "hf",
+    "hf_config": {**_HF_SIZES, "model_type": "llama", "tie_word_embeddings": True},
+}
+HF_QWEN3 = {"family": "hf", "hf_config": {**_HF_SIZES, "model_type": "qwen3", "head_dim": 24}}
+#: Learned positions, matrices stored the other way round, biases, a tied head; no plan for tp.
+HF_GPT2 = {
+    "family": "hf",
+    "num_kv_heads": 4,
+    "hf_config": {
+        "model_type": "gpt2",
+        "vocab_size": 256,
+        "n_positions": 32,
+        "n_embd": 64,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_inner": 210,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    },
 }
 MUON = {"name": "muon", "lr": 5e-3}
 FULL, SELECTIVE = Compute("full"), Compute("selective")
@@ -366,11 +406,47 @@ CASES = [
     ),
 ]
 
+_OF_TRANSFORMERS = [
+    Case("hf-fsdp-tied-accumulated", MeshConfig(dp_shard=2), model=HF_TIED, micro_batches=2),
+    Case(
+        "hf-full-zero-3",
+        MeshConfig(dp_shard=2, fsdp_unit="block", reshard="always"),
+        model=HF_LLAMA,
+        compute=FULL,
+        collectives=counted(10, 5, 2),
+    ),
+    Case("hf-replicated-learned-positions", MeshConfig(dp_replicate=2), model=HF_GPT2),
+    Case("hf-tp-tied", MeshConfig(tp=2), model=HF_TIED),
+    Case("hf-selective-qk-norm-tp", MeshConfig(tp=2), model=HF_QWEN3, compute=SELECTIVE),
+    Case(
+        "hf-loss-parallel-muon",
+        MeshConfig(tp=2, loss_parallel=True),
+        model=HF_TIED,
+        optimizer=MUON,
+        z_loss=Z_LOSS,
+    ),
+    Case(
+        "hf-compiled-fsdp",
+        MeshConfig(dp_shard=2, fsdp_unit="block"),
+        model=HF_LLAMA,
+        compute=Compute("none", "aot_eager"),
+    ),
+    Case("hf-bfloat16-fsdp", MeshConfig(dp_shard=2), model=HF_TIED, compute=BFLOAT16),
+    Case(
+        "hf-fsdp-tp",
+        MeshConfig(dp_shard=2, tp=2, fsdp_unit="block"),
+        model=HF_QWEN3,
+        micro_batches=2,
+    ),
+]
+if importlib.util.find_spec("transformers") is not None:
+    CASES += _OF_TRANSFORMERS
 
-def names(num_ranks: int, *, is_compiled: bool = False) -> list[str]:
-    """Names of the rows of so many ranks, compiled or not, in the order of the table."""
+
+def names(num_ranks: int, loads: Loads = "") -> list[str]:
+    """Names of the rows of so many ranks, by what they load, in the order of the table."""
     rows = [case for case in CASES if case.num_ranks == num_ranks]
-    return [case.name for case in rows if case.is_compiled == is_compiled]
+    return [case.name for case in rows if case.loads == loads]
 
 
 def case_of(name: str) -> Case:

@@ -23,7 +23,8 @@ import diloco
 from diloco.bench.island_trainer import island_trainer, own_batches
 from diloco.config.schema import Config
 from diloco.data.open import open_data
-from diloco.inner.model import LlamaShape, build_model, initialise_
+from diloco.inner.families import initialise_
+from diloco.inner.model import LlamaShape, build_model
 from diloco.inner.pipeline import parts_of
 
 _UNDISTURBED_STEPS = 10

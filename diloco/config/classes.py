@@ -82,13 +82,18 @@ class FieldRow:
 
 def section_of(field: FieldInfo) -> type[Section] | None:
     """Give the section that a field holds, be it one table or a table of named ones; else None."""
-    held: object = get_args(field.annotation)[1] if is_named(field) else field.annotation
+    held: object = get_args(field.annotation)[1] if is_table(field) else field.annotation
     return held if isinstance(held, type) and issubclass(held, Section) else None
 
 
-def is_named(field: FieldInfo) -> bool:
+def is_table(field: FieldInfo) -> bool:
     """Say whether the field is a table whose keys are names that the user chooses."""
     return get_origin(field.annotation) is dict
+
+
+def is_named(field: FieldInfo) -> bool:
+    """Say whether it is such a table of sections."""
+    return is_table(field) and section_of(field) is not None
 
 
 def class_of(field: FieldInfo) -> ConfigClass | None:
@@ -103,7 +108,7 @@ def field_at(section: type[Section], path: tuple[str, ...]) -> FieldInfo | None:
         return field
     inner = section_of(field)
     if inner is None:
-        return None
+        return field if is_table(field) and len(path) == 2 else None
     rest = path[2:] if is_named(field) else path[1:]
     return field_at(inner, rest) if rest else field
 
@@ -111,12 +116,14 @@ def field_at(section: type[Section], path: tuple[str, ...]) -> FieldInfo | None:
 def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, ConfigClass, Any]]:
     """Walk all values of a configuration as (dotted path, class, value).
 
-    A table of named sections yields its sorted names first, under the class it is marked with.
-    Values are of any TOML type, hence `Any`.
+    A table of named sections yields its sorted names first, under the class it is marked with, a
+    table of values each of them. Values are of any TOML type, hence `Any`.
     """
     for name, field in type(section).model_fields.items():
         value, mark, path = getattr(section, name), class_of(field), f"{prefix}{name}"
-        if mark is not None:
+        if mark is not None and is_table(field) and not is_named(field):
+            yield from ((f"{path}.{key}", mark, value[key]) for key in sorted(value))
+        elif mark is not None:
             yield path, mark, sorted(value) if is_named(field) else value
         if is_named(field):
             for key in sorted(value):

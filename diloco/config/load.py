@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from diloco.config import classes
+from diloco.config.hugging_face import with_config_json
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
@@ -239,6 +240,11 @@ def _value(text: str) -> Any:
 
 
 def _validated(raw: Mapping[str, Any], attempt: str, root: type[S]) -> S:
+    if root is Config:
+        try:
+            raw = with_config_json(raw)
+        except ConfigError as error:
+            raise ConfigError(f"{attempt}: 1 problem\n  {error}") from error
     try:
         return root.model_validate(raw)
     except ValidationError as error:

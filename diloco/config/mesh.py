@@ -14,6 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Local, Section
 from diloco.config.fields import Problem, later
+from diloco.config.hugging_face import FAMILY as HUGGING_FACE
 from diloco.config.model import without_tp_plan
 from diloco.config.pipeline import DEFAULT_SCHEDULE, Schedule, stages_problem
 
@@ -170,6 +171,9 @@ def ranks_problem(mesh: MeshConfig, ranks: int) -> str | None:
 
 def mesh_problems(mesh: MeshConfig, data: Mapping[str, Any]) -> Iterator[Problem]:
     """Check what an island's mesh owes to the sections of model and data that were valid."""
+    if "model" in data and data["model"].family == HUGGING_FACE:
+        yield from transformers_problems(mesh)
+        return  # what tp must divide, the model's own plan says
     sizes: dict[str, int] = {}
     if "data" in data:
         sizes["data.sequence_length"] = data["data"].sequence_length
@@ -188,6 +192,14 @@ def mesh_problems(mesh: MeshConfig, data: Mapping[str, Any]) -> Iterator[Problem
     if "model" in data and mesh.ep > 1:
         yield from _experts_problems(mesh, data["model"].experts.num_experts)
     yield from _context_problems(mesh, data)
+
+
+def transformers_problems(mesh: MeshConfig) -> Iterator[Problem]:
+    """Name the axes that a model of transformers cannot be spread over."""
+    for axis in ("pp", "cp", "ep"):
+        if (size := getattr(mesh, axis)) > 1:
+            remedy = "set it to 1, and dp_shard or tp higher"
+            yield f"mesh.{axis}", size, f'is not for model.family = "hf": {remedy}'
 
 
 def _experts_problems(mesh: MeshConfig, num_experts: int) -> Iterator[Problem]:

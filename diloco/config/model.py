@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Identity, Local, Section
-from diloco.config.fields import later, with_preset
+from diloco.config.fields import with_preset
+from diloco.config.hugging_face import FAMILY as HUGGING_FACE
+from diloco.config.hugging_face import with_sizes
 
 _LLAMA_3 = {
     "vocab_size": 128_256,
@@ -233,10 +235,21 @@ def without_tp_plan(experts: ExpertsConfig, latent: LatentAttentionConfig) -> st
 class ModelConfig(Section):
     """The decoder; `preset` gives dimensions, explicit keys win."""
 
-    family: Identity[Annotated[Literal["llama", "own"], later("hf")]] = Field(
+    family: Identity[Literal["llama", "hf", "own"]] = Field(
         default="llama",
-        description="Architecture: llama (RoPE, grouped queries, SwiGLU, RMSNorm), or own: that of "
-        "a loop with diloco.DiLoCo, which may read the sizes",
+        description="Architecture: llama (RoPE, grouped queries, SwiGLU, RMSNorm); hf: a dense "
+        "causal model of transformers; own: that of a loop with diloco.DiLoCo, which may read the "
+        "sizes",
+    )
+    name: Local[str] = Field(
+        default="",
+        description="With family hf: the directory of the model's config.json, or its hub name; "
+        "weights come from run.warm_start, or from the seed",
+    )
+    hf_config: Identity[dict[str, str]] = Field(
+        default={},
+        description="With family hf: keys of config.json that are to be other than there, or with "
+        "model_type all of them; values as JSON",
     )
     preset: Local[
         Literal[
@@ -296,6 +309,8 @@ class ModelConfig(Section):
     def _apply_preset(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and data.get("family") == "own":
             data = {**_MODEL_PRESETS["tiny"], **data}  # a loop need not say what only it knows
+        if isinstance(data, Mapping) and data.get("family") == HUGGING_FACE:
+            return with_sizes(data)
         return with_preset(data, _MODEL_PRESETS)
 
     @field_validator("head_dim")
@@ -313,7 +328,8 @@ class ModelConfig(Section):
     def _check_heads(cls, value: int, info: ValidationInfo) -> int:
         dim, latent = info.data.get("dim"), info.data.get("latent_attention")
         has_width = info.data.get("head_dim") or (latent is not None and latent.kv_rank)
-        if dim is not None and not has_width and dim % (2 * value):
+        is_llama = info.data.get("family") == "llama"
+        if is_llama and dim is not None and not has_width and dim % (2 * value):
             raise ValueError(f"2 x num_heads must divide dim = {dim}, or give head_dim")
         return value
 
@@ -363,3 +379,21 @@ class ModelConfig(Section):
                 f"{num_layers} for experts: use at most {num_layers - 1}"
             )
         return value
+
+    @model_validator(mode="after")
+    def _check_family(self) -> Self:
+        """Refuse what the family has no use for."""
+        if self.family == HUGGING_FACE:
+            _insist_on_defaults(self, _OF_HUGGING_FACE, 'family = "hf": config.json says it')
+            return self
+        for key in ("name", "hf_config"):
+            if getattr(self, key):
+                raise ValueError(f'{key} is of family = "hf", and this is "{self.family}"')
+        return self
+
+
+#: What a model of transformers has: its config.json, and the sizes that are taken from there.
+_OF_HUGGING_FACE = {
+    "family", "name", "hf_config", "vocab_size", "dim", "num_layers", "head_dim", "num_heads",
+    "num_kv_heads", "ffn_dim", "max_sequence_length",
+}  # fmt: skip

@@ -20,7 +20,7 @@ import math
 
 import torch
 
-from diloco.inner.model import LlamaShape, parameter_shapes
+from diloco.inner.families import Shape, num_looked_up, parameter_shapes
 
 #: Dense bfloat16 operations a second by a part of the device's name, the first that fits: makers'
 #: data sheets.
@@ -37,7 +37,7 @@ PEAK_FLOPS = {
 }
 
 
-def flops_per_token(shape: LlamaShape, sequence_length: int) -> float:
+def flops_per_token(shape: Shape, sequence_length: int) -> float:
     """Compute 6 N + 6 L H (Q + V) S of one trained token.
 
     Args:
@@ -46,8 +46,7 @@ def flops_per_token(shape: LlamaShape, sequence_length: int) -> float:
     """
     shapes = parameter_shapes(shape)
     multiplied = sum(math.prod(size) for size in shapes.values() if len(size) == 2)
-    if not shape.tie_embeddings:
-        multiplied -= math.prod(shapes["embed.weight"])
+    multiplied -= num_looked_up(shape)
     # Stacked experts are of three dimensions, the first of which counts them.
     one_of_each = sum(math.prod(size[1:]) for size in shapes.values() if len(size) == 3)
     multiplied += shape.experts.experts_per_token * one_of_each

@@ -97,8 +97,13 @@ class LlamaShape:
         """Take the sizes from a model configuration.
 
         Raises:
-            ConfigError: If the model is not this module's but a loop's own.
+            ConfigError: If the model is not this module's.
         """
+        if config.family == "hf":
+            raise ConfigError(
+                'model.family = "hf": this takes the built-in model only; set model.family = '
+                '"llama"'
+            )
         if config.family == "own":
             raise ConfigError(
                 'model.family = "own": only the loop that builds this model can train and read it, '
@@ -313,7 +318,7 @@ def initialise_(model: Llama, seed: int) -> None:
         elif parameter.ndim == 1:
             write_stored_(parameter, torch.ones(parameter.shape))
         else:
-            write_stored_(parameter, _draw(parameter.shape, std, seed, name))
+            write_stored_(parameter, draw(parameter.shape, std, seed, name))
 
 
 @torch.no_grad()
@@ -321,11 +326,13 @@ def _draw_experts_(parameter: Tensor, std: float, seed: int, name: str) -> None:
     """Draw those experts of a stack [X, ...] of which this rank holds a part."""
     box, shape = stored_box(parameter), torch.Size(whole_shape(parameter)[1:])
     for local, expert in zip(stored(parameter), itertools.count(box.offsets[0]), strict=False):
-        local.copy_(_draw(shape, std, seed, f"{name}.{expert}")[box.slices[1:]])
+        local.copy_(draw(shape, std, seed, f"{name}.{expert}")[box.slices[1:]])
 
 
-def _draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
+def draw(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
     """Draw nearly normal values (the sum of four uniform 16-bit integers, scaled), float32.
+
+    They depend on seed and name only, and have mean 0 and the standard deviation `std`.
 
     Not `normal_`: its logarithms and cosines differ between processors in the last bit, and two
     islands on unlike machines must start from the same bytes. The integer sum is exact in float32,

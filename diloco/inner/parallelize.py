@@ -16,7 +16,8 @@ Source: ZeRO (arXiv 1910.02054), FSDP (arXiv 2304.11277).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,15 +25,23 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from diloco.config.compute import PLAIN, Compute, compute_problems
-from diloco.config.mesh import MeshConfig, heads_problem, positions_problem
+from diloco.config.mesh import (
+    MeshConfig,
+    heads_problem,
+    positions_problem,
+    transformers_problems,
+)
 from diloco.errors import ConfigError
 from diloco.inner.context import ContextAttention
 from diloco.inner.expert_parallel import spread_experts
 from diloco.inner.experts import Experts
+from diloco.inner.families import Model
 from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Block, Llama
-from diloco.inner.recomputation import recompute_of
+from diloco.inner.recomputation import Recompute, recompute_of
 from diloco.inner.tensor_parallel import apply_tensor_parallel
+from diloco.inner.transformers_model import TransformersModel
+from diloco.inner.transformers_parallel import apply_transformers_tp
 
 #: Blocks of fewer elements are gathered together with the root: one collective for all of them
 #: instead of two a block. A block of 2^22 float32 values, 16 MiB, fills a fast link by itself.
@@ -49,14 +58,14 @@ _POLICIES = {
 
 
 def parallelize(
-    model: Llama, mesh: IslandMesh, *, sequence_length: int, compute: Compute = PLAIN
+    model: Model, mesh: IslandMesh, *, sequence_length: int, compute: Compute = PLAIN
 ) -> None:
     """Spread a model built on the meta device over the mesh and give it memory, in place.
 
     Values are undefined afterwards; `initialise_` or a checkpoint provides them.
 
     Args:
-        model: From `build_model`: the decoder, or a stage of it.
+        model: From `build_model`, or a stage of the built-in decoder.
         mesh: From `make_mesh`.
         sequence_length: Positions of a training sequence.
         compute: What of a block is computed again, compiled and in which precision.
@@ -70,15 +79,21 @@ def parallelize(
         compute, mesh.config, num_experts=model.shape.experts.num_experts
     ):
         raise ConfigError(f"{name} = {value!r} {problem}")
-    _apply_context_parallel(model, mesh, sequence_length=sequence_length)
-    if (tp_mesh := mesh.submesh("tp")) is not None:
-        apply_tensor_parallel(
-            model,
-            tp_mesh,
-            sequence_length=sequence_length // mesh.config.cp,
-            keeps_logits_split=mesh.config.loss_parallel,
-        )
-        model.tie_()  # now: what is sharded twice apart is no longer one parameter
+    tp_mesh, keeps_logits_split = mesh.submesh("tp"), mesh.config.loss_parallel
+    if isinstance(model, TransformersModel):
+        _insist_on_axes(mesh.config)
+        if tp_mesh is not None:
+            apply_transformers_tp(model, tp_mesh, keeps_logits_split=keeps_logits_split)
+    else:
+        _apply_context_parallel(model, mesh, sequence_length=sequence_length)
+        if tp_mesh is not None:
+            apply_tensor_parallel(
+                model,
+                tp_mesh,
+                sequence_length=sequence_length // mesh.config.cp,
+                keeps_logits_split=keeps_logits_split,
+            )
+    model.tie_()  # now: what is sharded twice apart is no longer one parameter
     if (ep_mesh := mesh.expert_submesh("ep")) is not None:
         for experts in _experts(model):
             spread_experts(experts, ep_mesh)
@@ -87,6 +102,11 @@ def parallelize(
     model.to_empty(device=mesh.device)
     model.tie_()
     model.assert_tied()
+
+
+def _insist_on_axes(config: MeshConfig) -> None:
+    for axis, value, problem in transformers_problems(config):
+        raise ConfigError(f"{axis} = {value} {problem}")
 
 
 def _apply_context_parallel(model: Llama, mesh: IslandMesh, *, sequence_length: int) -> None:
@@ -108,23 +128,37 @@ def _apply_context_parallel(model: Llama, mesh: IslandMesh, *, sequence_length: 
         block.attention.attend = ContextAttention(config.context, mesh.cp_group)
 
 
-def _apply_compute(model: Llama, compute: Compute) -> None:
+def _apply_compute(model: Model, compute: Compute) -> None:
     """Let blocks compute again what they do not keep, and compile them, each by itself.
 
     Compiled is the block with its recomputation, so that the compiler plans both. Blocks are alike
     and share one compiled graph; names of parameters do not change.
     """
-    if compute.precision == "bfloat16":
+    if compute.precision == "bfloat16" and isinstance(model, Llama):
         model.residual_dtype = torch.bfloat16
     for block in model.blocks:
-        assert isinstance(block, Block)
         if compute.activation_checkpointing != "none":
-            block.recompute = recompute_of(block, compute.activation_checkpointing)
+            recompute = recompute_of(block, compute.activation_checkpointing)
+            if isinstance(block, Block):
+                block.recompute = recompute
+            else:
+                block.forward = _recomputed(block.forward, recompute)
         if compute.compile_backend:
             block.compile(backend=compute.compile_backend, fullgraph=True)
 
 
-def _apply_data_parallel(model: Llama, mesh: IslandMesh, policy: MixedPrecisionPolicy) -> None:
+def _recomputed(forward: Callable[..., Any], recompute: Recompute) -> Callable[..., Any]:
+    """Call a block's forward so that the backward computes it again."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return recompute(forward, *args, **kwargs)
+
+    return call
+
+
+def _apply_data_parallel(model: Model, mesh: IslandMesh, policy: MixedPrecisionPolicy) -> None:
     """Make units of FSDP2, or of plain replication where there is nothing to shard over.
 
     A unit is gathered, and its gradients are reduced, in one collective. A block's own unit gives
@@ -162,7 +196,7 @@ def _apply_data_parallel(model: Llama, mesh: IslandMesh, policy: MixedPrecisionP
 
 
 def _apply_data_parallel_to_experts(
-    model: Llama, mesh: IslandMesh, policy: MixedPrecisionPolicy
+    model: Model, mesh: IslandMesh, policy: MixedPrecisionPolicy
 ) -> set[nn.Parameter]:
     """Make a unit of each layer's experts over the ranks that have the same ones.
 
@@ -183,12 +217,12 @@ def _apply_data_parallel_to_experts(
     return set()
 
 
-def _experts(model: Llama) -> list[Experts]:
+def _experts(model: Model) -> list[Experts]:
     """Find the routed experts of all layers here."""
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
-def _unit_blocks(model: Llama, config: MeshConfig) -> Iterator[nn.Module]:
+def _unit_blocks(model: Model, config: MeshConfig) -> Iterator[nn.Module]:
     """Yield the blocks that are units of their own."""
     if config.fsdp_unit == "model":
         return

@@ -32,8 +32,10 @@ from torch.distributed.pipelining import (
 
 from diloco.config.pipeline import V_SCHEDULES, Schedule
 from diloco.errors import ConfigError
+from diloco.inner.families import Model, Shape, build_model
 from diloco.inner.mesh import IslandMesh
-from diloco.inner.model import Llama, LlamaShape, build_model
+from diloco.inner.model import Llama, LlamaShape
+from diloco.inner.model import build_model as build_stage
 from diloco.sync.boxes import stored
 
 #: Logits and targets of a micro-batch -> what it adds to what is minimised, and to the loss told.
@@ -89,7 +91,7 @@ class Pipeline(nn.Module):
         size = shape.num_layers // num_stages
         here = [s for s, rank in enumerate(self.ranks) if rank == mesh.coordinate("pp")]
         self.stages = nn.ModuleDict(
-            {str(s): build_model(shape, range(s * size, (s + 1) * size)) for s in here}
+            {str(s): build_stage(shape, range(s * size, (s + 1) * size)) for s in here}
         )
         self.unnamed_modules = ("stages", *(f"stages.{s}" for s in here))
         self.tied_group = _tied_group(mesh) if shape.tie_embeddings else None
@@ -116,14 +118,16 @@ class Pipeline(nn.Module):
         return [] if tied is None or self.parts[0].embed is not None else [tied]
 
 
-def parts_of(model: Llama | Pipeline) -> Sequence[Llama]:
+def parts_of(model: Model | Pipeline) -> Sequence[Model]:
     """Return what is parallelised one by one: the stages of this rank, or the whole model."""
     return model.parts if isinstance(model, Pipeline) else (model,)
 
 
-def build_part(shape: LlamaShape, mesh: IslandMesh) -> Llama | Pipeline:
-    """Build what of the decoder this rank has, without memory, on the meta device."""
-    return Pipeline(shape, mesh) if mesh.size("pp") > 1 else build_model(shape)
+def build_part(shape: Shape, mesh: IslandMesh) -> Model | Pipeline:
+    """Build what of the model this rank has, without memory, on the meta device."""
+    if mesh.size("pp") > 1 and isinstance(shape, LlamaShape):
+        return Pipeline(shape, mesh)
+    return build_model(shape)
 
 
 def stage_ranks(schedule: Schedule, pp: int, stages_per_rank: int) -> tuple[int, ...]:

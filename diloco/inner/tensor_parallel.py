@@ -28,6 +28,9 @@ from diloco.errors import ConfigError
 from diloco.inner.attention import Attention
 from diloco.inner.model import Block, Llama
 
+#: Attribute of modules whose own parameters' gradients are parts of a sum over the ranks.
+PARTIAL_OVER_TP = "partial_over_tp"
+
 
 def apply_tensor_parallel(
     model: Llama, mesh: DeviceMesh, *, sequence_length: int, keeps_logits_split: bool
@@ -115,6 +118,8 @@ class PositionwiseNorm(nn.RMSNorm):
     cost more than the additions that they carry, on small models.
     """
 
+    partial_over_tp = True
+
     def __init__(self, norm: nn.RMSNorm, mesh: DeviceMesh) -> None:
         """Take over the weight of a norm.
 
@@ -136,4 +141,5 @@ class PositionwiseNorm(nn.RMSNorm):
 
 def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters whose gradients are parts of a sum over the ranks along `tp`."""
-    return [module.weight for module in model.modules() if isinstance(module, PositionwiseNorm)]
+    partial = (module for module in model.modules() if getattr(module, PARTIAL_OVER_TP, False))
+    return [parameter for module in partial for parameter in module.parameters(recurse=False)]

@@ -21,9 +21,9 @@ from diloco.errors import ConfigError
 from diloco.inner.context import positions_of
 from diloco.inner.cross_entropy import token_losses
 from diloco.inner.experts import balance_
+from diloco.inner.families import Model
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
 from diloco.inner.mesh import IslandMesh
-from diloco.inner.model import Llama
 from diloco.inner.optimizer import build_optimizer, learning_rate, set_learning_rate_
 from diloco.inner.parallelize import set_is_last_micro_batch_
 from diloco.inner.pipeline import Pipeline, PipelineRunner, sum_tied_gradients_
@@ -75,7 +75,7 @@ class InnerTrainer:
 
     def __init__(
         self,
-        model: Llama | Pipeline,
+        model: Model | Pipeline,
         *,
         mesh: IslandMesh,
         batches: Batches,

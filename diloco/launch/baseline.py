@@ -182,9 +182,9 @@ def run_baseline(
 
 
 def _num_parameters(config: Config) -> int:
-    from diloco.inner.model import LlamaShape, build_model  # torch takes seconds to load
+    from diloco.inner.families import build_model, shape_of  # torch takes seconds to load
 
-    model = build_model(LlamaShape.from_config(config.model))
+    model = build_model(shape_of(config.model))
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -1,8 +1,8 @@
-"""Export of a run's published parameters as a Hugging Face Llama model, or in PyTorch's DCP.
+"""Export of a run's published parameters as a Hugging Face model, or in PyTorch's DCP.
 
     OUT/model.safetensors                    float32, Hugging Face's names; above a size cut into
     OUT/model-00001-of-00003.safetensors     several, with model.safetensors.index.json
-    OUT/config.json                          LlamaConfig
+    OUT/config.json                          LlamaConfig, say
     OUT/.metadata, OUT/__0_0.distcp, ...     instead of these with format "dcp": torchtitan's names
     OUT/diloco.json                          which versions these are, digests of the files
     OUT/tokenizer.json, ...                  if the run has a tokenizer and its files are here
@@ -27,11 +27,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diloco.config.classes import fingerprint
+from diloco.config.hugging_face import content_of
 from diloco.config.load import load_config
 from diloco.durable import sync_directory, write_durably
 from diloco.errors import ConfigError
-from diloco.inner.hugging_face import config_json, stored_tensors
-from diloco.inner.model import parameter_shapes
+from diloco.inner.families import parameter_shapes
+from diloco.inner.hugging_face import StoredTensor, config_json, stored_tensors
+from diloco.inner.model import LlamaShape
 from diloco.inner.torchtitan import to_torchtitan, torchtitan_names
 from diloco.launch.published import Published, PublishedFragment, read_published
 from diloco.launch.state_dir import StateDir
@@ -163,7 +165,7 @@ def _write_weights(
     on_progress: Callable[[str, int, int], None],
 ) -> dict[str, dict[str, Any]]:
     """Write all tensors, and the index if there are several files; returns what each file is."""
-    stored = stored_tensors(published.shape)
+    stored = _stored(published)
     groups = _groups(parameter_shapes(published.shape), max_file_bytes)
     total = sum(spec.numel for spec in published.plan.tensors)
     done = 0
@@ -189,13 +191,25 @@ def _write_weights(
     return files
 
 
+def _stored(published: Published) -> Mapping[str, tuple[StoredTensor, ...]]:
+    shape = published.shape
+    if isinstance(shape, LlamaShape):
+        return stored_tensors(shape)
+    return {name: (StoredTensor(name, size),) for name, size in parameter_shapes(shape).items()}
+
+
 def _write_dcp(
     published: Published, directory: Path, on_progress: Callable[[str, int, int], None]
 ) -> dict[str, dict[str, Any]]:
     """Write all tensors under torchtitan's names; returns what each file is."""
     from diloco.launch.dcp import write_dcp  # slow, and seldom needed
 
-    shape, shapes = published.shape, parameter_shapes(published.shape)
+    shape = published.shape
+    if not isinstance(shape, LlamaShape):
+        raise ConfigError(
+            'model.family = "hf": torchtitan has no names for this model; export it as "hf"'
+        )
+    shapes = parameter_shapes(shape)
     names = {theirs: ours for ours, theirs in torchtitan_names(shape).items()}
     total, done = sum(map(math.prod, shapes.values())), 0
 
@@ -245,8 +259,10 @@ def _copy_tokenizer(tokenizer: str, directory: Path) -> str:
 
 
 def _model_config(published: Published) -> dict[str, Any]:
-    length = published.config.model.max_sequence_length
-    return config_json(published.shape, max_sequence_length=length)
+    shape, model = published.shape, published.config.model
+    if isinstance(shape, LlamaShape):
+        return config_json(shape, max_sequence_length=model.max_sequence_length)
+    return {**content_of(model.hf_config), "dtype": "float32"}
 
 
 def _manifest(export: Export, published: Published, at_step: int | None) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from typing import Any
 
 from diloco.config.classes import fingerprint
 from diloco.config.schema import Config
-from diloco.inner.model import LlamaShape, build_model, parameter_shapes
-from diloco.inner.optimizer import check_names
+from diloco.inner.families import build_model, insist_on_mesh, insist_on_names, shape_of
 from diloco.launch.build import link_profile
 from diloco.launch.disk import DiskForecast, forecast_disk
 from diloco.launch.host_memory import kept_bytes
@@ -155,10 +154,13 @@ def forecast(config: Config) -> Forecast:
     """Plan a run; allocates no parameter.
 
     Raises:
-        ConfigError: If the model cannot be cut as `outer` says, or there is no such link profile.
+        ConfigError: If the model cannot be cut as `outer` says, or be spread over a mesh, or there
+            is no such link profile.
     """
-    model = build_model(LlamaShape.from_config(config.model))
-    check_names(config.inner.optimizer, parameter_shapes(model.shape))
+    model = build_model(shape_of(config.model))
+    for island in config.islands.values():
+        insist_on_mesh(model.shape, island.mesh)
+    insist_on_names(model.shape, config.inner.optimizer)
     plan = build_plan(config.outer, tensor_specs(canonical_parameters(model)))
     schedule = build_schedule(config.outer, config.run.inner_steps)
     link = link_profile(config)

@@ -1,5 +1,7 @@
 """What a run is fed with, text and warm start, opened before anything is started.
 
+So is a model of transformers, which alone can tell whether a mesh is for it.
+
 The ranks open the same again, each for itself; here a mistake is found at once by whoever made it.
 """
 
@@ -7,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from diloco.config.hugging_face import FAMILY as HUGGING_FACE
 from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.data.streams import StreamData
 from diloco.data.tokenizer import is_hub_tokenizer
+from diloco.inner.families import insist_on_mesh, shape_of
 from diloco.launch.checkpoints import MANIFEST, found_directory, read_manifest
 from diloco.launch.warm_start import find_warm_start, is_hub_model
 
@@ -45,6 +49,9 @@ def open_inputs(
                 path = found_directory(config.checkpoint_dir, island, resume_step)
                 if (path / MANIFEST).exists():  # else it is at another site, or in a mirror
                     data.insist_on_content(read_manifest(path)["data"])
+    for each in config.islands.values():
+        if config.model.family == HUGGING_FACE:
+            insist_on_mesh(shape_of(config.model), each.mesh)
     if resume_step is None and not any(setting.startswith("run.") for setting in left_out):
         warm = find_warm_start(config)
         lines += [] if warm is None else [f"warm start: {warm.source}"]

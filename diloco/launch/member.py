@@ -24,8 +24,8 @@ from diloco.config.mesh import MeshConfig
 from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.errors import DilocoError
+from diloco.inner.families import build_model, initialise_, shape_of
 from diloco.inner.mesh import IslandMesh
-from diloco.inner.model import LlamaShape, build_model, initialise_
 from diloco.inner.parallelize import parallelize
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.build import link_profile
@@ -64,7 +64,7 @@ class _Member:
         torch.set_num_interop_threads(1)
         mesh = IslandMesh(torch.device("cpu"), MeshConfig())
         data = open_data(config)
-        model = build_model(LlamaShape.from_config(config.model))
+        model = build_model(shape_of(config.model))
         parallelize(
             model, mesh, sequence_length=config.data.sequence_length, compute=island.compute
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.inner.model import LlamaShape, parameter_shapes
+from diloco.inner.families import Shape, parameter_shapes, shape_of
 from diloco.launch.state_dir import StateDir
 from diloco.launch.stores import read_plan, state_by_fragment
 from diloco.outer.fragments import Plan
@@ -65,9 +65,9 @@ class Published:
         return all(fragment.is_flush for fragment in self.fragments)
 
     @property
-    def shape(self) -> LlamaShape:
+    def shape(self) -> Shape:
         """Sizes of the model."""
-        return LlamaShape.from_config(self.config.model)
+        return shape_of(self.config.model)
 
     def read(self, name: str) -> Tensor:
         """Return a parameter by its canonical name: unsharded, float32, freshly allocated."""
@@ -138,7 +138,7 @@ def _read_run(state: StateDir) -> tuple[Config, Plan]:
     plan = read_plan(state)
     if plan is None:
         raise ConfigError(_not_founded_text(state))
-    expected = parameter_shapes(LlamaShape.from_config(config.model))
+    expected = parameter_shapes(shape_of(config.model))
     found = {spec.name: spec.shape for spec in plan.tensors}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):

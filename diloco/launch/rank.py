@@ -36,10 +36,16 @@ from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
+from diloco.inner.families import (
+    Model,
+    Shape,
+    initialise_,
+    insist_on_mesh,
+    insist_on_names,
+    shape_of,
+)
 from diloco.inner.flops import flops_per_token, peak_flops
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.model import Llama, LlamaShape, initialise_, parameter_shapes
-from diloco.inner.optimizer import check_names
 from diloco.inner.parallelize import parallelize
 from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.state import load_parameters_
@@ -167,7 +173,9 @@ class _Rank:
                 f"their supervisor, and another launcher has started these; start the island with "
                 f"`diloco island` and without RANK, WORLD_SIZE and MASTER_ADDR, or set it to 0"
             )
-        _insist_on_names(config)
+        shape = shape_of(config.model)
+        insist_on_names(shape, config.inner.optimizer)
+        insist_on_mesh(shape, config.island.mesh)
         self._mirror = None
         if config.checkpoint.mirror:
             self._mirror = Mirror(config.checkpoint.mirror, config.island_id)
@@ -182,7 +190,7 @@ class _Rank:
         # Too many held-out sequences are refused now, not after the training.
         data.evaluation(config.evaluation.num_sequences)
         warm, start_step = self._find_warm_start(connection)
-        model = build_part(LlamaShape.from_config(config.model), mesh)
+        model = build_part(shape, mesh)
         for part in parts_of(model):
             parallelize(
                 part,
@@ -211,7 +219,7 @@ class _Rank:
             raise
         connection.progress = lambda: self.record.progress
         self._config = connection.config
-        _insist_on_names(self._config)  # its policy may be another
+        insist_on_names(shape, self._config.inner.optimizer)  # the policy may be another
         batches = self._build_batches(mesh, data)
         self._trainer = self._build_trainer(model, mesh, data, batches)
         limit_collectives(config.island.collective_timeout_s)  # optimizers make groups, too
@@ -331,7 +339,7 @@ class _Rank:
         return text
 
     def _build_trainer(
-        self, model: Llama | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
+        self, model: Model | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
     ) -> InnerTrainer:
         config = self._config
         return InnerTrainer(
@@ -346,7 +354,7 @@ class _Rank:
             clock=time.monotonic,
         )
 
-    def _measure(self, shape: LlamaShape, device: torch.device) -> None:
+    def _measure(self, shape: Shape, device: torch.device) -> None:
         """Keep what says how much of its device a rank uses: work of a token, traces, memory."""
         config, job = self._config, self._job
         work = flops_per_token(shape, config.data.sequence_length)
@@ -493,15 +501,6 @@ class _Rank:
         with self.record.evaluating(), in_place:
             loss = self._trainer.evaluate()
         self.record.evaluated(self._outer.inner_step, parameters, loss)
-
-
-def _insist_on_names(config: Config) -> None:
-    """Insist that what the optimizer's settings name is in the model.
-
-    Raises:
-        ConfigError: If a pattern matches no parameter.
-    """
-    check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -23,6 +23,9 @@ of a feed-forward layer, V: vocabulary.
                  activations (+ gradients, if an earlier micro-batch left them), and
                  gradients + one whole block + passing
 
+A model of transformers keeps what its own code keeps, with `tp` whole positions between matrices:
+its activations are told as if it was the built-in decoder of these sizes.
+
 Of a pipeline activations are those of the micro-batches under way: pp of "1f1b", all of others, an
 upper bound. Without allocator's gaps, buffers of collectives, code and CUDA's context.
 
@@ -44,12 +47,17 @@ from dataclasses import dataclass
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.island import IslandConfig
 from diloco.config.schema import Config
+from diloco.inner.families import Shape, parameter_shapes, shape_of
 from diloco.inner.flops import flops_per_token
-from diloco.inner.model import LlamaShape, parameter_shapes
+from diloco.inner.model import LlamaShape
 from diloco.inner.optimizer import is_orthogonalised
 from diloco.inner.parallelize import MIN_UNIT_NUMEL
 from diloco.inner.pipeline import stage_ranks
 from diloco.launch.disk import PAYLOAD_BYTES
+from diloco.outer.packing import layer_of
+
+#: Not a layer: what FSDP2 gathers with the whole model.
+_ROOT = -1
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -72,11 +80,11 @@ def forecast_rank(config: Config, island: IslandConfig, largest_fragment: int) -
     """Compute what a rank takes.
 
     Args:
-        config: The run's; its model is the built-in one.
+        config: The run's; its model is no loop's own.
         island: Of the run.
         largest_fragment: Values of the largest fragment.
     """
-    shape = LlamaShape.from_config(config.model)
+    shape = shape_of(config.model)
     mesh, length = island.mesh, config.data.sequence_length
     tokens = island.tokens_per_inner_step // (mesh.dp_size * island.micro_batches * mesh.cp)
     shapes = parameter_shapes(shape)
@@ -99,7 +107,7 @@ def forecast_rank(config: Config, island: IslandConfig, largest_fragment: int) -
 
 
 def memory_of(
-    shape: LlamaShape,
+    shape: Shape,
     shapes: Shapes,
     island: IslandConfig,
     *,
@@ -125,11 +133,11 @@ def memory_of(
         for name, number in local.items()
     )
     parameters = gradients = 4 * sum(local.values())
-    layers = sorted({int(name.split(".")[1]) for name in shapes if name.startswith("layers.")})
+    layers = sorted({layer for layer in map(layer_of, shapes) if layer is not None})
     blocks = [_block_bytes(shape, i, tokens, mesh.tp, value_bytes) for i in layers]
     kept_of = [getattr(block, island.activation_checkpointing) for block in blocks]
     stored, loss, logits = sum(kept_of), 0, 0
-    if "norm.weight" in shapes:  # the last stage
+    if shape.num_layers - 1 in layers:  # the last stage
         columns = shape.vocab_size // (mesh.tp if mesh.loss_parallel else 1)
         logits = tokens * columns * value_bytes
         loss = 2 * logits + tokens * columns * (16 if z_loss else 8)
@@ -163,9 +171,7 @@ class _BlockBytes:
     backward: int
 
 
-def _block_bytes(
-    shape: LlamaShape, layer: int, tokens: int, tp: int, value_bytes: int
-) -> _BlockBytes:
+def _block_bytes(shape: Shape, layer: int, tokens: int, tp: int, value_bytes: int) -> _BlockBytes:
     """Compute them for the tokens of a micro-batch."""
     dim, latent, experts = shape.dim, shape.latent_attention, shape.experts
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
@@ -185,9 +191,12 @@ def _block_bytes(
     )
 
 
-def _by_pp_rank(shape: LlamaShape, shapes: Shapes, island: IslandConfig) -> list[Shapes]:
+def _by_pp_rank(shape: Shape, shapes: Shapes, island: IslandConfig) -> list[Shapes]:
     """Deal the parameters to the ranks along pp, as their stages have them."""
     mesh = island.mesh
+    if mesh.pp == 1:
+        return [shapes]
+    assert isinstance(shape, LlamaShape), "others have no pipelines"
     ranks = stage_ranks(mesh.schedule, mesh.pp, mesh.stages_per_rank)
     size = shape.num_layers // len(ranks)
     dealt: list[dict[str, tuple[int, ...]]] = [{} for _ in range(mesh.pp)]
@@ -197,7 +206,7 @@ def _by_pp_rank(shape: LlamaShape, shapes: Shapes, island: IslandConfig) -> list
             dealt[ranks[int(rest[0]) // size]][name] = each
         else:
             dealt[ranks[0 if top == "embed" else -1]][name] = each
-            if top == "embed" and shape.tie_embeddings and mesh.pp > 1:
+            if top == "embed" and shape.tie_embeddings:
                 dealt[ranks[-1]]["head.weight"] = each
     return list(dealt)
 
@@ -227,15 +236,16 @@ def _gathered_bytes(shapes: Shapes, island: IslandConfig, value_bytes: int) -> i
     mesh = island.mesh
     if mesh.dp_size * mesh.cp == 1:
         return 0
-    sizes: dict[str, int] = {}
+    sizes: dict[int, int] = {}
     for name, shape in shapes.items():
-        unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+        layer = layer_of(name)
+        unit = _ROOT if layer is None else layer
         # Experts, which are stacked, are never gathered over the ranks that they are dealt to.
         split = {1: 1, 2: mesh.tp}.get(len(shape), mesh.ep)
         numel = math.prod(shape) // split
         sizes[unit] = sizes.get(unit, 0) + numel
     least = {"model": math.inf, "block": 1, "auto": MIN_UNIT_NUMEL}[mesh.fsdp_unit]
-    units = sorted((n for unit, n in sizes.items() if unit and n >= least), reverse=True)
+    units = sorted((n for unit, n in sizes.items() if unit != _ROOT and n >= least), reverse=True)
     rest = sum(sizes.values()) - sum(units)
     if mesh.reshard != "never" and mesh.pp == 1:
         units = units[:2]

@@ -29,13 +29,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from diloco.config.hugging_face import differences
 from diloco.config.model import ModelConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.inner.families import Shape, build_model, parameter_shapes, shape_of
 from diloco.inner.hugging_face import StoredTensor, read_ours, read_shape, stored_tensors
-from diloco.inner.model import LlamaShape, parameter_shapes
+from diloco.inner.model import LlamaShape
 from diloco.inner.state import INNER_OPTIMIZER
 from diloco.inner.torchtitan import from_torchtitan, torchtitan_names
+from diloco.inner.transformers_model import TransformersModel, TransformersShape
 from diloco.launch.checkpoints import Checkpoint, valid_steps
 from diloco.launch.published import read_published
 from diloco.launch.state_dir import StateDir
@@ -102,7 +105,7 @@ def find_warm_start(config: Config) -> WarmStart | None:
     named = config.run.warm_start
     if not named:
         return None
-    shape = LlamaShape.from_config(config.model)
+    shape = shape_of(config.model)
     path = Path(named)
     if not path.exists():
         if not is_hub_model(named):
@@ -150,8 +153,10 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _from_model(directory: Path, source: str, shape: LlamaShape) -> WarmStart:
+def _from_model(directory: Path, source: str, shape: Shape) -> WarmStart:
     path = directory / "config.json"
+    if not isinstance(shape, LlamaShape):
+        return _from_same_model(directory, source, shape)
     _insist_on_shape(read_shape(_read_json(path), str(path)), shape, source)
     weights = _Weights(directory)
     stored = stored_tensors(shape)
@@ -167,6 +172,38 @@ def _from_model(directory: Path, source: str, shape: LlamaShape) -> WarmStart:
     return WarmStart(source, 0, False, "", 0, None, read)
 
 
+def _from_same_model(directory: Path, source: str, shape: TransformersShape) -> WarmStart:
+    """Read a model of transformers into itself: names are the same, but for the base's prefix."""
+    path = directory / "config.json"
+    problems = differences(dict(shape.hf_config), _read_json(path))
+    if problems:
+        raise ConfigError(
+            f"warm start from {source}: it is another model than [model]; set there what it has, "
+            f"by model.name or model.hf_config: {', '.join(problems)}"
+        )
+    weights, expected, model = _Weights(directory), parameter_shapes(shape), build_model(shape)
+    assert isinstance(model, TransformersModel)
+    buffers = {name.removeprefix("decoder.") for name, _ in model.named_buffers()}
+    ours: dict[str, str] = {}  # our name -> the one in the files
+    found: dict[str, tuple[int, ...]] = {}
+    for name, size in weights.shapes.items():
+        prefixed = f"{model.decoder.base_model_prefix}.{name}"
+        known = prefixed if prefixed in expected else name
+        if name.endswith(_IGNORED) or known in buffers:
+            continue
+        if (tied := model.tied_parameters.get(known)) in weights.shapes:
+            if not torch.equal(weights.read(name), weights.read(tied)):
+                raise ConfigError(
+                    f"{source}: {name} differs from {tied}, and config.json says that they are "
+                    "one: correct its tie_word_embeddings, and take model.hf_config from it"
+                )
+            continue
+        known = tied or known
+        ours[known], found[known] = name, size
+    _insist_on_tensors(found, expected, source)
+    return WarmStart(source, 0, False, "", 0, None, lambda section, name: weights.read(ours[name]))
+
+
 def _drop_tied_head(found: dict[str, tuple[int, ...]], weights: _Weights, source: str) -> None:
     """Leave out a head that repeats the embedding, as some writers store it."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
@@ -180,8 +217,13 @@ def _drop_tied_head(found: dict[str, tuple[int, ...]], weights: _Weights, source
     del found[head]
 
 
-def _from_dcp(directory: Path, shape: LlamaShape) -> WarmStart:
+def _from_dcp(directory: Path, shape: Shape) -> WarmStart:
     """Find the model under our names, Hugging Face's or torchtitan's, whatever else was saved."""
+    if not isinstance(shape, LlamaShape):
+        raise ConfigError(
+            f"run.warm_start = {str(directory)!r} is a checkpoint of PyTorch, which is read for "
+            'model.family = "llama" only: give a directory of safetensors (`save_pretrained`)'
+        )
     from diloco.launch.dcp import DcpDirectory  # slow, and seldom needed
 
     saved, source = DcpDirectory(directory), f"the checkpoint of PyTorch in {directory}"
@@ -287,7 +329,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 # -- runs and checkpoints --------------------------------------------------------------------------
 
 
-def _from_run(path: Path, config: Config, shape: LlamaShape) -> WarmStart:
+def _from_run(path: Path, config: Config, shape: Shape) -> WarmStart:
     if path.resolve() == Path(config.coordinator.state_dir).resolve():
         raise ConfigError(
             f"run.warm_start = {str(path)!r} is the state_dir of this very run: name another one; "
@@ -300,7 +342,7 @@ def _from_run(path: Path, config: Config, shape: LlamaShape) -> WarmStart:
     return WarmStart(source, 0, False, "", 0, None, lambda section, name: published.read(name))
 
 
-def _from_checkpoint(path: Path, island_id: str, shape: LlamaShape) -> WarmStart:
+def _from_checkpoint(path: Path, island_id: str, shape: Shape) -> WarmStart:
     directory, island, step = _locate(path, island_id)
     try:
         checkpoint = Checkpoint.open(directory, island, step)
@@ -311,7 +353,7 @@ def _from_checkpoint(path: Path, island_id: str, shape: LlamaShape) -> WarmStart
     if island_id not in ("", island):
         logger.warning("no checkpoint of island %s there: warm start from %s", island_id, source)
     manifest = checkpoint.manifest
-    found = LlamaShape.from_config(ModelConfig.model_validate(manifest["model"]))
+    found = shape_of(ModelConfig.model_validate(manifest["model"]))
     _insist_on_shape(found, shape, source)
 
     def read(section: str, name: str) -> Tensor:
@@ -353,17 +395,24 @@ def _has_steps(path: Path) -> bool:
 # -- fit -------------------------------------------------------------------------------------------
 
 
-def _insist_on_shape(found: LlamaShape, shape: LlamaShape, source: str) -> None:
+def _insist_on_shape(found: Shape, shape: Shape, source: str) -> None:
     """Refuse a model whose function is another one than that of [model]."""
-    differences = [
+    is_llama = [isinstance(each, LlamaShape) for each in (found, shape)]
+    if is_llama[0] != is_llama[1]:
+        there, here = ("llama" if each else "hf" for each in is_llama)
+        raise ConfigError(
+            f'warm start from {source}: it is of model.family = "{there}", this run of "{here}"; '
+            "start from its export, which is a model: diloco export RUN --out DIR"
+        )
+    problems = [
         f"{field.name} = {getattr(found, field.name)!r} (here {getattr(shape, field.name)!r})"
         for field in fields(shape)
         if getattr(found, field.name) != getattr(shape, field.name)
     ]
-    if differences:
+    if problems:
         raise ConfigError(
             f"warm start from {source}: it is another model than [model]; set there what it has: "
-            f"{', '.join(differences)}"
+            f"{', '.join(problems)}"
         )
 
 

@@ -223,9 +223,9 @@ def make_plan(
             in common with its own (the first such in sorted order, and the first piece of that).
         num_fragments: P, from 1 to the number of parameters (balanced: of what they are cut into).
         pattern: How tensors are shared out. The layers of strided and sequential are those that
-            `layers.N.` in the names tells, in ascending order; tensors outside of them count as
-            one more layer before the first (names with "embed") and one after the last (others:
-            norm, head).
+            `layers.N.` in the names tells (or `h.N.`, `blocks.N.`), in ascending order; tensors
+            outside of them count as one more layer before the first (names with "embed", wte, wpe)
+            and one after the last (others: norm, head).
             strided: layer i goes to fragment i mod P (the layer of the embedding is i = -1).
             sequential: layers are cut into P runs of equal length, give or take one.
             balanced: tensors by descending size (then name), each to the lightest fragment. Those

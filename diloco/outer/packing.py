@@ -25,7 +25,10 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 #: A tensor that is cut between any rows: elements of a row, name, number of rows.
 _Sand: TypeAlias = tuple[int, str, int]
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+#: What transformers calls the list of a decoder's layers.
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+#: Names of tables of tokens and positions; GPT-2 has the short ones.
+_EMBEDDING = re.compile(r"embed|(?:^|\.)w[tp]e\.")
 
 
 def by_pattern(
@@ -70,7 +73,13 @@ def by_pattern(
 
 
 def _is_embedding(name: str) -> bool:
-    return _LAYER.search(name) is None and "embed" in name
+    return layer_of(name) is None and _EMBEDDING.search(name) is not None
+
+
+def layer_of(name: str) -> int | None:
+    """Return the index of the layer that a tensor is of, by its name; None: it is of none."""
+    match = _LAYER.search(name)
+    return None if match is None else int(match[1])
 
 
 def _whole(shapes: Shapes) -> list[Range]:
@@ -156,9 +165,9 @@ def _level(loads: Sequence[int], rest: int) -> int:
 def _by_layer(shapes: Shapes, num_fragments: int, pattern: str) -> list[list[Range]]:
     layers: dict[float, list[Range]] = {}
     for whole in _whole(shapes):
-        match = _LAYER.search(whole[0])
+        layer = layer_of(whole[0])
         outside = -1 if _is_embedding(whole[0]) else math.inf
-        layers.setdefault(int(match[1]) if match else outside, []).append(whole)
+        layers.setdefault(outside if layer is None else layer, []).append(whole)
     if num_fragments > len(layers):
         raise ConfigError(
             f"outer.num_fragments = {num_fragments} with outer.fragment_pattern = {pattern!r} "

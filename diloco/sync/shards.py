@@ -398,9 +398,10 @@ def canonical_parameters(
     Names lose what wrappers add: ``_orig_mod.`` (compile), ``_checkpoint_wrapped_module.``
     (activation checkpointing), the ``module.`` of DataParallel classes, and the last part of what a
     module lists as its ``unnamed_modules`` (the stages of a pipeline). A parameter reachable
-    under several names (tied) comes once, under the first in sorted order. Where a rank has only
-    one of two tied parameters (the head of the last pipeline stage), an attribute of the module
-    says so: ``tied_parameters = {"head.weight": "embed.weight"}``, names from that module on.
+    under several names (tied) comes once, under the first in sorted order. Where another name is to
+    count, or a rank has only one of two tied parameters (the head of the last pipeline stage), an
+    attribute of the module says so: ``tied_parameters = {"head.weight": "embed.weight"}``, names
+    from that module on, each with the one that counts.
 
     Args:
         modules: The model; or its parts (pipeline stages, say) with disjoint names; or the
@@ -489,8 +490,8 @@ def _stripped_parameters(module: nn.Module, *, is_frozen: bool) -> Iterator[tupl
     tied: dict[str, str] = {}
     for path, child in children.items():
         for names in getattr(child, "tied_parameters", {}).items():
-            first, *others = sorted(f"{stripped(path)}.{name}".removeprefix(".") for name in names)
-            tied |= dict.fromkeys(others, first)
+            other, first = (f"{stripped(path)}.{name}".removeprefix(".") for name in names)
+            tied[other] = first
     every = module.named_parameters(remove_duplicate=False)
     chosen = ((path, p) for path, p in every if p.requires_grad != is_frozen)
     for path, tensor in itertools.chain(chosen, () if is_frozen else synchronised_buffers(module)):

@@ -284,7 +284,7 @@ REFUSALS = [
     ('run.name="a/b"', ['run.name: "a/b": must match']),
     ("run={}", ["run.name: missing", "run.seed: missing", "run.inner_steps: missing"]),
     ("run=5", ["run: 5: must be a table"]),
-    ("model.family=hf", ['model.family: "hf": comes later', 'allowed: "llama"']),
+    ("model.family=hg", ['model.family: "hg"', 'allowed: "llama" or "hf" or "own"']),
     ("model.preset=debgu", ['model.preset: "debgu":', '"debug" or "tiny" or "10M"']),
     ("model.preset=custom", ["model.dim: missing", "model.ffn_dim: missing"]),
     ("model.vocab_size=255", ["model.vocab_size: 255:", ">= 256"]),

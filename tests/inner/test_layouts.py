@@ -15,29 +15,29 @@ NORM_TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}  # relative
 
 
 @pytest.mark.timeout(250)  # the first of each number of ranks trains all rows of it
-@pytest.mark.parametrize("name", [*names(2), *names(4)])
+@pytest.mark.parametrize("name", [*names(2), *names(4), *names(2, "transformers")])
 def test_layout_agrees_with_one_rank(name):
     check(name)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("name", names(2, is_compiled=True))
+@pytest.mark.parametrize("name", names(2, "compiler"))
 def test_compiled_layout_agrees_with_one_rank(name):
     check(name)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", names(8))
-def test_layout_of_8_ranks_agrees_with_one_rank(name):
+@pytest.mark.parametrize("name", [*names(4, "transformers"), *names(8)])
+def test_large_layout_agrees_with_one_rank(name):
     check(name)
 
 
 def check(name):
     case = case_of(name)
     expected = alone(case)
-    everybody = [result[name] for result in run_rows(case.num_ranks, case.is_compiled)]
+    everybody = [result[name] for result in run_rows(case.num_ranks, case.loads)]
     first = everybody[0]
     precision = case.compute.precision
     loss_tolerance = LARGEST_DIFFERENCES[precision]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diloco.bench.layouts import INNER_STEPS, Case, Collectives, case_of, names
+from diloco.bench.layouts import INNER_STEPS, Case, Collectives, Loads, case_of, names
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.trainer import InnerTrainer
 from diloco.outer.fragments import make_plan
@@ -23,9 +23,9 @@ from tests.inner.small_island import CPU, Array, one_rank, whole_parameters
 
 
 @cache
-def run_rows(num_ranks: int, is_compiled: bool) -> list[dict[str, Any]]:
+def run_rows(num_ranks: int, loads: Loads) -> list[dict[str, Any]]:
     """Train all rows of a number of ranks; returns, by rank, the results by name."""
-    rows = names(num_ranks, is_compiled=is_compiled)
+    rows = names(num_ranks, loads)
     return run_ranks(_train_rows, num_ranks, rows, timeout_s=60 * num_ranks)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from diloco.config.load import load_config, resolved_toml
 from diloco.config.schema import Config
-from diloco.inner.model import Llama, LlamaShape, parameter_shapes
+from diloco.inner.families import Shape, parameter_shapes
+from diloco.inner.model import Llama, LlamaShape
 from diloco.launch.state_dir import StateDir
 from diloco.outer.fragments import Fragment, Plan, TensorSpec, make_plan
 from diloco.rounds.publication import LaneState, lane_digest
@@ -27,7 +28,7 @@ def tiny_run(directory: Path, *, tied: bool = False, ffn_dim: int = 96) -> Path:
     return write_run(directory, dict.fromkeys(ISLANDS, ""), tied=tied, ffn_dim=ffn_dim)
 
 
-def random_parameters(shape: LlamaShape, seed: int) -> dict[str, Tensor]:
+def random_parameters(shape: Shape, seed: int) -> dict[str, Tensor]:
     """Draw every parameter: matrices around 0, norms around 1."""
     generator = torch.Generator().manual_seed(seed)
     return {
