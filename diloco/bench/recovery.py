@@ -242,6 +242,12 @@ def _kill(setting: Setting, preset: str, place: Path) -> list[Figure]:
             _WAIT_S,
         )
         until = included()[0]["unix_s"]
+        # A step that lasted until then is told once it is over.
+        site.wait_for(
+            lambda: all(site.events(i, "timed_step")[-1]["unix_s"] > until for i in survivors),
+            "a step of the others after it",
+            _WAIT_S,
+        )
         steps = {island: site.events(island, "timed_step") for island in survivors}
         usual_s = statistics.median(
             e["duration_s"] for told in steps.values() for e in told if e["unix_s"] < killed
@@ -250,7 +256,7 @@ def _kill(setting: Setting, preset: str, place: Path) -> list[Figure]:
             e["duration_s"]
             for told in steps.values()
             for e in told
-            if killed < e["unix_s"] <= until
+            if killed < e["unix_s"] and e["unix_s"] - e["duration_s"] <= until
         )
         own = [event["unix_s"] for event in later(_VICTIM, "timed_step")]
         own_steps = sum(unix_s <= until for unix_s in own)
