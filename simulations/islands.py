@@ -8,6 +8,7 @@ transfers and staging go on beside it, one thing at a time where one thread does
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -37,9 +38,24 @@ class FragmentSize:
 
     numel: int
     lanes: int
-    bytes_up: int
-    bytes_down: int
-    float32_bytes: int
+    bytes_up: float
+    bytes_down: float
+    float32_bytes: float
+
+
+class StepDraws:
+    """Durations of inner steps: normal around a mean, none under a tenth of it."""
+
+    def __init__(self, mean_s: float, noise: float, stream: random.Random) -> None:
+        """Take the mean in seconds, the standard deviation over it, and what is drawn from."""
+        self._mean_s, self._noise, self._stream = mean_s, noise, stream
+
+    def __call__(self) -> float:
+        """Draw the next one."""
+        if not self._noise:
+            return self._mean_s
+        drawn_s = self._stream.gauss(self._mean_s, self._noise * self._mean_s)
+        return max(0.1 * self._mean_s, drawn_s)
 
 
 @dataclass(frozen=True, slots=True)

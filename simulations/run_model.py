@@ -25,7 +25,7 @@ from diloco.sync.shards import canonical_parameters, tensor_specs
 from simulations.actors import Publication, SimulatedSyncer
 from simulations.costs import MEASURED, HostCosts
 from simulations.engine import Engine
-from simulations.islands import Exchanging, FragmentSize, SimulatedIsland, Sums, Training
+from simulations.islands import Exchanging, FragmentSize, SimulatedIsland, StepDraws, Sums, Training
 from simulations.network import Network, Outage, Path, Pipe, Tcp
 from simulations.timeline import Span
 from transport.link import Link, LinkProfile
@@ -366,12 +366,8 @@ def _through(own: Link, other: Link) -> Link:
 
 def _training(engine: Engine, config: Config, name: str, step_s: float, noise: float) -> Training:
     island = config.islands[name]
-    stream = engine.stream("step", name)
-
-    def draw() -> float:
-        return max(0.1 * step_s, stream.gauss(step_s, noise * step_s)) if noise else step_s
-
-    return Training(island.tokens_per_inner_step, island.ranks, draw, step_s)
+    draws = StepDraws(step_s, noise, engine.stream("step", name))
+    return Training(island.tokens_per_inner_step, island.ranks, draws, step_s)
 
 
 class _Recorder:

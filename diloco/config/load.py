@@ -91,6 +91,28 @@ def config_of(values: Mapping[str, Any], attempt: str) -> Config:
     return _validated(values, attempt, Config)
 
 
+def section_with(
+    path: str | Path, values: Mapping[str, Mapping[str, Any]], section: type[S], attempt: str
+) -> S:
+    """Make a section of a file, if `path` is not empty, and of values that win over it.
+
+    Args:
+        path: File whose root is `section`, or empty.
+        values: Keys and values by table.
+        section: What is made.
+        attempt: What is tried, for the error.
+
+    Raises:
+        ConfigError: If the file cannot be read, or they have problems: one a line.
+    """
+    raw = _read(path, section) if path else {}
+    for table, keys in values.items():
+        below = raw.setdefault(table, {})
+        if isinstance(below, dict):
+            below.update(keys)
+    return _validated(raw, attempt, section)
+
+
 def _read(path: str | Path, root: type[classes.Section]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
