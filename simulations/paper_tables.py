@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from simulations import wallclock
 from simulations.bandwidth import GRID, TARGETS, GridRule, bandwidth_curve, on_grid
 from simulations.scenario import Scenario
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Section
+from diloco.config.load import section_with, values_of
 from transport.link import Link, LinkProfile, find_profile
 from transport.units import parse_bandwidth, parse_bytes, parse_duration
 
@@ -285,3 +286,42 @@ class ScenarioFile(Section):
     """The file of a scenario."""
 
     scenario: Scenario = Field(default=Scenario(), description="What is predicted")
+
+
+#: Keys that a method has no use for, left out where every method is asked for.
+_FOREIGN: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        _EVERY_STEP,
+        ("inner_steps_per_round", "num_fragments", "overlap_steps", "topology", "quorum"),
+    ),
+    "diloco": ("num_fragments", "overlap_steps", "quorum"),
+    "streaming": ("overlap_steps", "quorum"),
+    "overlap": ("quorum",),
+    "4-bit": ("bits_up", "bits_down", "quorum"),
+    "decoupled": ("topology",),
+}
+
+
+def make_scenarios(path: str, flags: Mapping[str, Any]) -> list[Scenario]:
+    """Make the scenario of a file, if any, and of flags that win; one a method if none is named.
+
+    Args:
+        path: A file with a table [scenario], or empty.
+        flags: Keys and raw values.
+
+    Raises:
+        ConfigError: If the file cannot be read, or there are problems: one a line, by dotted path.
+    """
+    raw = values_of(path, ScenarioFile) if path else {}
+    given = raw.get("scenario", {})
+    if isinstance(given, dict):
+        given = {**given, **flags}
+    attempt = f"cannot predict {path}" if path else "cannot predict this scenario"
+    if not isinstance(given, dict) or "method" in given:
+        return [section_with({**raw, "scenario": given}, ScenarioFile, attempt).scenario]
+    made = []
+    for method in METHODS:
+        own = {key: value for key, value in given.items() if key not in _FOREIGN[method]}
+        whole = {**raw, "scenario": {"method": method, **own}}
+        made.append(section_with(whole, ScenarioFile, attempt).scenario)
+    return made
