@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # a second of imports, only for those who draw
 
 _COLOURS = ("#000000", "#999999", "#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
 _SMALL, _TITLE, _DPI = 8.0, 10.0, 150
-#: Rates that are drawn, from 10 Mbit/s on: the grid of papers and as much below it.
-_RATES = (*(rate / GRID[25] * GRID[0] for rate in GRID[:25]), *GRID)
+#: Rates that are drawn: the grid of papers, and as many steps of it below as come to 10 Mbit/s.
+_RATES = (*(rate / GRID[12] * GRID[0] for rate in GRID[:12]), *GRID)
 
 
 def write_plot(

@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import JustifyMethod
     from rich.table import Table
 
     from diloco.cli.progress import Show
