@@ -119,6 +119,14 @@ class Network:
         self._random = engine.stream("network")
         self._delivered: dict[str, float] = {}
 
+    @property
+    def rates_bps(self) -> dict[str, float]:
+        """What every path has now, all its transfers together."""
+        rates: dict[str, float] = {}
+        for flow in self._flows:
+            rates[flow.name] = rates.get(flow.name, 0.0) + flow.rate_bps
+        return rates
+
     def go_down(self, pipe: Pipe, outages: Iterable[Outage]) -> None:
         """Have a pipe go down and come back."""
         for outage in outages:

@@ -304,6 +304,9 @@ class _Simulation:
     def _way_up(self, island: int, p: int) -> Path | None:
         """Where an island's pieces go; None: nowhere, its own site merges them."""
         scenario, up = self._scenario, self._profile.up
+        if scenario.topology != "star":  # from one line into another
+            down_bps = self._profile.down.bandwidth_bps
+            up = replace(up, bandwidth_bps=min(up.bandwidth_bps, down_bps))
         if scenario.topology == "sites":
             home = p % scenario.islands
             if home == island:
