@@ -28,7 +28,9 @@ JsonTarget = Annotated[
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of step times, jitter and loss.")]
 ScenarioPath = Annotated[
     str,
-    typer.Option("--scenario", metavar="FILE.toml", help="Table [scenario] with the same keys."),
+    typer.Option(
+        "--scenario", metavar="FILE.toml", help="A file whose table scenario has them; flags win."
+    ),
 ]
 
 #: Least of the 75 cells that are exact, and that are within one step of the grid.
@@ -61,14 +63,16 @@ def _scenario_options() -> list[Any]:
 
     def options() -> None: ...
 
-    described = {key: field.description or "" for key, field in Scenario.model_fields.items()}
-    described["bits"] = "bits_up and bits_down at once."
+    fields = Scenario.model_fields
+    described = {key: (field.description or "", field.default) for key, field in fields.items()}
+    described["bits"] = "bits_up and bits_down at once", ""
     parameters = []
-    for key, text in described.items():
+    for key, (text, default) in described.items():
         option = typer.Option(
             f"--{key.replace('_', '-')}",
             metavar="VALUE",
             help=text,
+            show_default=str(default) if default not in ("", 0) else False,
             rich_help_panel="Scenario",
             expose_value=False,
             callback=_keep_flag,
