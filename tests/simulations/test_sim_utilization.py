@@ -196,6 +196,8 @@ def test_no_bandwidth_makes_up_for_delay() -> None:
         pytest.param({"num_fragments": 25}, "lower num_fragments, or choose", id="fragments"),
         pytest.param({"method": "diloco", "num_fragments": 2}, "scenario.num_frag", id="whole"),
         pytest.param({"step_time": "0s"}, "scenario.step_time: ", id="no-time"),
+        pytest.param({"link": "metro-1G-5ms", "rtt": "1s"}, "scenario.rtt: ", id="link-and-rtt"),
+        pytest.param({"ranks": 8}, "scenario.ranks: 8: is of gradients", id="useless"),
         pytest.param({"step": "1s"}, "scenario.step: ", id="unknown"),
     ],
 )
