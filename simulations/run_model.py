@@ -8,13 +8,9 @@ Nothing is trained: an inner step is its duration. What hosts take beside it is 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import simpy
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -27,15 +23,13 @@ from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.shards import canonical_parameters, tensor_specs
 from simulations.actors import Publication, SimulatedSyncer
 from simulations.costs import MEASURED, HostCosts
-from simulations.engine import Engine, Steps
+from simulations.engine import Engine
 from simulations.islands import Exchanging, FragmentSize, SimulatedIsland, StepDraws, Sums, Training
 from simulations.lives import Absence, check_absences
-from simulations.network import Network, Outage, Path, Pipe, Tcp
+from simulations.network import Network, Outage, Tcp
+from simulations.sites import SharedLine, Site
 from simulations.timeline import Span
-from transport.link import Link, LinkProfile
-
-#: Bandwidth of a line that is no bottleneck.
-_UNLIMITED_BPS = 1e15
+from transport.link import LinkProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +186,7 @@ def simulate_run(
     )
     away = dict(absences or {})
     check_absences(away, sorted(config.islands), on_arrival=config.outer.is_on_arrival)
-    shared = _SharedLine(network, syncer_link, outages)
+    shared = SharedLine(network, syncer_link, outages)
     sites = []
     for name in sorted(config.islands):
         paths = shared.paths(name, profiles[name], tcp)
@@ -207,69 +201,11 @@ def simulate_run(
             dict.fromkeys(syncers, paths),
             record=record,
         )
-        sites.append(_Site(engine, name, build, syncers, away.get(name, ()), config.lease_s))
+        sites.append(Site(engine, name, build, syncers, away.get(name, ()), config.lease_s))
     here = [site for site in sites if site.is_here]
     for syncer in syncers:
         syncer.found([site.name for site in here], [site.name for site in sites])
     return _run(engine, sites, syncers, spans, config.outer.inner_steps_per_round)
-
-
-class _Site:
-    """An island's starts, one after the other."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        name: str,
-        build: Callable[..., SimulatedIsland],
-        syncers: Sequence[SimulatedSyncer],
-        absences: Sequence[Absence],
-        lease_s: float,
-    ) -> None:
-        self._engine, self.name, self._build = engine, name, build
-        self._syncers, self._absences, self._lease_s = syncers, absences, lease_s
-        self.is_here = not (absences and absences[0].begin_s == 0)
-        self.island = build()
-
-    def live(self) -> Steps:
-        """Train, with what interrupts it, to the end of the run."""
-        engine = self._engine
-        is_first = True
-        for absence in (*self._absences, None):
-            if absence is None or absence.begin_s > 0:
-                training = engine.process(self._train(is_returning=not is_first))
-                if absence is None:
-                    yield training
-                    return
-                yield engine.any_of([training, engine.timeout(absence.begin_s - engine.now)])
-                if training.processed:
-                    return
-                training.interrupt()
-                self.island.stop()
-                engine.process(self._lapse())
-            is_first, self.is_here = False, False
-            if math.isinf(absence.end_s):
-                return
-            yield engine.timeout(absence.end_s - engine.now)
-            self.island = self._build(before=self.island)
-            self.is_here = True
-
-    def _train(self, *, is_returning: bool) -> Steps:
-        with contextlib.suppress(simpy.Interrupt):
-            if is_returning:
-                for syncer in self._syncers:
-                    syncer.live(self.name, is_live=True)
-                yield from self.island.enter()
-            self.island.start()
-            yield from self.island.train(lambda: all(s.is_over for s in self._syncers))
-
-    def _lapse(self) -> Steps:
-        """Have the lease end of an island that is not back by then."""
-        gone = self.island
-        yield self._engine.timeout(self._lease_s)
-        if self.island is gone:
-            for syncer in self._syncers:
-                syncer.live(self.name, is_live=False)
 
 
 def run_plan(config: Config) -> Plan:
@@ -292,7 +228,7 @@ def fragment_sizes(config: Config, plan: Plan) -> list[FragmentSize]:
 
 def _run(
     engine: Engine,
-    sites: Sequence[_Site],
+    sites: Sequence[Site],
     syncers: Sequence[SimulatedSyncer],
     spans: Sequence[Span],
     period: int,
@@ -384,50 +320,6 @@ def _profiles(
     if missing := sorted(set(config.islands) - links.keys()):
         raise ConfigError(f"links.{missing[0]} is missing: give the link of every island")
     return dict(links)
-
-
-class _SharedLine:
-    """The line of the syncers' site, if it is one that islands share."""
-
-    def __init__(
-        self, network: Network, link: LinkProfile | None, outages: Sequence[Outage]
-    ) -> None:
-        self._network, self._link, self._outages = network, link, outages
-        self._in = self._out = None
-        if link is not None:
-            self._in = Pipe("syncer-in", link.down.bandwidth_bps)
-            self._out = Pipe("syncer-out", link.up.bandwidth_bps)
-            for pipe in (self._in, self._out):
-                network.go_down(pipe, outages)
-
-    def paths(self, island: str, profile: LinkProfile, tcp: Tcp | None) -> tuple[Path, Path]:
-        """Give the two directions of an island's way to the syncers."""
-        up_pipe = Pipe(f"{island}-up", profile.up.bandwidth_bps)
-        down_pipe = Pipe(f"{island}-down", profile.down.bandwidth_bps)
-        up, down = profile.up, profile.down
-        ups, downs = [up_pipe], [down_pipe]
-        if self._link is not None and self._in is not None and self._out is not None:
-            up, down = _through(up, self._link.down), _through(down, self._link.up)
-            ups.append(self._in)
-            downs.append(self._out)
-        else:
-            for pipe in (up_pipe, down_pipe):
-                self._network.go_down(pipe, self._outages)
-        rtt_s = up.delay_s + down.delay_s
-        return (
-            Path(f"{island}-up", tuple(ups), up, rtt_s, tcp),
-            Path(f"{island}-down", tuple(downs), down, rtt_s, tcp),
-        )
-
-
-def _through(own: Link, other: Link) -> Link:
-    """Give a link that is two, one after the other."""
-    return Link(
-        min(own.bandwidth_bps, other.bandwidth_bps),
-        own.delay_s + other.delay_s,
-        own.jitter_s + other.jitter_s,
-        1 - (1 - own.loss) * (1 - other.loss),
-    )
 
 
 def _training(engine: Engine, config: Config, name: str, step_s: float, noise: float) -> Training:

@@ -91,6 +91,7 @@ FORBIDDEN = [
             "paper_tables",
             "run_model",
             "scenario",
+            "sites",
             "utilization",
             "wallclock",
         )
