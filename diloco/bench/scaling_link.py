@@ -66,11 +66,10 @@ def measure_ranks(
                 }
                 prefix: list[str] = []
                 if emulated is not None:
-                    islands = emulated.description["islands"]
+                    islands, node = emulated.description["islands"], NODE.format(island_rank)
                     each["host"] = islands[NODE.format(0)]["address"]
-                    each["interface"] = device = islands[NODE.format(island_rank)]["interface"]
-                    prefix = emulated.prefix(NODE.format(island_rank))
-                    prefix += ["env", f"GLOO_SOCKET_IFNAME={device}"]
+                    each["interface"] = islands[node]["interface"]
+                    prefix = emulated.prefix(node) + emulated.interface(node)
                 members.start(Member(ISLAND, island_rank), each, threads=1, prefix=prefix)
             said = [result for _, result in sorted(members.results().items())]
         found |= {name: [result[name] for result in said] for name in rows}
