@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli.options import Overrides, RunFile
+from diloco.cli.options import Overrides, RunFile, size_of
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.launch.baseline import BaselineOptions
@@ -108,13 +108,9 @@ def baseline(
 
 def _chunk_bytes(text: str) -> int:
     from diloco.errors import ConfigError
-    from transport.units import parse_bytes
 
     least, most = 256 << 10, 256 << 20  # a part costs a call, about a millisecond of CPU
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"--chunk: {error}") from error
+    size = size_of("--chunk", text)
     if not least <= size <= most or size % 4:
         raise ConfigError(
             f"--chunk {text}: must be 256KiB to 256MiB, in whole float32 values (4 bytes)"
