@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from diloco.errors import ConfigError
 
+#: What values cross between islands over: our transport, or a process group of all members.
+TRANSPORT, GLOO = "transport", "gloo"
+HOPS = (TRANSPORT, GLOO)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Member:

@@ -6,7 +6,7 @@
     flat           one ring through all ranks of all islands, all chunks on their way at once
 
 The inside phases are collectives of the island's process groups, issued in the order of chunks by
-one thread a group, so every rank issues the same ones; what is between goes over `Exchange`. All
+one thread a group, so every rank issues the same ones; what is between goes over a `Hop`. All
 members end with the same bits.
 
 Source: hierarchical all-reduce of NeMo 25.02 / Megatron-Core 0.11 (NVIDIA, long-haul training).
@@ -14,18 +14,18 @@ Source: hierarchical all-reduce of NeMo 25.02 / Megatron-Core 0.11 (NVIDIA, long
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from diloco.baseline.exchange import Exchange
+from diloco.baseline.hops import Hop, end_reduction, unwrapped
 from diloco.baseline.place import Place
-from diloco.baseline.rings import reduce_directly, reduce_in_a_ring
+from diloco.baseline.rings import reduce_in_a_ring
 from diloco.compression.base import Codec
 from diloco.errors import IslandFailed
 from diloco.sync.io_thread import IoThread
@@ -99,43 +99,32 @@ class FlatReduction:
             return
         part = _chunk(self._values, chunk, self.chunk_numel)
         ring = reduce_in_a_ring(self._exchange, self._members, self._own, chunk, part, self._codec)
-        self._under_way.append(self._io.begin(_unwrapped(ring)))
+        self._under_way.append(self._io.begin(unwrapped(ring)))
 
     def finish(self) -> None:
         """See `Reduction`."""
         under_way, self._under_way = self._under_way, []
         for each in under_way:
             each.result()
-        self._io.post(self._exchange.end, self._exchange.reduction)
-        self._io.run(_nothing())
+        end_reduction(self._exchange, self._io)
 
 
 class HierarchicalReduction:
     """Reduce-scatter inside, all-reduce of shards between islands, all-gather inside."""
 
     def __init__(
-        self,
-        place: Place,
-        exchange: Exchange | None,
-        inside: Inside | None,
-        io: IoThread,
-        codec: Codec,
-        chunk_numel: int,
+        self, place: Place, hop: Hop | None, inside: Inside | None, chunk_numel: int
     ) -> None:
         """Keep the parts.
 
         Args:
             place: This member's.
-            exchange: Its end; None: only the island's own ranks are reduced over.
+            hop: To the other islands; None: only the island's own ranks are reduced over.
             inside: Groups of the island; None: it is one rank.
-            io: Where the exchange lives.
-            codec: Of what is sent between islands.
             chunk_numel: Values of a chunk; some more, so that shards and their parts are equal.
         """
-        self._place, self._exchange, self._inside = place, exchange, inside
-        self._io, self._codec = io, codec
-        self._column = place.column
-        unit = place.num_ranks * len(self._column)
+        self._place, self._hop, self._inside = place, hop, inside
+        unit = place.num_ranks * len(place.column)
         self.chunk_numel = -(-chunk_numel // unit) * unit
         self._values = torch.empty(0)
         self._gathered: list[Future[None]] = []
@@ -159,9 +148,8 @@ class HierarchicalReduction:
         gathered, self._gathered = self._gathered, []
         for each in gathered:
             each.result()
-        if self._exchange is not None:
-            self._io.post(self._exchange.end, self._exchange.reduction)
-            self._io.run(_nothing())
+        if self._hop is not None:
+            self._hop.end()
 
     def _scatter(self, chunk: int, whole: Tensor, shard: Tensor) -> Future[None] | None:
         """Sum this rank's shard over the island, and begin to sum it over islands."""
@@ -170,11 +158,7 @@ class HierarchicalReduction:
             with _named("reduce-scatter", self._place):
                 dist.reduce_scatter_single(total, whole, group=self._inside.scatter)
             shard.copy_(total)
-        if self._exchange is None:
-            return None
-        own = self._place.own
-        between = reduce_directly(self._exchange, self._column, own, chunk, shard, self._codec)
-        return self._io.begin(_unwrapped(between))
+        return None if self._hop is None else self._hop.begin(chunk, shard)
 
     def _gather(self, scattered: Future[Future[None] | None], whole: Tensor, shard: Tensor) -> None:
         """Hand the sums of all shards to all ranks of the island."""
@@ -207,15 +191,3 @@ class _named:
 
 def _chunk(values: Tensor, chunk: int, chunk_numel: int) -> Tensor:
     return values[chunk * chunk_numel : (chunk + 1) * chunk_numel]
-
-
-async def _unwrapped(work: Coroutine[Any, Any, None]) -> None:
-    """Raise the first error of tasks that belong together, not the group of all of them."""
-    try:
-        await work
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from group
-
-
-async def _nothing() -> None:
-    """End of what was posted before."""

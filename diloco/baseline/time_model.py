@@ -1,4 +1,4 @@
-"""How long an all-reduce over islands must take: the ideal of `diloco bench allreduce`.
+"""How long an all-reduce over islands, or an inner step, must take: the ideal of benches.
 
 D islands of g ranks, S bytes a rank, B_in bits a second of a rank inside its island, B_wan of an
 island towards the others, both ways at once, C chunks. Pure arithmetic.
@@ -85,6 +85,19 @@ class Reduction:
             return share / self.inside_bps
         hops = math.ceil(2 * (n - 1) * self.num_islands / n)
         return share / min(self.wan_bps, self.inside_bps) + hops * self.rtt_s / 2
+
+
+def step_s(compute_s: float, num_bytes: float, link_bps: float) -> float:
+    """Bound an inner step from below: its transfers run under its arithmetic, all of them.
+
+    max(compute, 8 bytes / B_in)
+
+    Args:
+        compute_s: Arithmetic of a rank.
+        num_bytes: That the busiest rank sends, or receives if that is more.
+        link_bps: B_in of payload, each way; infinite: transfers take no time.
+    """
+    return max(compute_s, 8 * num_bytes / link_bps)
 
 
 def tcp_bps(

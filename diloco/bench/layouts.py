@@ -257,6 +257,7 @@ CASES = [
     Case("interleaved-zb-tied", looped("interleaved-zb"), model=TIED, micro_batches=2),
     Case("zbv", looped("zbv"), micro_batches=2),
     Case("dualpipev", looped("dualpipev"), micro_batches=4),
+    Case("1f1b-experts", MeshConfig(pp=2), model=EXPERTS, micro_batches=2),
     Case("ring", MeshConfig(cp=2), model=TIED),
     Case("gathered-accumulated", MeshConfig(cp=2, context="all-gather"), micro_batches=2),
     Case("ulysses", MeshConfig(cp=2, context="ulysses", fsdp_unit="block"), z_loss=Z_LOSS),
@@ -341,6 +342,14 @@ CASES = [
     ),
     Case("zbv-fsdp-by-block", looped("zbv", dp_shard=2, fsdp_unit="block"), micro_batches=4),
     Case("pp-replicated", MeshConfig(pp=2, dp_replicate=2), micro_batches=2),
+    Case("zbv-ep", looped("zbv", dp_shard=2, ep=2), model=EXPERTS, micro_batches=2),
+    Case(
+        "dualpipev-ep-latent-muon",
+        looped("dualpipev", dp_shard=2, ep=2),
+        model={**EXPERTS, **LATENT},
+        optimizer=MUON,
+        micro_batches=4,
+    ),
     Case(
         "interleaved-zb-tp",
         looped("interleaved-zb", tp=2, loss_parallel=True),

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 
 from diloco.bench import overhead_island
 from diloco.bench.control_plane import control_plane
+from diloco.bench.counted_process import prepare_process
 from diloco.bench.overhead_island import ISLAND, Block, Cycle, Measured
 from diloco.bench.phases import CRITICAL_PHASES, IO_PHASES
 from diloco.bench.report import Column, Report, Requirement
@@ -109,7 +110,7 @@ def _measure(setting: Setting, config: Config, on_progress: Callable[[int], None
     done = context.Value("q", 0)
     with (
         control_plane(config, cpu=cpus[1]) as run_file,
-        ProcessPoolExecutor(1, context, overhead_island.prepare_process, (done,)) as pool,
+        ProcessPoolExecutor(1, context, prepare_process, (done,)) as pool,
     ):
         measuring = pool.submit(
             overhead_island.measure,

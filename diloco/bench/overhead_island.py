@@ -5,7 +5,6 @@ Source: see `diloco.bench.overhead`.
 
 from __future__ import annotations
 
-import multiprocessing.sharedctypes
 import os
 import time
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 import diloco
+from diloco.bench.counted_process import count_one
 from diloco.bench.island_trainer import island_trainer, own_batches
 from diloco.bench.phases import PhaseClock
 from diloco.data.open import open_data
@@ -62,15 +62,6 @@ class Measured:
     cycles: tuple[Cycle, ...]
 
 
-_done: multiprocessing.sharedctypes.Synchronized[int] | None = None
-
-
-def prepare_process(done: multiprocessing.sharedctypes.Synchronized[int]) -> None:
-    """Set up the spawned process: `done` counts the cycles that it has made."""
-    global _done
-    _done = done
-
-
 def measure(
     run_file: Path, *, training_cpu: int, other_cpu: int, block_steps: int, num_cycles: int
 ) -> Measured:
@@ -106,8 +97,7 @@ def measure(
                 )
             )
             assert outer.num_in_flight == 0, "a block ended with fragments in flight"
-            if _done is not None:
-                _done.value += 1
+            count_one()
         outer.finish()
     parameters = canonical_parameters(trainer.model).values()
     return Measured(sum(p.numel() for p in parameters), tuple(cycles[1:]))

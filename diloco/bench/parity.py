@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.bench import parity_row
+from diloco.bench.counted_process import prepare_process
 from diloco.bench.parity_row import Row, RowResult, Task
 from diloco.bench.report import Column, Report, Requirement
 from diloco.bench.statistics import Spread
@@ -190,7 +191,7 @@ def _train(
     results: list[RowResult] = []
     with (
         tempfile.TemporaryDirectory(prefix="diloco-parity-") as directory,
-        ProcessPoolExecutor(num_processes, context, parity_row.prepare_process, (done,)) as pool,
+        ProcessPoolExecutor(num_processes, context, prepare_process, (done,)) as pool,
     ):
         starts = {seed: Path(directory) / f"start-{seed}.safetensors" for seed in seeds}
 

@@ -5,7 +5,6 @@ Source: see `diloco.bench.parity`.
 
 from __future__ import annotations
 
-import multiprocessing.sharedctypes
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from diloco.bench.counted_process import count_one
 from diloco.bench.island_trainer import island_trainer
 from diloco.bench.loopback_run import run_islands
 from diloco.compression.blocks import BLOCK_NUMEL
@@ -83,16 +83,6 @@ class RowResult:
     train_s: float
     num_parameters: int
     data_digest: str
-
-
-_done: multiprocessing.sharedctypes.Synchronized[int] | None = None
-
-
-def prepare_process(done: multiprocessing.sharedctypes.Synchronized[int]) -> None:
-    """Set up a spawned process: one thread, and the counter of inner steps of all processes."""
-    global _done
-    _done = done
-    torch.set_num_threads(1)
 
 
 def write_start(task: Task, seed: int, path: Path) -> None:
@@ -190,9 +180,8 @@ class RowTraining:
 
     def inner_step(self, inner_step: int, schedule_step: float) -> int:
         """See `loopback_run.Training`."""
-        if self._is_counted and _done is not None:
-            with _done.get_lock():
-                _done.value += 1
+        if self._is_counted:
+            count_one()
         return self._trainer.inner_step(inner_step, schedule_step).num_tokens
 
     def blocks(self) -> Tensor:

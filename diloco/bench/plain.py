@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco.bench import plain_blocks
+from diloco.bench.counted_process import prepare_process
 from diloco.bench.plain_blocks import Block, Cycle, Measured
 from diloco.bench.report import Column, Report, Requirement
 from diloco.bench.statistics import Interval
@@ -118,7 +119,7 @@ def run_plain(
 def _measure(setting: Setting, row: Row, on_progress: Callable[[str, int, int], None]) -> Measured:
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)
-    with ProcessPoolExecutor(1, context, plain_blocks.prepare_process, (done,)) as pool:
+    with ProcessPoolExecutor(1, context, prepare_process, (done,)) as pool:
         measuring = pool.submit(
             plain_blocks.measure,
             config_of(row, setting.num_cycles),

@@ -5,13 +5,13 @@ Source: see `diloco.bench.plain`.
 
 from __future__ import annotations
 
-import multiprocessing.sharedctypes
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from diloco.bench.counted_process import count_one
 from diloco.bench.island_trainer import island_trainer, own_batches
 from diloco.bench.plain_loop import PlainLlama, PlainLoop
 from diloco.config.schema import Config
@@ -46,16 +46,6 @@ class Measured:
     cycles: tuple[Cycle, ...]
 
 
-_done: multiprocessing.sharedctypes.Synchronized[int] | None = None
-
-
-def prepare_process(done: multiprocessing.sharedctypes.Synchronized[int]) -> None:
-    """Set up the spawned process: `done` counts the cycles that it has made."""
-    global _done
-    _done = done
-    torch.set_num_threads(1)
-
-
 def measure(config: Config, *, block_steps: int, num_cycles: int) -> Measured:
     """Train both loops from the same values on the same sequences, block by block.
 
@@ -83,8 +73,7 @@ def measure(config: Config, *, block_steps: int, num_cycles: int) -> Measured:
         first = number * block_steps
         blocks = {name: _block(steps[name], first, block_steps) for name in order}
         cycles.append(Cycle(**blocks))
-        if _done is not None:
-            _done.value += 1
+        count_one()
     return Measured(sum(p.numel() for p in model.parameters()), tuple(cycles))
 
 

@@ -1,8 +1,10 @@
 """How an island's speed grows with its ranks, by strategy: the same batch on more of them.
 
-Ranks are processes of one thread on this machine, joined by gloo. Where there are more ranks than
-CPUs they share them, so the ideal is N ranks, or as many CPUs as there are, times one rank's speed;
-CPU time a token says what a strategy costs without that bound, whatever else the machine does.
+Ranks are processes of one thread on this machine, joined by gloo: through the loopback, or, where
+links are emulated, each from a namespace of its own through a link to a switch. Where there are
+more ranks than CPUs they share them, so the ideal is N ranks, or as many CPUs as there are, times
+one rank's speed; and what a strategy was seen to move must pass the link. CPU time a token says
+what a strategy costs without the bound of the CPUs, whatever else the machine does.
 
 Source: strong scaling; the strategies are those of `diloco.config.mesh`.
 """
@@ -10,6 +12,7 @@ Source: strong scaling; the strategies are those of `diloco.config.mesh`.
 from __future__ import annotations
 
 import fnmatch
+import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +21,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from diloco.baseline.place import Member
+from diloco.baseline.time_model import step_s, tcp_bps
+from diloco.bench.emulating import check_text, measure_inside
 from diloco.bench.report import Column, Report, usable_cpus
+from diloco.bench.scaling_link import NODE, measure_ranks
 from diloco.bench.scaling_rank import ISLAND, run_delay_s
 from diloco.config.load import config_of, resolved_toml
 from diloco.config.schema import Config
-from diloco.errors import ConfigError
-from diloco.launch.members import Members
+from diloco.errors import ConfigError, IslandFailed
+from transport.units import parse_bandwidth
 
 _ONE = "one"
 #: Strategy -> axis of the mesh that has all ranks.
@@ -36,16 +41,17 @@ STRATEGIES: Mapping[str, str] = {
     "cp": "cp",
 }
 
-_COLUMNS = (
+_SPEED = (
     Column("row", "row"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("linear_per_s", "x N", ",.0f"),
     Column("ideal_per_s", "ideal", ",.0f"),
     Column("efficiency", "efficiency", ".3f"),
-    Column("cpu_us_per_token", "CPU, us", ",.1f"),
-    Column("cpu_ratio", "over one", ".3f"),
     Column("exposed", "exposed", ".3f"),
-    Column("loss", "loss", ".4f"),
 )
+_LOSS = Column("loss", "loss", ".4f")
+_SHARED = (*_SPEED, Column("cpu_ratio", "CPU", ".3f"), _LOSS)
+_EMULATED = (*_SPEED, Column("moved_mb", "MB/step", ",.1f"), _LOSS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +74,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is trained: a Llama of 3.3M parameters on bytes."""
+    """What is trained, a Llama of 3.3M parameters on bytes, and links inside where emulated.
 
+    Attributes:
+        bandwidth: Of a rank's link to the switch, each way.
+        rtt_ms: Between two ranks, through both of their links.
+    """
+
+    bandwidth: str = "1Gbit/s"
+    rtt_ms: float = 0.4
     sequences: int = 8
     sequence_length: int = 256
     warmup_steps: int = 2
@@ -120,6 +133,7 @@ def run_scaling(
     setting: Setting,
     rows: Sequence[Row],
     *,
+    is_emulated: bool,
     on_progress: Callable[[str, int, int], None],
     on_look: Callable[[], None] = lambda: None,
 ) -> Report:
@@ -128,28 +142,55 @@ def run_scaling(
     Args:
         setting: What is trained.
         rows: Of `chosen_rows`.
-        on_progress: Hears which ranks begin, and of rows done and in all.
+        is_emulated: Whether ranks have namespaces and links of their own, which needs root.
+        on_progress: Hears what begins, and of rows done and in all.
         on_look: Called often; what it raises ends every process.
 
     Raises:
-        ConfigError: If the kernel does not tell how long threads wait for a CPU.
-        IslandFailed: If a rank failed; says what its log does.
+        ConfigError: If the kernel does not tell how long threads wait for a CPU, or networks cannot
+            be emulated here.
+        IslandFailed: If a rank failed, or a link is not as told; says what its log does.
     """
     began = time.monotonic()
     run_delay_s()
-    found: dict[Row, list[dict[str, float]]] = {}
-    for num_ranks in sorted({row.num_ranks for row in rows}):
-        of_ranks = [row for row in rows if row.num_ranks == num_ranks]
-        on_progress(f"{num_ranks} ranks", len(found), len(rows))
-        found |= _measure(setting, of_ranks, on_look)
-    alone = found[rows[0]]
-    cpus = usable_cpus()
-    tokens = setting.timed_steps * setting.sequences * setting.sequence_length
+    order = _order(setting, rows)
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-scaling-") as directory:
+        place = Path(directory)
+        if is_emulated:
+            on_progress("all ranks on emulated links", 0, len(rows))
+            found = _measure_emulated(setting, rows, order, place, on_look)
+        else:
+            found = measure_ranks(
+                order,
+                None,
+                place,
+                on_ranks=lambda ranks, done: on_progress(f"{ranks} ranks", done, len(rows)),
+                on_look=on_look,
+            )
+    bps = parse_bandwidth(setting.bandwidth)
+    link_bps = tcp_bps(bps, rtt_s=setting.rtt_ms / 1e3) if is_emulated else math.inf
+    cpus, tokens = usable_cpus(), setting.sequences * setting.sequence_length
+    alone = found[rows[0].name]
     return Report(
         "scaling",
-        {**asdict(setting), "usable_cpus": cpus},
-        _COLUMNS,
-        [row_figures(row, found[row], alone, tokens=tokens, cpus=cpus) for row in rows],
+        {
+            **asdict(setting),
+            "usable_cpus": cpus,
+            "links": "emulated" if is_emulated else "the loopback",
+        },
+        _EMULATED if is_emulated else _SHARED,
+        [
+            row_figures(
+                row,
+                found[row.name],
+                alone,
+                tokens=tokens,
+                timed_steps=setting.timed_steps,
+                cpus=cpus,
+                link_bps=link_bps,
+            )
+            for row in rows
+        ],
         [],
         time.monotonic() - began,
     )
@@ -161,63 +202,89 @@ def row_figures(
     alone: Sequence[Mapping[str, float]],
     *,
     tokens: int,
+    timed_steps: int,
     cpus: int,
+    link_bps: float,
 ) -> dict[str, Any]:
     """Compute a row of the table.
 
-    ideal = tokens/s of one rank x min(ranks, CPUs); efficiency = tokens/s over it; exposed = mean
-    over the ranks of their exposed seconds over the wall time.
+    x N = tokens/s of one rank x ranks; ideal = tokens an inner step over `time_model.step_s` of one
+    rank's time / min(ranks, CPUs) and of what the busiest rank moved; efficiency = tokens/s over
+    the ideal; exposed = mean over the ranks of their exposed seconds over the wall time.
 
     Args:
         row: Which.
-        ranks: Seconds of each rank, as `scaling_rank.measure` gives them.
+        ranks: Figures of each rank, as `scaling_rank.measure` gives them.
         alone: Those of one rank by itself.
-        tokens: That all ranks together trained on.
+        tokens: That all ranks together train on in an inner step.
+        timed_steps: Inner steps.
         cpus: That ranks may run on.
+        link_bps: Payload that a rank's link carries each way; infinite: nothing is waited for.
     """
     wall_s = max(rank["wall_s"] for rank in ranks)
     cpu_s = sum(rank["cpu_s"] for rank in ranks)
-    ideal = tokens / alone[0]["wall_s"] * min(row.num_ranks, cpus)
+    moved_bytes = max(rank["moved_bytes"] for rank in ranks) / timed_steps
+    alone_s = alone[0]["wall_s"] / timed_steps
+    ideal_s = step_s(alone_s / min(row.num_ranks, cpus), moved_bytes, link_bps)
+    speed = timed_steps * tokens / wall_s
     return {
         "row": row.name,
         "num_ranks": row.num_ranks,
         "strategy": row.strategy,
         "wall_s": wall_s,
-        "tokens_per_s": tokens / wall_s,
-        "ideal_per_s": ideal,
-        "efficiency": tokens / wall_s / ideal,
-        "cpu_us_per_token": 1e6 * cpu_s / tokens,
+        "tokens_per_s": speed,
+        "linear_per_s": tokens / alone_s * row.num_ranks,
+        "ideal_per_s": tokens / ideal_s,
+        "efficiency": speed * ideal_s / tokens,
+        "cpu_us_per_token": 1e6 * cpu_s / timed_steps / tokens,
         "cpu_ratio": cpu_s / alone[0]["cpu_s"],
         "exposed": fmean(rank["exposed_s"] for rank in ranks) / wall_s,
+        "moved_mb": moved_bytes / 1e6,
         "loss": ranks[0]["loss"],
     }
 
 
-def _measure(
-    setting: Setting, rows: Sequence[Row], on_look: Callable[[], None]
-) -> dict[Row, list[dict[str, float]]]:
-    """Train rows of one number of ranks in one process group."""
-    num_ranks = rows[0].num_ranks
-    with tempfile.TemporaryDirectory(prefix="diloco-bench-scaling-") as directory:
-        place = Path(directory)
-        run_files = {}
-        for row in rows:
-            path = place / f"{row.name}.toml"
-            path.write_text(resolved_toml(row_config(setting, row)))
-            run_files[row.name] = str(path)
-        order = {
-            "num_ranks": num_ranks,
-            "run_files": run_files,
-            "warmup_steps": setting.warmup_steps,
-            "timed_steps": setting.timed_steps,
-        }
-        with Members("diloco.bench.scaling_rank", place, on_look) as members:
-            for island_rank in range(num_ranks):
-                each = {**order, "island_rank": island_rank}
-                members.start(Member(ISLAND, island_rank), each, threads=1)
-            results = members.results()
-    said = [result for _, result in sorted(results.items())]
-    return {row: [result[row.name] for result in said] for row in rows}
+def links_toml(setting: Setting, num_ranks: int) -> str:
+    """Write the file of the emulated network: every rank joined to a switch by the same link."""
+    way = f'{{ bandwidth = "{setting.bandwidth}", delay = "{setting.rtt_ms / 4:g}ms" }}'
+    ranks = "".join(f'[islands.{NODE.format(r)}]\nlink = "inside"\n' for r in range(num_ranks))
+    return (
+        'topology = "star"\n[tcp]\nslow_start_after_idle = false\n'
+        f'[links.inside]\nsource = "diloco bench scaling"\nup = {way}\ndown = {way}\n{ranks}'
+    )
+
+
+def _order(setting: Setting, rows: Sequence[Row]) -> dict[str, Any]:
+    """Say what `measure_ranks` is to train."""
+    by_ranks: dict[str, dict[str, str]] = {}
+    for row in sorted(rows, key=lambda row: row.num_ranks):
+        of_ranks = by_ranks.setdefault(str(row.num_ranks), {})
+        of_ranks[row.name] = resolved_toml(row_config(setting, row))
+    return {
+        "rows": by_ranks,
+        "warmup_steps": setting.warmup_steps,
+        "timed_steps": setting.timed_steps,
+    }
+
+
+def _measure_emulated(
+    setting: Setting,
+    rows: Sequence[Row],
+    order: Mapping[str, Any],
+    place: Path,
+    on_look: Callable[[], None],
+) -> dict[str, Any]:
+    """Train all rows in one emulated network, checked first."""
+    toml = links_toml(setting, max(row.num_ranks for row in rows))
+    module = "diloco.bench.scaling_link"
+    found, record = measure_inside("ranks", toml, module, order, place, on_look)
+    if not found:
+        raise IslandFailed(
+            f"emulated links of {setting.bandwidth} are not as told on this machine "
+            f"({check_text(record['check'])}), and carry no measurement: end other work, or "
+            f"leave --emulate out"
+        )
+    return found
 
 
 def row_config(setting: Setting, row: Row) -> Config:

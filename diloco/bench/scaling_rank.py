@@ -33,6 +33,7 @@ ISLAND = "bench"
 _PATIENCE = timedelta(seconds=120)
 _NANO = 1e-9
 _SCHEDSTAT = "/proc/thread-self/schedstat"
+_INTERFACES = "/proc/thread-self/net/dev"
 
 
 def run_delay_s() -> float:
@@ -52,18 +53,35 @@ def run_delay_s() -> float:
         ) from error
 
 
-def measure(run_file: str, *, warmup_steps: int, timed_steps: int) -> dict[str, float]:
+def carried_bytes(interface: str) -> tuple[int, int]:
+    """Bytes that came in and went out at an interface of this process's network so far.
+
+    Source: Linux, /proc/net/dev, first and ninth column.
+    """
+    for line in Path(_INTERFACES).read_text().splitlines():
+        name, _, columns = line.partition(":")
+        if name.strip() == interface:
+            figures = [int(word) for word in columns.split()]
+            return figures[0], figures[8]
+    raise ConfigError(f"{_INTERFACES} has no interface {interface}, which ranks were to meet at")
+
+
+def measure(
+    run_file: str, *, interface: str, warmup_steps: int, timed_steps: int
+) -> dict[str, float]:
     """Train one strategy; every rank of the process group calls it together.
 
     Args:
         run_file: A run whose only island is `ISLAND`.
+        interface: At which this rank alone meets the others; empty: there is none.
         warmup_steps: Inner steps before the timed ones, which build what is built once.
         timed_steps: Inner steps that are timed.
 
     Returns:
         In seconds of this rank, from a barrier to the end of the last step: `wall_s`; `cpu_s` of
         all its threads; `exposed_s`, in which the training thread neither ran nor wanted to:
-        wall - its CPU time - its wait for a CPU. `loss` is that of the last step, in nats a token.
+        wall - its CPU time - its wait for a CPU. `moved_bytes` went out of `interface` or came in,
+        whichever was more; 0 without one. `loss` is that of the last step, in nats a token.
     """
     config = load_config(run_file, island=ISLAND)
     mesh = make_mesh(torch.device("cpu"), config.island.mesh)
@@ -80,16 +98,19 @@ def measure(run_file: str, *, warmup_steps: int, timed_steps: int) -> dict[str, 
         trainer.inner_step(step)
     if dist.is_initialized():
         dist.barrier()
+    carried = carried_bytes(interface) if interface else (0, 0)
     began, cpu, own_cpu, delay = _clocks()
     for step in range(warmup_steps, warmup_steps + timed_steps):
         loss = trainer.inner_step(step).loss
     ended, cpu_end, own_cpu_end, delay_end = _clocks()
+    carried_end = carried_bytes(interface) if interface else (0, 0)
     wall_s = ended - began
     ran_s, delayed_s = own_cpu_end - own_cpu, delay_end - delay
     return {
         "wall_s": wall_s,
         "cpu_s": cpu_end - cpu,
         "exposed_s": max(0.0, wall_s - ran_s - delayed_s),
+        "moved_bytes": max(end - begin for begin, end in zip(carried, carried_end, strict=True)),
         "loss": loss,
     }
 
@@ -102,7 +123,7 @@ def _join(order: dict[str, Any], channel: Channel) -> None:
     """Meet the other ranks: the first has the store, and says at which port."""
     island_rank, num_ranks = order["island_rank"], order["num_ranks"]
     store = (
-        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+        TCPStore(order["host"], 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
         if island_rank == 0
         else None
     )
@@ -111,7 +132,7 @@ def _join(order: dict[str, Any], channel: Channel) -> None:
     if num_ranks == 1:
         return
     (port,) = (place["port"] for place in places if place["island_rank"] == 0)
-    store = store or TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
+    store = store or TCPStore(order["host"], port, is_master=False, timeout=_PATIENCE)
     dist.init_process_group(
         "gloo", store=store, rank=island_rank, world_size=num_ranks, timeout=_PATIENCE
     )
@@ -124,8 +145,8 @@ def main(order: dict[str, Any]) -> int:
     channel = Channel()
     try:
         _join(order, channel)
-        steps = {"warmup_steps": order["warmup_steps"], "timed_steps": order["timed_steps"]}
-        found = {name: measure(path, **steps) for name, path in order["run_files"].items()}
+        same = {key: order[key] for key in ("interface", "warmup_steps", "timed_steps")}
+        found = {name: measure(path, **same) for name, path in order["run_files"].items()}
         if dist.is_initialized():
             dist.barrier()  # nobody ends while another still needs its connections
     except DilocoError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli.options import Overrides, RunFile
+from diloco.cli.options import Overrides, RunFile, size_of
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.launch.baseline import BaselineOptions
@@ -38,6 +38,10 @@ def baseline(
     streams: Annotated[
         int, typer.Option(metavar="N", min=1, max=256, help="Parts under way at once, a rank.")
     ] = 8,
+    hop: Annotated[
+        str,
+        typer.Option("--hop", metavar="NAME", help="Between islands: transport, or gloo."),
+    ] = "transport",
     every: Annotated[
         int,
         typer.Option(metavar="H", min=0, help="Local SGD: steps between averages; 0: the run's."),
@@ -63,7 +67,9 @@ def baseline(
 
     Same text, batches, seed and links (transport.link, or diloco emulate) as `diloco local`, no
     outer optimizer, and no fault tolerance: one rank that ends early ends it all. The inner
-    optimizer's moments stay local in local SGD.
+    optimizer's moments stay local in local SGD. --hop gloo crosses between islands in a plain
+    process group of all ranks, as inside one cluster: the same chunks, pipeline and sums to the
+    bit, without shaping, encryption or authentication.
     """
     from rich.console import Console
 
@@ -77,7 +83,7 @@ def baseline(
 
     config = load_config(run_file, overrides or ())
     options = BaselineOptions(
-        name, get_codec(codec).name, _chunk_bytes(chunk), streams, every, first
+        name, get_codec(codec).name, _chunk_bytes(chunk), streams, every, first, hop
     )
     insist_on_baseline(config, options)
     if (emulated := Emulated.surrounding(os.environ)) is not None:
@@ -102,13 +108,9 @@ def baseline(
 
 def _chunk_bytes(text: str) -> int:
     from diloco.errors import ConfigError
-    from transport.units import parse_bytes
 
     least, most = 256 << 10, 256 << 20  # a part costs a call, about a millisecond of CPU
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"--chunk: {error}") from error
+    size = size_of("--chunk", text)
     if not least <= size <= most or size % 4:
         raise ConfigError(
             f"--chunk {text}: must be 256KiB to 256MiB, in whole float32 values (4 bytes)"

@@ -80,21 +80,29 @@ def scaling(
         list[str] | None,
         typer.Option(metavar="NAME", help="Only these, such as fsdp-2, with * and ?; repeatable."),
     ] = None,
+    emulate: Annotated[
+        bool,
+        typer.Option("--emulate", help="A namespace and a link for every rank (root)."),
+    ] = False,
     json_target: JsonTarget = "",
 ) -> None:
     """Measure how an island's speed grows with its ranks, by strategy.
 
     Ranks of one thread on this machine, joined by gloo, train a byte model of 3.3M parameters on
     the same 2,048 tokens an inner step: fsdp, replicate, tp, pp (1F1B, two micro-batches a stage)
-    and cp (ring) each take all ranks. A minute or two.
+    and cp (ring) each take all ranks. A minute or two. They meet through the loopback; --emulate
+    joins each to a switch by 1 Gbit/s, 0.4 ms round trip between two, measured before: as slow
+    beside these ranks as a cluster's network beside its GPUs. What carries the packets takes CPU
+    time, too.
 
-    Read "ideal": one rank's tokens/s times the ranks, or times the CPUs where ranks share those;
-    "efficiency": tokens/s over it, which other work on the machine lowers. "CPU, us": what a token
-    costs in CPU time of all ranks, whoever else computes; "over one": that over one rank's, so that
-    1 means that a strategy adds no work. "exposed": share of the wall time in which a rank's
-    training thread waited for others, its waits for a CPU not counted: collectives that nothing
-    hides, and the bubbles of a pipeline; of more ranks than CPUs also others' waits for a CPU.
-    "loss" differs by rounding only. There are no bars.
+    Read "x N": one rank's tokens/s times the ranks; "ideal": the same, times the CPUs where ranks
+    share those, and no more than lets pass what the busiest rank moved ("MB/step", with --emulate)
+    under the arithmetic; "efficiency": tokens/s over the ideal, which other work on the machine
+    lowers. "exposed": share of the wall time in which a rank's training thread waited for others,
+    its waits for a CPU not counted: collectives that nothing hides, and the bubbles of a pipeline;
+    of more ranks than CPUs also others' waits for a CPU. "CPU": CPU time of a token over that of
+    one rank, whoever else computes, so that 1 means that a strategy adds no work. "loss" differs
+    by rounding only. There are no bars.
     """
     from diloco.bench.scaling import SETTING, chosen_rows, run_scaling
     from diloco.cli.progress import counting
@@ -107,7 +115,9 @@ def scaling(
     chosen = chosen_rows(SETTING, [int(word) for word in words], rows or [])
     try:
         with heeding_signals() as request, counting(bench_console(json_target)) as show:
-            report = run_scaling(SETTING, chosen, on_progress=show, on_look=request.check)
+            report = run_scaling(
+                SETTING, chosen, is_emulated=emulate, on_progress=show, on_look=request.check
+            )
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None
     show_report(report, json_target, require=False)

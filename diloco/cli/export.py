@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
+from diloco.cli.options import size_of
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run
@@ -65,7 +66,7 @@ def export(
         raise ConfigError(
             f"--shard-bytes {shard_bytes} is for --format hf; with {layout} every tensor is a file"
         )
-    max_file_bytes = _size(shard_bytes) if shard_bytes else MAX_FILE_BYTES
+    max_file_bytes = size_of("--shard-bytes", shard_bytes) if shard_bytes else MAX_FILE_BYTES
     state = find_run(run)
     default = state.root / ("export" if at_step is None else f"export-step-{at_step:012d}")
     with counting(Console(stderr=True)) as show:
@@ -79,15 +80,6 @@ def export(
             on_progress=show,
         )
     _tell(made, layout)
-
-
-def _size(text: str) -> int:
-    from transport.units import parse_bytes
-
-    try:
-        return parse_bytes(text, is_positive=True)
-    except ValueError as error:
-        raise ConfigError(f"--shard-bytes: {error}") from error
 
 
 def _tell(made: Export, layout: Layout) -> None:

@@ -22,3 +22,18 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file; repeatable."),
 ]
+
+
+def size_of(option: str, text: str) -> int:
+    """Read a size such as "4MiB", above 0 bytes.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    from diloco.errors import ConfigError
+    from transport.units import parse_bytes
+
+    try:
+        return parse_bytes(text, is_positive=True)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error

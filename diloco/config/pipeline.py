@@ -54,8 +54,6 @@ def pipeline_problems(
     model = data["model"]
     if model.family != "llama":
         return
-    if model.experts.num_experts:
-        yield "mesh.pp", pp, "beside model.experts comes later; set it to 1"
     stages = pp * stages_per_rank
     if model.num_layers % stages:
         counts = [n for n in range(pp, model.num_layers + 1, pp) if model.num_layers % n == 0]

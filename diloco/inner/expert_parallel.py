@@ -12,8 +12,9 @@ Source: GShard (arXiv 2006.16668); without a capacity as in MegaBlocks (arXiv 22
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from diloco.errors import ConfigError
 from diloco.inner.experts import Experts, apply_experts
+
+#: Rows of one rank -> rows that came for it.
+_Direction: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:
@@ -81,8 +85,9 @@ class SpreadCompute:
             mine = stack.to_local().to(x_RD.dtype)
             local.append(_apply(_ScaledGradient, mine, 1 / num_ranks))
         way, num_rows_L = _way(num_rows_X, self.group)
-        came_PD = _apply(_Send, x_RD, way)
-        return _apply(_Return, apply_experts(came_PD, num_rows_L, *local), way)
+        came_PD = _apply(_Travel, x_RD, way.send, way.send_back)
+        out_PD = apply_experts(came_PD, num_rows_L, *local)
+        return _apply(_Travel, out_PD, way.send_back, way.send)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -139,30 +144,17 @@ def _way(num_rows_X: Tensor, group: dist.ProcessGroup) -> tuple[_Way, Tensor]:
     return _Way(group, sent, came, expert_P.argsort(stable=True)), coming_rL.sum(0)
 
 
-class _Send(torch.autograd.Function):
-    """From the ranks of tokens to those of experts."""
+class _Travel(torch.autograd.Function):
+    """To other ranks by one of a way's directions; gradients come back by the other."""
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, way: _Way) -> Tensor:
-        ctx.way = way
-        return way.send(x_RD)
+    def forward(ctx: Any, x: Tensor, there: _Direction, back: _Direction) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.send_back(grads[0]), None
-
-
-class _Return(torch.autograd.Function):
-    """From the ranks of experts to those of tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x_PD: Tensor, way: _Way) -> Tensor:
-        ctx.way = way
-        return way.send_back(x_PD)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.send(grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grads[0]), None, None
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -13,7 +13,7 @@ Source: GPipe (arXiv 1811.06965), 1F1B and interleaved stages (arXiv 2104.04473)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -254,6 +254,26 @@ class PipelineRunner:
             if index + 1 < len(ranks) and ranks[index + 1] != rank:
                 dist.send(x.contiguous(), group=self._mesh.pp_group, group_dst=ranks[index + 1])
         return x if self._has(-1) else None
+
+    def gather_loads(self, loads: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        """Tell every rank the loads of all stages' experts; collective where there are any.
+
+        Args:
+            loads: Of the layers of this rank, by the name of the router.
+
+        Returns:
+            Of all layers, in their order.
+        """
+        shape = self._pipeline.shape
+        layers = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
+        names = [f"layers.{layer}.feed_forward.router" for layer in layers]
+        if not names:
+            return {}
+        none = [0] * shape.experts.num_experts
+        rows = [list(loads.get(name, none)) for name in names]
+        table = torch.tensor(rows, device=self._mesh.device)
+        dist.all_reduce(table, group=self._mesh.pp_group)
+        return {name: tuple(row) for name, row in zip(names, table.tolist(), strict=True)}
 
     def _has(self, stage: int) -> bool:
         return self._pipeline.ranks[stage] == self._mesh.coordinate("pp")

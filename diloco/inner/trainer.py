@@ -26,7 +26,7 @@ from diloco.inner.gradients import clip_gradients_, settle_gradients_
 from diloco.inner.mesh import IslandMesh
 from diloco.inner.optimizer import build_optimizer, learning_rate, set_learning_rate_
 from diloco.inner.parallelize import set_is_last_micro_batch_
-from diloco.inner.pipeline import Pipeline, PipelineRunner, sum_tied_gradients_
+from diloco.inner.pipeline import Pipeline, PipelineRunner, parts_of, sum_tied_gradients_
 from diloco.inner.tensor_parallel import partial_parameters
 from diloco.sync.shards import reshard_
 
@@ -43,7 +43,7 @@ class InnerMetrics:
         num_tokens: Predicted tokens of the island's whole batch.
         duration_s: Seconds from the batch to the updated parameters, on this rank.
         expert_loads: Tokens that chose each expert of a layer, over the island's whole batch, by
-            the name of the layer's router; of a pipeline the layers of this rank.
+            the name of the layer's router.
     """
 
     inner_step: int
@@ -159,8 +159,7 @@ class InnerTrainer:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         with record_function("diloco/inner/balance"):
-            speed = self._config.expert_bias_speed
-            expert_loads = balance_(self.model, speed, self._mesh.loss_group)
+            expert_loads = self._balance()
         return InnerMetrics(
             inner_step=step + 1,
             loss=self._sum_over_island(loss / self._mesh.config.loss_size),
@@ -212,6 +211,13 @@ class InnerTrainer:
             copies=copies,
             group=self._mesh.pp_group,
         )
+
+    def _balance(self) -> dict[str, tuple[int, ...]]:
+        """Balance the experts of every layer; returns the loads of all layers."""
+        loads: dict[str, tuple[int, ...]] = {}
+        for part in parts_of(self.model):
+            loads |= balance_(part, self._config.expert_bias_speed, self._mesh.loss_group)
+        return loads if self._pipeline is None else self._pipeline.gather_loads(loads)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from diloco.baseline.place import Member, insist_on_equal_ranks
+from diloco.baseline.place import GLOO, HOPS, TRANSPORT, Member, insist_on_equal_ranks
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
@@ -37,6 +37,7 @@ class BaselineOptions:
         streams: Vectors under way to another rank at once.
         average_every: Inner steps between averages of parameters; 0: H of the run.
         parallel_steps: Inner steps of data parallel before them.
+        hop: One of `HOPS`.
     """
 
     name: str
@@ -45,6 +46,7 @@ class BaselineOptions:
     streams: int = 8
     average_every: int = 0
     parallel_steps: int = 0
+    hop: str = TRANSPORT
 
     @property
     def averages(self) -> bool:
@@ -82,6 +84,7 @@ def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
             f"--first {options.parallel_steps}: run.inner_steps = {config.run.inner_steps}, so "
             f"nothing would be local; give at most {config.run.inner_steps - 1}"
         )
+    _insist_on_hop(config, options)
     if config.run.warm_start:
         raise ConfigError(
             f"run.warm_start = {config.run.warm_start!r}: baselines start from the seed only; "
@@ -115,6 +118,24 @@ def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
                 f"islands.{name}.tokens_per_inner_step = {island.tokens_per_inner_step}: must be a "
                 f"multiple of sequence_length x ranks x micro_batches = {unit}, such as {nearest}"
             )
+
+
+def _insist_on_hop(config: Config, options: BaselineOptions) -> None:
+    if options.hop not in HOPS:
+        raise ConfigError(f"--hop {options.hop} is unknown: choose {', '.join(HOPS)}")
+    if options.hop == TRANSPORT:
+        return
+    if options.name == FLAT:
+        raise ConfigError(
+            f"--hop {options.hop}: the ring of {FLAT} goes through all ranks over the transport; "
+            f"leave it out, or take {HIERARCHICAL}"
+        )
+    if config.transport.link:
+        raise ConfigError(
+            f'--hop {options.hop}: transport.link = "{config.transport.link}" shapes what goes '
+            f"over the transport, and nothing of a process group: leave it out (--set "
+            f"transport.link=), and run it under diloco emulate where links should be slow"
+        )
 
 
 def run_baseline(
@@ -164,8 +185,15 @@ def run_baseline(
                     "patience_s": config.transport.rpc_timeout_s,
                     "most_bytes": most_bytes,
                 }
-                order = {"config": str(run_file), "site": site, "method": options.method(config)}
-                prefix = emulated.prefix(name) if emulated else ()
+                order = {
+                    "config": str(run_file),
+                    "site": site,
+                    "method": options.method(config),
+                    "hop": options.hop,
+                }
+                prefix = emulated.prefix(name) if emulated else []
+                if emulated and options.hop == GLOO:
+                    prefix += emulated.interface(name)
                 members.start(
                     Member(name, island_rank), order, threads=island.threads, prefix=prefix
                 )

@@ -53,6 +53,11 @@ class Emulated:
         """Words before a command that is to run in an island's namespace."""
         return list(self.description["islands"][island]["enter"])
 
+    def interface(self, island: str) -> list[str]:
+        """Words behind `prefix`, for a command whose process groups reach other islands."""
+        device = self.description["islands"][island]["interface"]
+        return ["env", f"GLOO_SOCKET_IFNAME={device}"]
+
     def placed(self, config: Config) -> Config:
         """Make a run on this machine one of this network.
 

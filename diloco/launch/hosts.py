@@ -296,7 +296,7 @@ class _Line:
                 self._arrived += data
             self._broken = "the connection is closed"
         except BlockingIOError:
-            pass
+            pass  # all that has arrived is read
         except OSError as error:
             self._broken = str(error)
         *lines, self._arrived = self._arrived.split(b"\n")

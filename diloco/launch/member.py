@@ -19,6 +19,7 @@ import torch
 from blake3 import blake3
 
 from diloco.baseline.gradients import GradientSum, ParameterMean
+from diloco.baseline.place import GLOO
 from diloco.config.load import load_config
 from diloco.config.mesh import MeshConfig
 from diloco.config.schema import Config
@@ -29,6 +30,7 @@ from diloco.inner.mesh import IslandMesh
 from diloco.inner.parallelize import parallelize
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.build import link_profile
+from diloco.launch.group_site import GroupSite
 from diloco.launch.logs import log_to
 from diloco.launch.rank import exit_at_once
 from diloco.launch.security import Security
@@ -56,7 +58,7 @@ class Method:
 class _Member:
     """The parts of one rank."""
 
-    def __init__(self, config: Config, site: Site, method: Method) -> None:
+    def __init__(self, config: Config, site: Site | GroupSite, method: Method) -> None:
         """Build everything; nothing of it is collective."""
         self._config, self._site, self._method = config, site, method
         place, island = site.place, config.island
@@ -128,8 +130,8 @@ class _Member:
             "step_s": step_s,
             "wall_s": wall_s,
             "waited_s": averaging_s + (self._hook.exposed_s if self._hook else 0.0),
-            "bytes_up": self._site.exchange.bytes_up,
-            "bytes_down": self._site.exchange.bytes_down,
+            "bytes_up": self._site.bytes_up,
+            "bytes_down": self._site.bytes_down,
             "digest": self._digest(),
             "nats_per_byte": self._evaluated(),
         }
@@ -162,20 +164,26 @@ class _Member:
         return self._trainer.evaluate() if place.own == place.members[0] else None
 
 
+def _open_site(config: Config, order: SiteOrder, channel: Channel, hop: str) -> Site | GroupSite:
+    if hop == GLOO:
+        return GroupSite(order, channel)
+    return Site(
+        order,
+        Security.of(config, Role.ISLAND, config.island_id),
+        link_profile(config),
+        channel,
+        message_bytes=config.transport.chunk_bytes,
+        channels=config.transport.num_channels,
+    )
+
+
 def main(order: dict[str, Any]) -> int:
     """Train as one member; returns the exit code."""
     log_to(None, logging.INFO)
     channel = Channel()
     try:
         config = load_config(order["config"], island=order["site"]["island"])
-        site = Site(
-            SiteOrder(**order["site"]),
-            Security.of(config, Role.ISLAND, config.island_id),
-            link_profile(config),
-            channel,
-            message_bytes=config.transport.chunk_bytes,
-            channels=config.transport.num_channels,
-        )
+        site = _open_site(config, SiteOrder(**order["site"]), channel, order["hop"])
         result = _Member(config, site, Method(**order["method"])).train()
         channel.say(result)
         site.close()

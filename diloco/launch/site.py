@@ -21,6 +21,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from diloco.baseline.exchange import Bounds, Exchange
+from diloco.baseline.hops import TransportHop
 from diloco.baseline.place import Member, Place
 from diloco.baseline.reduction import (
     FlatReduction,
@@ -42,7 +43,8 @@ from transport.shaped import ShapedTransport
 
 #: Exit code of a member whose parent died.
 _ORPHANED = 40
-_FLOAT_BYTES = 4
+#: Of the values that are reduced.
+FLOAT_BYTES = 4
 #: Members know each other, and each sends what the others wait for.
 _LIMITS = Limits(calls_per_s=1e6, burst=1_000_000)
 
@@ -87,7 +89,7 @@ class SiteOrder:
         """What it bears from others: parts of chunks, of two reductions at once."""
         place = self.place
         # Whoever adds up parts of a chunk divides it among all members, in whole values.
-        largest = math.ceil(max(self.chunks_bytes) / _FLOAT_BYTES / len(place.members))
+        largest = math.ceil(max(self.chunks_bytes) / FLOAT_BYTES / len(place.members))
         num_chunks = math.ceil(self.most_bytes / min(self.chunks_bytes))
         return Bounds(
             max_bytes=get_codec(self.codec).wire_bytes(largest),
@@ -177,12 +179,22 @@ class Site:
             only_inside: Whether the other islands are left out; not of a flat ring.
         """
         order, place = self.order, self.place
-        codec, chunk_numel = get_codec(order.codec), chunk_bytes // _FLOAT_BYTES
+        codec, chunk_numel = get_codec(order.codec), chunk_bytes // FLOAT_BYTES
         if order.is_flat:
             return FlatReduction(place, self.exchange, self.io, codec, chunk_numel)
         is_alone = only_inside or len(place.islands) == 1
-        exchange = None if is_alone else self.exchange
-        return HierarchicalReduction(place, exchange, self._inside, self.io, codec, chunk_numel)
+        hop = None if is_alone else TransportHop(place, self.exchange, self.io, codec)
+        return HierarchicalReduction(place, hop, self._inside, chunk_numel)
+
+    @property
+    def bytes_up(self) -> int:
+        """Payloads sent to other islands."""
+        return self.exchange.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Payloads that came from other islands."""
+        return self.exchange.bytes_down
 
     def barrier(self) -> None:
         """Wait for the ranks of the island."""

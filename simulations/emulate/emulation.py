@@ -157,6 +157,7 @@ class Emulation:
             "islands": {
                 island: {
                     "address": self.network.address(island),
+                    "interface": kernel.interface(self.network, island),
                     "enter": self.namespaces.enter(island),
                 }
                 for island in self.network.islands

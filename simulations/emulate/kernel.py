@@ -56,10 +56,19 @@ def veth_lines(network: Network, name_of: dict[str, str]) -> list[str]:
     ]
 
 
+def interface(network: Network, node: str) -> str:
+    """Name the device that has a node's address: its first wire's, the loopback without any.
+
+    Programs that are told an interface and take its first address (gloo, NCCL) get that one.
+    """
+    indices = (i for i, wire in enumerate(network.wires) if node in (wire.near, wire.far))
+    return next((device(i) for i in indices), "lo")
+
+
 def node_lines(network: Network, node: str, congestion_control: str) -> Iterator[str]:
     """Bring a node's devices up, give it its address and its routes."""
     yield "link set dev lo up"
-    yield f"address add {network.address(node)}/32 dev lo"
+    yield f"address add {network.address(node)}/32 dev {interface(network, node)}"
     for index, wire in enumerate(network.wires):
         if node in (wire.near, wire.far):
             link = wire.profile.up if node == wire.near else wire.profile.down

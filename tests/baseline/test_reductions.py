@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from diloco.baseline.exchange import Bounds, Exchange
 from diloco.baseline.gradients import GradientSum, ParameterMean
+from diloco.baseline.hops import GroupHop, TransportHop
 from diloco.baseline.place import Member, Place
 from diloco.baseline.reduction import (
     FlatReduction,
@@ -73,14 +74,19 @@ class Site:
         self.exchange.connect(ways)
         pairs = [[dist.new_group(pair) for _ in range(2)] for pair in ([0, 1], [2, 3])]
         self.inside = Inside(*pairs[rank // 2])
+        self.column = [dist.new_group(pair) for pair in ([0, 2], [1, 3])][rank % 2]
 
     def flat(self, codec="float32", numel=CHUNK_NUMEL):
         return FlatReduction(self.place, self.exchange, self.io, get_codec(codec), numel)
 
     def hierarchical(self, codec="float32", numel=CHUNK_NUMEL, *, only_inside=False):
-        exchange = None if only_inside else self.exchange
-        codec = get_codec(codec)
-        return HierarchicalReduction(self.place, exchange, self.inside, self.io, codec, numel)
+        hop = TransportHop(self.place, self.exchange, self.io, get_codec(codec))
+        hop = None if only_inside else hop
+        return HierarchicalReduction(self.place, hop, self.inside, numel)
+
+    def in_groups(self, codec="float32", numel=CHUNK_NUMEL):
+        hop = GroupHop(self.place, self.column, get_codec(codec))
+        return HierarchicalReduction(self.place, hop, self.inside, numel)
 
     def close(self):
         dist.barrier()
@@ -176,9 +182,11 @@ def run_member(rank):
     result = {
         "flat": {codec: summed(site.flat(codec), own).numpy() for codec in CODECS},
         "hierarchical": {codec: summed(site.hierarchical(codec), own).numpy() for codec in CODECS},
+        "in-groups": {codec: summed(site.in_groups(codec), own).numpy() for codec in CODECS},
         "bytes": (site.exchange.bytes_up, site.exchange.bytes_down),
         "train-flat": train(site, site.flat(numel=GRADIENT_CHUNK_NUMEL)),
         "train-hierarchical": train(site, site.hierarchical(numel=GRADIENT_CHUNK_NUMEL)),
+        "train-in-groups": train(site, site.in_groups(numel=GRADIENT_CHUNK_NUMEL)),
         "train-micro": train(site, site.hierarchical(numel=GRADIENT_CHUNK_NUMEL), micro_batches=2),
         "local": train_locally(site),
     }
@@ -219,7 +227,16 @@ def test_hierarchical_sums_are_those_of_islands_in_order():
     assert torch.equal(torch.from_numpy(all_members()[0]["hierarchical"]["float32"]), east + west)
 
 
-@pytest.mark.parametrize("kind", ["train-flat", "train-hierarchical", "train-micro"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.timeout(120)
+def test_process_groups_between_islands_give_the_same_bits_as_a_transport(codec):
+    for member in all_members():
+        assert member["in-groups"][codec].tobytes() == member["hierarchical"][codec].tobytes()
+
+
+@pytest.mark.parametrize(
+    "kind", ["train-flat", "train-hierarchical", "train-in-groups", "train-micro"]
+)
 @pytest.mark.timeout(120)
 def test_data_parallel_over_islands_is_one_process_with_the_union_of_their_batches(kind):
     metrics, parameters = one_process()

@@ -1,14 +1,17 @@
 """The bench of scaling: its rows, the arithmetic of its figures, and real ranks."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bench.scaling import SETTING, Row, chosen_rows, row_figures, run_scaling
+from diloco.bench.scaling import SETTING, Row, chosen_rows, row_config, row_figures, run_scaling
 from diloco.bench.scaling_rank import run_delay_s
 from diloco.cli.main import app
 from diloco.errors import ConfigError
+from diloco.inner.model import LlamaShape, parameter_shapes
+from tests.simulations.emulated_site import needs_namespaces
 
 TINY = replace(SETTING, sequence_length=32, warmup_steps=1, timed_steps=2, model={"preset": "tiny"})
 
@@ -35,20 +38,34 @@ def test_rows_that_are_not_or_do_not_fit_are_refused_before_anything_starts(patt
         names(*patterns, ranks=ranks)
 
 
-def test_the_ideal_is_bound_by_the_cpus_and_exposed_is_a_share_of_the_wall_time():
-    alone = [{"wall_s": 8.0, "cpu_s": 8.0, "exposed_s": 0.0, "loss": 2.0}]
+def figures(*, link_bps):
+    alone = [{"wall_s": 8.0, "cpu_s": 8.0, "exposed_s": 0.0, "moved_bytes": 0.0, "loss": 2.0}]
     ranks = [
-        {"wall_s": 5.0, "cpu_s": 2.5, "exposed_s": exposed_s, "loss": 2.0}
-        for exposed_s in (0.5, 1.5, 0.5, 1.5)
+        {"wall_s": 5.0, "cpu_s": 2.5, "exposed_s": exposed_s, "moved_bytes": moved, "loss": 2.0}
+        for exposed_s, moved in ((0.5, 1e9), (1.5, 2e9), (0.5, 1e9), (1.5, 1e9))
     ]
+    return row_figures(
+        Row("fsdp", 4), ranks, alone, tokens=250, timed_steps=4, cpus=2, link_bps=link_bps
+    )
 
-    figures = row_figures(Row("fsdp", 4), ranks, alone, tokens=1000, cpus=2)
 
-    assert figures["ideal_per_s"] == pytest.approx(2 * 1000 / 8)
-    assert figures["efficiency"] == pytest.approx(200 / 250)
-    assert figures["cpu_us_per_token"] == pytest.approx(10_000)
-    assert figures["cpu_ratio"] == pytest.approx(10 / 8)
-    assert figures["exposed"] == pytest.approx(0.2)
+def test_the_ideal_is_bound_by_the_cpus_and_exposed_is_a_share_of_the_wall_time():
+    found = figures(link_bps=math.inf)
+
+    assert found["linear_per_s"] == pytest.approx(4 * 1000 / 8)
+    assert found["ideal_per_s"] == pytest.approx(2 * 1000 / 8)
+    assert found["efficiency"] == pytest.approx(200 / 250)
+    assert found["cpu_us_per_token"] == pytest.approx(10_000)
+    assert found["cpu_ratio"] == pytest.approx(10 / 8)
+    assert found["exposed"] == pytest.approx(0.2)
+
+
+def test_the_ideal_lets_pass_what_the_busiest_rank_moved():
+    found = figures(link_bps=3.2e9)  # 2 GB in 4 steps: 1.25 s a step, where arithmetic takes 1 s
+
+    assert found["moved_mb"] == pytest.approx(500)
+    assert found["ideal_per_s"] == pytest.approx(250 / 1.25)
+    assert found["efficiency"] == pytest.approx(1)
 
 
 def test_waiting_for_a_cpu_is_told_by_the_kernel():
@@ -67,13 +84,33 @@ def test_ranks_are_no_words():
 def test_real_ranks_of_each_strategy_train_the_same():
     rows = chosen_rows(TINY, (2,), ())
 
-    report = run_scaling(TINY, rows, on_progress=lambda what, done, total: None)
+    report = run_scaling(TINY, rows, is_emulated=False, on_progress=lambda what, done, total: None)
 
     alone, *others = report.rows
-    assert alone["efficiency"] == alone["cpu_ratio"] == 1
+    assert alone["efficiency"] == pytest.approx(1)
+    assert alone["cpu_ratio"] == 1
     assert [row["row"] for row in others] == ["fsdp-2", "replicate-2", "tp-2", "pp-2", "cp-2"]
     for row in others:
         # float32 sums in another order, over three inner steps of a tiny model
         assert row["loss"] == pytest.approx(alone["loss"], abs=5e-6)
         assert 0 <= row["exposed"] <= 1
         assert row["cpu_us_per_token"] > 0
+
+
+@needs_namespaces
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_on_emulated_links_move_what_the_strategy_must():
+    setting = replace(TINY, bandwidth="100Mbit/s")
+    rows = chosen_rows(setting, (2,), ("replicate-2",))
+
+    report = run_scaling(setting, rows, is_emulated=True, on_progress=lambda *_: None)
+
+    alone, both = report.rows
+    assert alone["moved_mb"] < 0.01
+    assert both["loss"] == pytest.approx(alone["loss"], abs=5e-6)
+    shape = LlamaShape.from_config(row_config(setting, rows[0]).model)
+    numel = sum(math.prod(shape) for shape in parameter_shapes(shape).values())
+    # An all-reduce moves 2 (N - 1) / N of the gradients; beside it go norms, losses, headers.
+    assert 4e-6 * numel < both["moved_mb"] < 1.25 * 4e-6 * numel
+    assert 0 < both["efficiency"] < 1.1

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from tests.faults.ranks import pid_of_rank
 from tests.run_files import all_logs
 from tests.served_run import ServedRun
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -62,11 +62,13 @@ def test_a_rank_that_hangs_is_named_with_the_collective_and_its_steps_are_traced
     with ServedRun(tmp_path, islands, inner_steps=100_000) as served:
         supervisor = start_island(served, output)
         try:
-            until = time.monotonic() + 60
             files = [output / f"events-west-{rank}.jsonl" for rank in (0, 1)]
-            while not all(events(file, "profile_written") for file in files):
-                assert supervisor.poll() is None and time.monotonic() < until, all_logs(output)
-                time.sleep(0.05)
+
+            def is_traced() -> bool:
+                assert supervisor.poll() is None, all_logs(output)
+                return all(events(file, "profile_written") for file in files)
+
+            wait_until(is_traced, 60)
             os.kill(pid_of_rank(supervisor.pid, 1), signal.SIGSTOP)
             said, _ = supervisor.communicate(timeout=40)
         finally:

@@ -25,6 +25,8 @@ ISLANDS = {"east": "", "west": ""}
         (ISLANDS, BaselineOptions("post-local-sgd"), "--first 0 with post-local-sgd"),
         (ISLANDS, BaselineOptions("local-sgd", parallel_steps=2), "--first 2 with local-sgd"),
         (ISLANDS, BaselineOptions("post-local-sgd", parallel_steps=8), "give at most 7"),
+        (ISLANDS, BaselineOptions("flat", hop="nccl"), "--hop nccl is unknown: choose transport, "),
+        (ISLANDS, BaselineOptions("flat", hop="gloo"), "--hop gloo: the ring of flat goes through"),
         (
             {"east": "dp_shard = 2", "west": ""},
             BaselineOptions("hierarchical"),
@@ -100,6 +102,7 @@ def test_whole_baselines_agree_and_say_what_they_were(tmp_path):
     for name, options in {
         "flat": [],
         "hierarchical": [],
+        "in-groups": ["--name", "hierarchical", "--hop", "gloo"],
         "local-sgd": ["--every", "3"],
         "post-local-sgd": ["--first", "7", "--every", "4"],
     }.items():
@@ -111,6 +114,9 @@ def test_whole_baselines_agree_and_say_what_they_were(tmp_path):
         assert json.loads(result.stdout) == summaries[name]
 
     flat, hierarchical = summaries["flat"], summaries["hierarchical"]
+    in_groups = summaries["in-groups"]
+    assert in_groups["digest"] == hierarchical["digest"]
+    assert in_groups["islands"] == hierarchical["islands"]
     assert hierarchical["losses"] == pytest.approx(flat["losses"], abs=5e-6)
     assert flat["losses"][-1] < flat["losses"][0]
     # Data parallel until the last step, and then one local step of each, averaged.

@@ -1,0 +1,342 @@
+"""`DiLoCoTrainer`: the outer loop inside a torchtitan `Trainer`. Needs a GPU.
+
+    config = ConfigManager().parse_args()
+    with diloco.connect(diloco.load_config("run.toml", island="eu-west")) as connection:
+        trainer = DiLoCoTrainer(config, connection)
+        trainer.train()
+        trainer.close()
+
+torchtitan's own loop goes on; the outer one joins after its load, steps after every `train_step`,
+saves where the run's checkpoints are due, and has the validator see the published parameters.
+
+Source: `Trainer`, `CheckpointManager` and `Validator` of torchtitan 0.3.0; its API moves with every
+release, so no other version is accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco.errors import ConfigError
+from diloco.sync.connection import Connection
+from diloco.sync.session import DiLoCo
+from diloco.telemetry.events import Event
+
+logger = logging.getLogger(__name__)
+
+#: Versions of torchtitan that this was written against.
+VERSIONS = ("0.3.0",)
+#: The outer state's key in a checkpoint.
+_OUTER = "diloco"
+
+
+def _insist_on_torchtitan() -> None:
+    """Refuse what this module cannot work with.
+
+    Raises:
+        ConfigError: If torchtitan or a GPU is missing, or torchtitan is another version.
+    """
+    wanted = f"pip install torchtitan=={VERSIONS[-1]}"
+    try:
+        found = version("torchtitan")
+    except PackageNotFoundError as missing:
+        raise ConfigError(
+            f"diloco.integrations.torchtitan needs torchtitan, which is not installed: {wanted}"
+        ) from missing
+    if found not in VERSIONS:
+        raise ConfigError(
+            f"diloco.integrations.torchtitan is for torchtitan {', '.join(VERSIONS)}, and {found} "
+            f"is installed, whose Trainer may call other things: {wanted}"
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "diloco.integrations.torchtitan needs a GPU, and torch finds none: on CPUs use "
+            "diloco island, or the loop of diloco.DiLoCo (diloco/integrations/README.md)"
+        )
+
+
+_insist_on_torchtitan()
+
+try:
+    from torchtitan.trainer import Trainer
+except ModuleNotFoundError as missing_part:
+    raise ConfigError(
+        f"torchtitan cannot be imported without the package {missing_part.name}: install what its "
+        f"page asks for (https://github.com/pytorch/torchtitan)"
+    ) from missing_part
+
+
+class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is not installed
+    """A torchtitan `Trainer` of one island.
+
+    An inner step is a `train_step`, gradient accumulation included.
+
+    Attributes:
+        outer: The island's `DiLoCo`, from the load at the beginning of `train` on.
+    """
+
+    outer: DiLoCo
+    # torchtitan's own attributes, which take ours in their place.
+    checkpointer: Any
+    validator: Any
+    step: int
+
+    def __init__(
+        self,
+        config: Trainer.Config,
+        connection: Connection,
+        *,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        """Build what torchtitan builds; the run is joined when `train` begins.
+
+        Args:
+            config: torchtitan's.
+            connection: Open: `with diloco.connect(config) as connection:`.
+            on_event: Hears of every event of the outer loop, in whichever thread.
+
+        Raises:
+            ConfigError: If torchtitan's configuration does not fit the run.
+        """
+        insist_on_fit(config, connection)
+        super().__init__(config)
+        insist_on_shared_buffers(self.model_parts)
+        self._connection, self._on_event = connection, on_event
+        self._num_tokens = self._island_tokens()
+        self.checkpointer = RunCheckpoints(self, self.checkpointer)
+        if config.validator.enable:
+            self.validator = PublishedValidation(self, self.validator)
+
+    def _island_tokens(self) -> int:
+        """Tokens of the whole island in an inner step, as the run file must have them.
+
+        Raises:
+            ConfigError: If it has another number.
+        """
+        training, dims = self.config.training, self.parallel_dims
+        replicas = dims.get_mesh("batch").size() if dims.dp_enabled else 1
+        sequences = training.local_batch_size * replicas * self.gradient_accumulation_steps
+        tokens, island = int(sequences * training.seq_len), self._connection.config.island
+        if tokens != island.tokens_per_inner_step:
+            name = self._connection.config.island_id
+            raise ConfigError(
+                f"torchtitan trains {sequences} sequences of {training.seq_len} tokens a step, and "
+                f"islands.{name}.tokens_per_inner_step = {island.tokens_per_inner_step}: set it to "
+                f"{tokens}, or training.global_batch_size"
+            )
+        return tokens
+
+    def join(self) -> None:
+        """Join the run after torchtitan's own load, and agree on where it stands; collective.
+
+        Raises:
+            ConfigError: If what was loaded is ahead of the run, or its checkpoint is missing.
+            DilocoError: As the join may fail.
+        """
+        config, manager = self._connection.config, self.checkpointer.manager
+        self.outer = outer = DiLoCo(
+            self.model_parts, config.outer, transport=self._connection, on_event=self._on_event
+        )
+        if outer.inner_steps != self.config.training.steps:
+            raise ConfigError(
+                f"training.steps = {self.config.training.steps}: the run has run.inner_steps = "
+                f"{outer.inner_steps}, and every island makes as many: set training.steps = "
+                f"{outer.inner_steps}"
+            )
+        manager.states[_OUTER] = outer  # it is a Stateful, whose names are those of lanes
+        if outer.resume_step is not None:
+            self.checkpointer.load_again(outer.resume_step)
+        elif self.step > outer.start_step:
+            raise ConfigError(
+                f"torchtitan loaded a checkpoint of step {self.step} from {manager.folder}, and "
+                f"the run stands at inner step {outer.start_step}: give another "
+                f"checkpoint.folder, or resume the run, too (diloco coordinator RUN.toml --resume)"
+            )
+        elif self.step < outer.start_step:
+            self._skip(outer.start_step)
+
+    def _skip(self, start_step: int) -> None:
+        """Let torchtitan go on where the run stands, as this island returns to it."""
+        logger.warning(
+            "the island returns at inner step %d, torchtitan stood at step %d: its data goes on "
+            "from there, its learning rate with the run's",
+            start_step,
+            self.step,
+        )
+        with warnings.catch_warnings():  # of a scheduler that steps before its optimizer
+            warnings.simplefilter("ignore")
+            for _ in range(self.step, start_step):
+                self.lr_schedulers.step()
+        self.step = start_step
+
+    # -- what torchtitan's loop calls --------------------------------------------------------------
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """Make an inner step, then send and merge what is due."""
+        super().train_step(data_iterator)
+        self.outer.step(num_tokens=self._num_tokens)
+
+    def should_continue_training(self) -> bool:
+        """Go on until the run is over, or everybody stops."""
+        return not (self.outer.is_over or self.outer.is_stopping)
+
+    def train(self) -> None:
+        """Train to the end of the run, merge what is outstanding, save the published parameters.
+
+        Raises:
+            ConfigError: If torchtitan ended before the run.
+            DilocoError: If the island cannot go on.
+        """
+        super().train()
+        outer = self.outer
+        if self.should_continue_training():
+            raise ConfigError(
+                f"torchtitan ended at step {self.step} of {outer.inner_steps}, and the other "
+                f"islands go on: give it data for all steps; to end the run early stop it (diloco "
+                f"stop HOST:PORT)"
+            )
+        outer.finish()
+        if outer.is_over:
+            manager = self.checkpointer.manager
+            del manager.states[_OUTER]  # there is nothing to go on from
+            manager.save(self.step, last_step=True)
+
+
+class RunCheckpoints:
+    """What the Trainer takes for its checkpoint manager: saves when the run's checkpoints are due.
+
+    Attributes:
+        manager: torchtitan's own.
+    """
+
+    def __init__(self, trainer: DiLoCoTrainer, manager: Any) -> None:
+        """Assign only; `manager` is a `CheckpointManager`."""
+        self._trainer, self.manager = trainer, manager
+
+    def load(self, step: int = -1) -> bool:
+        """Load what torchtitan would, then join the run."""
+        is_loaded = bool(self.manager.load(step))
+        self._trainer.join()
+        return is_loaded
+
+    def load_again(self, resume_step: int) -> None:
+        """Load the run checkpoint that is resumed, the outer state with it.
+
+        Raises:
+            ConfigError: If it is not there.
+        """
+        try:
+            self.manager.load(resume_step)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"the run is resumed at inner step {resume_step}, and torchtitan has no such "
+                f"checkpoint: {error}; keep checkpoint.folder from one start to the next"
+            ) from error
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save if the run's checkpoint is due; the last step is saved after the last merge."""
+        outer, manager = self._trainer.outer, self.manager
+        if not outer.checkpoint_due:
+            return False
+        with outer.checkpointing():
+            every, manager.interval = manager.interval, 1  # it saves at multiples of it
+            try:
+                is_saved = bool(manager.save(curr_step))
+            finally:
+                manager.interval = every
+            manager.maybe_wait_for_staging()
+            manager.maybe_wait_for_saving()
+        return is_saved
+
+    def maybe_wait_for_staging(self) -> None:
+        """See `CheckpointManager`; `save` has waited."""
+        self.manager.maybe_wait_for_staging()
+
+    def close(self) -> None:
+        """Release what torchtitan's manager has."""
+        self.manager.close()
+
+
+class PublishedValidation:
+    """What the Trainer takes for its validator: shows it the published parameters."""
+
+    def __init__(self, trainer: DiLoCoTrainer, validator: Any) -> None:
+        """Assign only; `validator` is a `BaseValidator`."""
+        self._trainer, self._validator = trainer, validator
+
+    def should_validate(self, step: int) -> bool:
+        """See `BaseValidator`."""
+        return bool(self._validator.should_validate(step))
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Validate what all islands have learned; collective."""
+        with self._trainer.outer.global_parameters():
+            self._validator.validate(model_parts, step)
+
+
+def insist_on_fit(config: Trainer.Config, connection: Connection) -> None:
+    """Refuse a configuration of torchtitan that would train or save something else than the run.
+
+    Raises:
+        ConfigError: Naming every setting and what to set.
+    """
+    run, checkpoint = connection.config, config.checkpoint
+    problems = []
+    if run.outer.is_on_arrival:
+        problems.append(
+            'outer.merge = "on_arrival": merged tokens end such a run, and torchtitan counts '
+            'steps: set outer.merge = "scheduled" in the run file'
+        )
+    if not checkpoint.enable or checkpoint.load_only:
+        problems.append(
+            "checkpoint.enable = false or checkpoint.load_only = true: the run could neither be "
+            "stopped nor resumed: give --checkpoint.enable, without load_only"
+        )
+    if (every := run.checkpoint.every_inner_steps) and checkpoint.interval != every:
+        problems.append(
+            f"checkpoint.interval = {checkpoint.interval}: islands save together, every "
+            f"checkpoint.every_inner_steps = {every} of the run file: give --checkpoint.interval "
+            f"{every}"
+        )
+    if checkpoint.enable_first_step_checkpoint:
+        problems.append(
+            "checkpoint.enable_first_step_checkpoint = true: no checkpoint of the run is due then: "
+            "leave it out"
+        )
+    apart = run.outer.inner_steps_per_round + run.outer.overlap_steps
+    needed = run.checkpoint.keep + run.checkpoint.num_unsure(apart) + 2
+    if 0 < checkpoint.keep_latest_k < needed:
+        problems.append(
+            f"checkpoint.keep_latest_k = {checkpoint.keep_latest_k} removes checkpoints to which "
+            f"the run may be taken back: set {needed} or more, or 0"
+        )
+    if not config.training.disable_cuda_graphs:
+        problems.append(
+            "training.disable_cuda_graphs = false: merges between replays of a captured step are "
+            "untried: give --training.disable_cuda_graphs"
+        )
+    if problems:
+        raise ConfigError("torchtitan's configuration: " + "; ".join(problems))
+
+
+def insist_on_shared_buffers(model_parts: list[nn.Module]) -> None:
+    """Refuse buffers that training changes: islands synchronise parameters.
+
+    Raises:
+        ConfigError: Naming the first.
+    """
+    for part in model_parts:
+        for name, buffer in part.named_buffers():
+            if name.endswith("expert_bias_E") and buffer is not None:
+                raise ConfigError(
+                    f"{name} is changed by torchtitan's load balancing, and no merge touches "
+                    f"buffers: each island would have its own: set load_balance_coeff = None in "
+                    f"the model's configuration, or train its experts with diloco island"
+                )
