@@ -77,6 +77,12 @@ FORBIDDEN = [
         pytest.param(f"simulations.emulate.{name}", IMPURE, (), id=f"emulate.{name}-is-pure")
         for name in ("config", "kernel", "line", "network", "packets")
     ),
+    *(  # numpy's generators are given, seeded
+        pytest.param(
+            name, (*OUTSIDE_WORLD, *HIDDEN_RANDOMNESS[1:], "torch"), (), id=f"{name}-is-pure"
+        )
+        for name in ("simulations.goodput", "simulations.check", "simulations.published")
+    ),
     # DCP's metadata is a pickle; its reader allows the records that it is made of, and no code.
     *(
         pytest.param(name, CODE_AS_DATA, ("diloco.launch.dcp",), id=f"{name}-unpickles-nothing")
@@ -125,6 +131,7 @@ IMPORTED_WITHOUT_TORCH = (
     "diloco.rounds.record",
     "diloco.rounds.state",
     "simulations.emulate",
+    "simulations.goodput",
 )
 
 VAGUE_NAMES = {"common", "helpers", "misc", "util", "utils"}

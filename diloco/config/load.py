@@ -69,13 +69,29 @@ def load_config(
     return _validated(raw, f"cannot load {path}", Config)
 
 
-def load_section(path: str | Path, section: type[S]) -> S:
+def load_section(
+    path: str | Path | None, section: type[S], flags: Mapping[str, Any] | None = None
+) -> S:
     """Read another kind of file, whose root is `section`, with the same care.
+
+    Args:
+        path: TOML file; None: there is none, and what `flags` leave out has its default.
+        section: Its root.
+        flags: Values by dotted path, of any TOML type; they win over the file's.
 
     Raises:
         ConfigError: If the file cannot be read, is no TOML, or has problems: one a line.
     """
-    return _validated(_read(path, section), f"cannot load {path}", section)
+    raw = {} if path is None else _read(path, section)
+    for dotted, value in (flags or {}).items():
+        *tables, key = dotted.split(".")
+        table = raw
+        for name in tables:
+            table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"cannot load {path}: {name} must be a table")
+        table[key] = value
+    return _validated(raw, f"cannot load {path or 'what the flags say'}", section)
 
 
 def config_of(values: Mapping[str, Any], attempt: str) -> Config:

@@ -1,0 +1,86 @@
+"""Small closed forms that papers state beside their tables: what `diloco sim check` computes. Pure.
+
+General functions of the papers' inputs; the published figures stand in `check`.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def compute_share(compute_s: float, exchange_s: float) -> float:
+    """Give the compute utilisation of rounds that train, then exchange: t / (t + s)."""
+    return compute_s / (compute_s + exchange_s)
+
+
+def sparse_ratio(density: float, bits_per_value: float, dense_bits: float = 32.0) -> float:
+    """Give how much smaller a payload is of which only a share of the values is sent."""
+    return dense_bits / (density * bits_per_value)
+
+
+def bits_ratio(inner_steps_per_round: int, dense_bits: float, bits: float) -> float:
+    """Give how many times fewer bits are exchanged than by data parallel: H dense_bits / bits."""
+    return inner_steps_per_round * dense_bits / bits
+
+
+def blocking_s(compute_s: float, steps: float, payload_bits: float, bandwidth_bps: float) -> float:
+    """Give the seconds of steps that exchange a payload each and hide nothing of it."""
+    return compute_s + steps * payload_bits / bandwidth_bps
+
+
+def outer_memory_share(outer_bytes: float, inner_bytes: float, resident: float = 1.0) -> float:
+    """Give the accelerator memory of outer state over that of training.
+
+    Args:
+        outer_bytes: A parameter, of what is resident.
+        inner_bytes: A parameter: values and the inner optimizer's moments.
+        resident: Share of the fragments that is on the accelerator at once.
+    """
+    return resident * outer_bytes / inner_bytes
+
+
+def join_stall_steps(
+    copy_steps: float, inner_steps_per_round: int, num_fragments: int, overlap_steps: int
+) -> float:
+    """Give the inner steps for which a joining learner's copy of the model stalls its learner.
+
+    A copy is fresh enough for H steps. Of that time the exchange itself takes `copy_steps`, as it
+    moves one copy a round; the rest is shared evenly by the fragments in flight, tau P / H, and the
+    copy. What does not fit stalls:
+
+        max(0, x - max(0, H - x) / (1 + tau P / H)),    at most x
+
+    Our reading of a figure: nothing up to H / (2 + tau P / H) steps, all of it from H on. An
+    elastic data-parallel job always stalls for x.
+
+    Source: Decoupled DiLoCo (arXiv 2604.21428), Fig. 12.
+    """
+    period = inner_steps_per_round
+    in_flight = overlap_steps * num_fragments / period
+    hidden = max(0.0, period - copy_steps) / (1.0 + in_flight)
+    return max(0.0, copy_steps - hidden)
+
+
+def peers_survive(machines: int, copies: int, lost: int) -> float:
+    """Bound from below the chance that no checkpoint is lost with `lost` machines at once.
+
+    1 - (N / m) C(N - m, k - m) / C(N, k), with groups of m machines that hold each other's; 1 for
+    fewer than m.
+
+    Source: GEMINI (SOSP 2023).
+    """
+    if lost < copies:
+        return 1.0
+    groups = machines / copies
+    among = math.comb(machines - copies, lost - copies) / math.comb(machines, lost)
+    return max(0.0, 1.0 - groups * among)
+
+
+def lost_to_checkpoints(write: float, interval: float, read: float) -> float:
+    """Give what a failure loses: the write under way, half an interval, the read back."""
+    return write + interval / 2 + read
+
+
+def mean_time_to_failure_h(machines: float, failures_per_machine_day: float) -> float:
+    """Give the hours until one of the machines fails: 24 / (n r)."""
+    return 24.0 / (machines * failures_per_machine_day)
