@@ -191,10 +191,10 @@ def join_cost() -> Iterator[CheckRow]:
     first = max(x for x, stall in enumerate(stalls) if stall == 0.0)
     whole = min(x for x, stall in enumerate(stalls) if x and stall == x)
     yield _Near("A9", f"{_DECOUPLED}, Fig. 12", 1.0, " steps").row(
-        "a join costs nothing for copies of up to", 6, first
+        "our reading: a join is free for copies of up to", 6, first
     )
     yield _Near("A9", f"{_DECOUPLED}, Fig. 12", 0.0, " steps").row(
-        "a join costs what it costs data parallel from", 24, whole
+        "our reading: it costs what data parallel pays from", 24, whole
     )
 
 

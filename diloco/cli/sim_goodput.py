@@ -122,9 +122,9 @@ def goodput(
 
     Every chip is drawn: it fails, is away, comes back; its learner stops to go on without it (or
     with a spare) and again to take it in. What unequal learners lose to each other is simulated
-    with the project's own rounds: quorum, grace, openings. Keys of SCENARIO.toml are those flags,
-    in [failures] (mtbi to chips_lost), [returns] (mean to merge_growth) and [rounds] (merge to
-    simulated_steps), the first four outside. Seconds, also for millions of chips.
+    with the project's own rounds: quorum, grace, openings. Flags are the keys of SCENARIO.toml: the
+    first four, then tables failures (mtbi to chips_lost), returns (mean to merge_growth) and rounds
+    (merge to simulated_steps). Seconds, also for millions of chips.
 
     Read "goodput": chips x learners. "chips": what reconfigurations leave, its closed form beside
     it; "learners": what waiting leaves; "counted": contributions that a round did not close

@@ -90,7 +90,7 @@ class FleetTime:
         goodput: Share of the chips' time in which they trained.
         uptime: Share of the time in which at least one learner trained.
         nobody_s: Seconds in which none did.
-        below_quorum_s: Seconds in which fewer than the quorum did.
+        below_quorum_s: Seconds in which fewer than the quorum did: no round closes.
         num_failures: Of chips.
         num_reconfigurations: Of learners.
     """

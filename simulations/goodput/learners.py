@@ -89,7 +89,13 @@ def simulate_learners(
         duration_s: Virtual seconds.
         total_steps: Inner steps of all; `joins_at` is a share of them.
         on_progress: Told the virtual time, every now and then.
+
+    Raises:
+        ValueError: If nobody is there from the start, or somebody joins a scheduled run.
     """
+    late = sum(each.joins_at > 0 for each in learners)
+    if late == len(learners) or (late and rounds.quorum is None):
+        raise ValueError(f"{late} of {len(learners)} join late: at most all but one, on arrival")
     run = _Run(learners, rounds, rng, total_steps)
     if math.isfinite(duration_s):
         run.end_at(duration_s)
@@ -108,7 +114,7 @@ class _Run:
     ) -> None:
         self._env = simpy.Environment()
         self._over = self._env.event()
-        self._total_steps, self._rounds = total_steps, rounds
+        self._total_steps, self.rounds = total_steps, rounds
         names = [f"learner-{slot:04}" for slot in range(len(learners))]
         streams = rng.spawn(len(learners))
         self._live = [n for n, each in zip(names, learners, strict=True) if not each.joins_at]
@@ -126,11 +132,6 @@ class _Run:
         for each in self._places:
             if not each.learner.joins_at:
                 self._env.process(each.train())
-
-    @property
-    def rounds(self) -> Rounds:
-        """How learners synchronise."""
-        return self._rounds
 
     def end_at(self, duration_s: float) -> None:
         """End after so many virtual seconds."""

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
+#: Of a random number that is neither 0 nor 1.
+_TINY = 2.0**-53
 #: Points and bounds of the integral that gives the mean, in ln(x / s) times shape.
 _POINTS, _LOWEST, _HIGHEST = 20_001, -40.0, math.log(700.0)
 
@@ -55,6 +57,7 @@ class Lifetimes:
             return rng.exponential(self.mean_s, count)
         if self.exponent == 1.0:
             return self.scale_s * rng.weibull(self.shape, count)
-        share = rng.random(count) ** (1.0 / self.exponent)
-        times: Floats = self.scale_s * (-np.log1p(-share)) ** (1.0 / self.shape)
+        share = np.clip(rng.random(count), _TINY, 1.0 - _TINY)
+        survival = -np.expm1(np.log(share) / self.exponent)  # 1 - F, exact where it is small
+        times: Floats = self.scale_s * (-np.log(survival)) ** (1.0 / self.shape)
         return times

@@ -1,4 +1,9 @@
-"""A scenario's goodput: failures of all chips, times what unequal learners lose to each other."""
+"""A scenario's goodput: what failures of chips leave, times what unequal learners leave of that.
+
+Both are simulated apart: failures for weeks without rounds, rounds for minutes without failures.
+On arrival that is exact, as nobody waits for anybody. In a scheduled run a stopped learner stops
+all; the steps that the others are ahead of it, and the one that it loses, are left out.
+"""
 
 from __future__ import annotations
 

@@ -89,3 +89,8 @@ def test_who_joins_shares_the_rest_of_the_work_and_stops_nobody() -> None:
     assert time == simulate_learners(
         learners, ON_ARRIVAL, np.random.default_rng(1), total_steps=1600
     )
+
+
+def test_nobody_joins_a_scheduled_run() -> None:
+    with pytest.raises(ValueError, match="1 of 2 join late"):
+        run([Learner(1.0), Learner(1.0, joins_at=0.5)], SCHEDULED)
