@@ -77,11 +77,13 @@ def goodput(
     restart: Annotated[str | None, _flag("Stopped by a failure, if not elastic; 73s.")] = None,
     chips_lost: Annotated[int | None, _flag("Chips that leave with a failed one; 1.", "N")] = None,
     mean: Annotated[str | None, _flag("Mean time until a failed chip is back; 2min.")] = None,
-    returns_shape: Annotated[float | None, _flag("Of that time, Weibull; 0.8.", "X")] = None,
-    returns_exponent: Annotated[
-        float | None, _flag("Of that time, exponentiated Weibull; 2.", "X")
+    returns_shape: Annotated[
+        float | None, _flag("Of that time, Weibull (1: exponential); 2.", "X")
     ] = None,
-    growth: Annotated[str | None, _flag("Stopped to take chips in again; 17s.")] = None,
+    returns_exponent: Annotated[
+        float | None, _flag("Of that time, exponentiated Weibull; 3.", "X")
+    ] = None,
+    growth: Annotated[str | None, _flag("Stopped to take chips in again; 15s.")] = None,
     merge_growth: Annotated[
         bool | None,
         typer.Option(

@@ -21,7 +21,7 @@ from simulations.goodput.rounds import Rounds
 from transport.units import parse_duration
 
 #: Failures that are simulated at most: some 100 bytes each.
-MOST_FAILURES = 5_000_000
+MOST_FAILURES = 2_000_000
 
 
 def _positive(text: object) -> float:
@@ -65,13 +65,13 @@ class ReturnsConfig(Section):
 
     mean: Era = Field(default="2min", description="Mean time from a failure until a chip is back")
     shape: Shape = Field(
-        default=0.8, description="Of that time, Weibull (1: exponential): below 1 a few long times"
+        default=2.0, description="Of that time, Weibull (1: exponential): below 1 a few long times"
     )
     exponent: Shape = Field(
-        default=2.0, description="Of that time, exponentiated Weibull: above 1 few short times"
+        default=3.0, description="Of that time, exponentiated Weibull: above 1 few short times"
     )
     growth: Pause = Field(
-        default="17s", description="Time for which taking chips in stops their learner"
+        default="15s", description="Time for which taking chips in stops their learner"
     )
     merge_growth: bool = Field(
         default=True,

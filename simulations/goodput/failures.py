@@ -54,7 +54,7 @@ class Fleet:
     is_elastic: bool = True
     shrink_s: float = 20.0
     restart_s: float = 73.0
-    growth_s: float = 17.0
+    growth_s: float = 15.0
     merges_growth: bool = True
     chips_lost: int = 1
 

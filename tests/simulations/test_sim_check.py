@@ -78,7 +78,7 @@ def test_every_key_is_a_flag_that_says_its_default() -> None:
         ({"rounds.slow_by": 0.1}, ["rounds.slow_by: 0.1", "give slow_learners"]),
         ({"rounds.grace": "1s", "rounds.grace_share": 0.1}, ["rounds.grace_share", "nothing"]),
         ({"failures.chips_lost": 200_000}, ["failures.chips_lost", "150000 chips of a learner"]),
-        ({"failures.mtbi": "1h"}, ["duration", "too many to simulate: at most 4.17h"]),
+        ({"failures.mtbi": "1h"}, ["duration", "too many to simulate: at most 1.67h"]),
         ({"seed": 1, "rounds.fragments": 3}, ["rounds.fragments", "unknown key"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
