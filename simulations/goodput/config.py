@@ -20,7 +20,7 @@ from simulations.goodput.lifetimes import Lifetimes
 from simulations.goodput.rounds import Rounds
 from transport.units import parse_duration
 
-#: Failures that are simulated at most: some 100 bytes each.
+#: Failures that are simulated at most: some 150 bytes each.
 MOST_FAILURES = 2_000_000
 
 
