@@ -1,31 +1,11 @@
-"""Small closed forms that papers state beside their tables: what `diloco sim check` computes. Pure.
+"""Small closed forms of memory, joins, checkpoints and failures: what `diloco sim check` computes.
 
-General functions of the papers' inputs; the published figures stand in `check`.
+General functions of the papers' inputs; the published figures stand in `check`. Pure.
 """
 
 from __future__ import annotations
 
 import math
-
-
-def compute_share(compute_s: float, exchange_s: float) -> float:
-    """Give the compute utilisation of rounds that train, then exchange: t / (t + s)."""
-    return compute_s / (compute_s + exchange_s)
-
-
-def sparse_ratio(density: float, bits_per_value: float, dense_bits: float = 32.0) -> float:
-    """Give how much smaller a payload is of which only a share of the values is sent."""
-    return dense_bits / (density * bits_per_value)
-
-
-def bits_ratio(inner_steps_per_round: int, dense_bits: float, bits: float) -> float:
-    """Give how many times fewer bits are exchanged than by data parallel: H dense_bits / bits."""
-    return inner_steps_per_round * dense_bits / bits
-
-
-def blocking_s(compute_s: float, steps: float, payload_bits: float, bandwidth_bps: float) -> float:
-    """Give the seconds of steps that exchange a payload each and hide nothing of it."""
-    return compute_s + steps * payload_bits / bandwidth_bps
 
 
 def outer_memory_share(outer_bytes: float, inner_bytes: float, resident: float = 1.0) -> float:

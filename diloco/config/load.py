@@ -69,29 +69,13 @@ def load_config(
     return _validated(raw, f"cannot load {path}", Config)
 
 
-def load_section(
-    path: str | Path | None, section: type[S], flags: Mapping[str, Any] | None = None
-) -> S:
+def load_section(path: str | Path, section: type[S]) -> S:
     """Read another kind of file, whose root is `section`, with the same care.
-
-    Args:
-        path: TOML file; None: there is none, and what `flags` leave out has its default.
-        section: Its root.
-        flags: Values by dotted path, of any TOML type; they win over the file's.
 
     Raises:
         ConfigError: If the file cannot be read, is no TOML, or has problems: one a line.
     """
-    raw = {} if path is None else _read(path, section)
-    for dotted, value in (flags or {}).items():
-        *tables, key = dotted.split(".")
-        table = raw
-        for name in tables:
-            table = table.setdefault(name, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"cannot load {path}: {name} must be a table")
-        table[key] = value
-    return _validated(raw, f"cannot load {path or 'what the flags say'}", section)
+    return _validated(_read(path, section), f"cannot load {path}", section)
 
 
 def config_of(values: Mapping[str, Any], attempt: str) -> Config:
@@ -105,6 +89,29 @@ def config_of(values: Mapping[str, Any], attempt: str) -> Config:
         ConfigError: If the values have problems: one a line.
     """
     return _validated(values, attempt, Config)
+
+
+def values_of(path: str | Path, section: type[classes.Section]) -> dict[str, Any]:
+    """Read the raw values of another kind of file, whose root is `section`, for `section_with`.
+
+    Raises:
+        ConfigError: If the file cannot be read, or is no TOML.
+    """
+    return _read(path, section)
+
+
+def section_with(values: Mapping[str, Any], section: type[S], attempt: str) -> S:
+    """Make another kind of root of what its file would say.
+
+    Args:
+        values: Raw values by key.
+        section: What is made.
+        attempt: What is tried, for the error.
+
+    Raises:
+        ConfigError: If the values have problems: one a line.
+    """
+    return _validated(values, attempt, section)
 
 
 def _read(path: str | Path, root: type[classes.Section]) -> dict[str, Any]:

@@ -7,12 +7,14 @@ not published.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from diloco.config.classes import Range, Section
 from diloco.config.fields import MOST_STEPS, AutoPause, Deadline, Problem, several_problems
+from diloco.config.load import section_with, values_of
 from diloco.rounds.timing import TimingRules
 from simulations.goodput.failures import Fleet
 from simulations.goodput.learners import Learner
@@ -231,3 +233,26 @@ class GoodputConfig(Section):
             merges_growth=returns.merge_growth,
             chips_lost=failures.chips_lost,
         )
+
+
+def load_goodput(path: Path | None, flags: Mapping[str, Any]) -> GoodputConfig:
+    """Read a scenario and lay flags over it.
+
+    Args:
+        path: TOML file; None: what `flags` leave out has its default.
+        flags: Values by dotted path, of any TOML type.
+
+    Raises:
+        ConfigError: If the file cannot be read, is no TOML, or has problems: one a line.
+    """
+    raw = {} if path is None else values_of(path, GoodputConfig)
+    for dotted, value in flags.items():
+        *tables, key = dotted.split(".")
+        table = raw
+        for name in tables:
+            below = table.get(name, {})
+            # What is no table stays, for validation to name.
+            table[name] = {**below} if isinstance(below, dict) else below
+            table = table[name] if isinstance(below, dict) else {}
+        table[key] = value
+    return section_with(raw, GoodputConfig, f"cannot load {path or 'what the flags say'}")
