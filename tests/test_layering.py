@@ -77,6 +77,12 @@ FORBIDDEN = [
         pytest.param(f"simulations.emulate.{name}", IMPURE, (), id=f"emulate.{name}-is-pure")
         for name in ("config", "kernel", "line", "network", "packets")
     ),
+    *(  # numpy's generators are given, seeded
+        pytest.param(
+            name, (*OUTSIDE_WORLD, *HIDDEN_RANDOMNESS[1:], "torch"), (), id=f"{name}-is-pure"
+        )
+        for name in ("simulations.goodput", "simulations.check", "simulations.published")
+    ),
     *(
         pytest.param(f"simulations.{name}", IMPURE, (), id=f"simulations.{name}-is-pure")
         for name in (
@@ -144,6 +150,7 @@ IMPORTED_WITHOUT_TORCH = (
     "diloco.rounds.record",
     "diloco.rounds.state",
     "simulations.emulate",
+    "simulations.goodput",
 )
 
 VAGUE_NAMES = {"common", "helpers", "misc", "util", "utils"}

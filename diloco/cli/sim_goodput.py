@@ -1,0 +1,342 @@
+"""`diloco sim goodput` and `diloco sim check`: what failures leave, and what papers published."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from transport.units import format_bytes
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import Console
+    from rich.table import Table
+
+    from diloco.cli.progress import Show
+    from diloco.config.classes import Section
+    from simulations.check import CheckRow
+    from simulations.goodput.config import GoodputConfig
+    from simulations.goodput.decoupled_table import Cell
+    from simulations.goodput.scenario import Goodput
+
+DECOUPLED_TABLE = "decoupled-table1"
+#: Keys that its scenarios take from file and flags; the rest is the table's own.
+_OF_TABLE = ("failures.", "returns.", "duration", "seed")
+#: Of the columns of `diloco sim check`: target, what, published, allowed, ours, verdict.
+_CHECK_WIDTHS = (3, 33, 9, 8, 17, 4)
+
+JsonTarget = Annotated[
+    str, typer.Option("--json", metavar="PATH|-", help="Write the figures as JSON; -: print these.")
+]
+
+
+def register(sim: typer.Typer) -> None:
+    """Add the commands of this module to `diloco sim`."""
+    sim.command()(goodput)
+    sim.command()(check)
+
+
+def _flag(text: str, metavar: str = "TIME") -> Any:
+    """Describe a flag whose default is the file's; typer takes it for any type, hence `Any`."""
+    return typer.Option(help=text, metavar=metavar, show_default=False)
+
+
+def goodput(
+    scenario: Annotated[
+        Path | None,
+        typer.Argument(metavar="SCENARIO.toml", help="The scenario; flags win over it."),
+    ] = None,
+    chips: Annotated[int | None, _flag("N, of all learners; 1200000.", "N")] = None,
+    learners: Annotated[int | None, _flag("M; 1: one elastic job; 8.", "N")] = None,
+    duration: Annotated[str | None, _flag("Simulated for failures; 720h.")] = None,
+    seed: Annotated[int | None, _flag("Of all that is drawn; 1.", "N")] = None,
+    mtbi: Annotated[str | None, _flag("Mean time until a chip fails; 8760h.")] = None,
+    failures_shape: Annotated[
+        float | None, _flag("Of that time, Weibull (1: exponential); 1.", "X")
+    ] = None,
+    failures_exponent: Annotated[
+        float | None, _flag("Of that time, exponentiated Weibull; 1.", "X")
+    ] = None,
+    elastic: Annotated[
+        bool | None,
+        typer.Option(
+            "--elastic/--not-elastic",
+            help="Whether learners train on with fewer chips, or wait for a spare; elastic.",
+            show_default=False,
+        ),
+    ] = None,
+    shrink: Annotated[str | None, _flag("Stopped by a failure, if elastic; 20s.")] = None,
+    restart: Annotated[str | None, _flag("Stopped by a failure, if not elastic; 73s.")] = None,
+    chips_lost: Annotated[int | None, _flag("Chips that leave with a failed one; 1.", "N")] = None,
+    mean: Annotated[str | None, _flag("Mean time until a failed chip is back; 2min.")] = None,
+    returns_shape: Annotated[
+        float | None, _flag("Of that time, Weibull (1: exponential); 2.", "X")
+    ] = None,
+    returns_exponent: Annotated[
+        float | None, _flag("Of that time, exponentiated Weibull; 3.", "X")
+    ] = None,
+    growth: Annotated[str | None, _flag("Stopped to take chips in again; 15s.")] = None,
+    merge_growth: Annotated[
+        bool | None,
+        typer.Option(
+            "--merge-growth/--grow-each",
+            help="Whether returned chips wait for the others that are away; merged.",
+            show_default=False,
+        ),
+    ] = None,
+    merge: Annotated[
+        str | None, _flag("on_arrival, or scheduled: all wait for all; on_arrival.", "HOW")
+    ] = None,
+    quorum: Annotated[int | None, _flag("K, learners that close a round; 0: all; 1.", "N")] = None,
+    inner_steps_per_round: Annotated[int | None, _flag("H; 24.", "N")] = None,
+    num_fragments: Annotated[int | None, _flag("P; 24.", "N")] = None,
+    overlap_steps: Annotated[int | None, _flag("tau, inner steps; 2.", "N")] = None,
+    grace: Annotated[str | None, _flag("From a quorum to the close, or auto; auto.")] = None,
+    grace_share: Annotated[float | None, _flag("gamma of grace auto; 0.5.", "X")] = None,
+    grace_cap: Annotated[str | None, _flag("Longest grace of auto; 10s.")] = None,
+    step_time: Annotated[str | None, _flag("Mean inner step of a learner; 1s.")] = None,
+    slow_learners: Annotated[int | None, _flag("Learners that are slower; 0.", "N")] = None,
+    slow_by: Annotated[float | None, _flag("Share of the speed that these lack; 0.", "X")] = None,
+    noise: Annotated[float | None, _flag("A step varies by up to this share; 0.", "X")] = None,
+    up_time: Annotated[str | None, _flag("A contribution travels; 100ms.")] = None,
+    down_time: Annotated[str | None, _flag("A published version travels; 100ms.")] = None,
+    simulated_steps: Annotated[
+        int | None, _flag("Inner steps for which rounds are simulated; 480.", "N")
+    ] = None,
+    table: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=f"{DECOUPLED_TABLE}: its 30 cells beside ours instead."),
+    ] = "",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw it, too; the table as well.")
+    ] = None,
+    json_target: JsonTarget = "",
+) -> None:
+    """Predict how much of the chips' time is training while chips fail and learners differ.
+
+    Every chip is drawn: it fails, is away, comes back; its learner stops to go on without it (or
+    with a spare) and again to take it in. What unequal learners lose to each other is simulated
+    with the project's own rounds: quorum, grace, openings. Flags are the keys of SCENARIO.toml: the
+    first four, then tables failures (mtbi to chips_lost), returns (mean to merge_growth) and rounds
+    (merge to simulated_steps). Seconds, also for millions of chips.
+
+    Read "goodput": chips x learners. "chips": what reconfigurations leave, its closed form beside
+    it; "learners": what waiting leaves; "counted": contributions that a round did not close
+    without. The times of reconfigurations are fitted to Decoupled DiLoCo's Table 1 (all 30 cells
+    by the same ones): put your own in.
+    """
+    given = {name: value for name, value in locals().items() if value is not None}
+    from diloco.cli.bench import bench_console
+    from diloco.cli.progress import counting
+    from diloco.errors import ConfigError
+    from simulations.goodput.config import GoodputConfig, load_goodput
+
+    if table not in ("", DECOUPLED_TABLE):
+        raise ConfigError(f"--table {table}: there is none; choose {DECOUPLED_TABLE}")
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot {plot}: give a path that ends with .png, .svg or .pdf")
+    paths = _paths(GoodputConfig)
+    flags = {paths[name]: value for name, value in given.items() if name in paths}
+    odd = [path for path in flags if not path.startswith(_OF_TABLE) or path == "failures.elastic"]
+    if table and odd:
+        raise ConfigError(
+            f"--table {table} has chips and learners of its own, {', '.join(odd)} would change "
+            "nothing: leave it out; keys of [failures] and [returns], duration and seed count"
+        )
+    config = load_goodput(scenario, flags)
+    console, began = _console(json_target), time.monotonic()
+    with counting(bench_console(json_target)) as show:
+        cells, result = _simulated(config, table, show)
+    wall_s, peak_bytes = time.monotonic() - began, _peak_memory_bytes()
+    if result is None:
+        _show_cells(cells, console)
+        figures: dict[str, Any] = {"cells": [cell.as_dict() for cell in cells]}
+    else:
+        _show_goodput(result, console)
+        figures = result.as_dict()
+    console.print(
+        f"simulated in {wall_s:.2f} s; peak memory of this process {format_bytes(peak_bytes)}",
+        style="dim",
+    )
+    if plot is not None:
+        _draw(cells, result, plot, console)
+    figures |= {"wall_s": wall_s, "peak_memory_bytes": peak_bytes}
+    _write_json(figures, json_target, console)
+
+
+def check(
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--target", metavar="NAME", help="Only this one, such as A5; repeatable."),
+    ] = None,
+    json_target: JsonTarget = "",
+) -> None:
+    """Hold the simulators against what papers published; exits with 1 if one row fails.
+
+    Simulates the bandwidth that methods need (75 cells), goodput under failures (30 cells, 30 days
+    each), unequal learners and scavenging, and computes utilisation, bytes, memory, joins and
+    failure rates from the published inputs. About half a minute.
+
+    Read a row from the left: target, what, the published figure, how far off ours may be, ours. A
+    fail is a defect of the simulators, or of a change to the rounds that they drive: diloco sim
+    check --target NAME makes its rows alone.
+    """
+    from diloco.cli.bench import bench_console
+    from diloco.cli.progress import counting
+    from diloco.errors import ConfigError
+    from simulations import check as checking
+
+    for name in targets or []:
+        if name not in checking.CHECKS:
+            known = ", ".join(checking.CHECKS)
+            raise ConfigError(f"--target {name}: there is none; targets are {known}")
+    began = time.monotonic()
+    with counting(bench_console(json_target)) as show:
+        rows = checking.check(targets or [], show)
+    console = _console(json_target)
+    _show_rows(rows, console)
+    failed = [row for row in rows if not row.is_met]
+    wall_s = time.monotonic() - began
+    console.print(f"{len(rows) - len(failed)} of {len(rows)} rows pass ({wall_s:.1f} s)")
+    _write_json({"rows": [row.as_dict() for row in rows], "wall_s": wall_s}, json_target, console)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _paths(section: type[Section]) -> dict[str, str]:
+    """Name every key's flag: the key, with its table where several tables have such a key."""
+    paths = list(_keys(section))
+    counts = Counter(path.rpartition(".")[2] for path in paths)
+    return {
+        (key if counts[key := path.rpartition(".")[2]] == 1 else path.replace(".", "_")): path
+        for path in paths
+    }
+
+
+def _keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Walk the dotted paths of all keys below a section."""
+    from diloco.config.classes import section_of
+
+    for name, field in section.model_fields.items():
+        inner = section_of(field)
+        if inner is None:
+            yield f"{prefix}{name}"
+        else:
+            yield from _keys(inner, f"{prefix}{name}.")
+
+
+def _simulated(config: GoodputConfig, table: str, show: Show) -> tuple[list[Cell], Goodput | None]:
+    """Simulate the table's cells, or the scenario."""
+    if table:
+        from simulations.goodput.decoupled_table import table_cells
+
+        return list(table_cells(config, lambda done, of: show("cells", done, of))), None
+    from simulations.goodput.scenario import simulate_goodput
+
+    return [], simulate_goodput(config, show)
+
+
+def _draw(cells: Sequence[Cell], result: Goodput | None, plot: Path, console: Console) -> None:
+    from simulations.goodput.plots import cells_figure, goodput_figure, write_figure
+
+    write_figure(goodput_figure(result) if result else cells_figure(cells), plot)
+    console.print(f"picture: {plot}", soft_wrap=True)
+
+
+def _show_cells(cells: Sequence[Cell], console: Console) -> None:
+    """Print ours beside the published ones, a row of the paper's table a row."""
+    rows: dict[str, list[Cell]] = {}
+    for cell in cells:
+        rows.setdefault(cell.row, []).append(cell)
+    sizes = [f"{cell.num_chips / 1000:,.0f}k" for cell in next(iter(rows.values()))]
+    table = _table("goodput, %: ours (published)", *sizes)
+    for row, of_row in rows.items():
+        ours = [f"{cell.simulated:.1f} ({cell.published})" for cell in of_row]
+        table.add_row(row, *ours)
+    console.print(table)
+    worst = max(cells, key=lambda cell: abs(cell.off))
+    console.print(
+        f"{sum(abs(cell.off) <= 3.0 for cell in cells)} of {len(cells)} within 3 points; the worst "
+        f"is off by {worst.off:+.2f} ({worst.row}, {worst.num_chips:,} chips)",
+        soft_wrap=True,
+    )
+
+
+def _show_goodput(result: Goodput, console: Console) -> None:
+    """Print what a scenario comes to, a figure a line."""
+    config, chips, learners = result.config, result.chips, result.learners
+    days = chips.duration_s / 86400.0
+    table = _table("", "figure")
+    for name, figure in (
+        ("goodput", f"[bold]{result.goodput:.1%}[/]"),
+        ("  chips: what failures leave", f"{chips.goodput:.1%}"),
+        ("    in closed form", f"{result.closed_form:.1%}"),
+        ("  learners: what waiting leaves", f"{learners.goodput:.1%}"),
+        ("at least one learner trains", f"{chips.uptime:.4%}"),
+        (f"nobody trains, in {days:.4g} days", f"{chips.nobody_s:,.1f} s"),
+        ("fewer than the quorum train", f"{chips.below_quorum_s:,.1f} s"),
+        ("chips that fail a day", f"{chips.num_failures / days:,.0f}"),
+        (
+            "reconfigurations a learner and day",
+            f"{chips.num_reconfigurations / days / config.learners:,.1f}",
+        ),
+        ("learners counted a round", f"{learners.contributors:.2f} of {config.learners}"),
+        ("  rounds of one learner only", f"{learners.solo:.1%}"),
+        ("  contributions counted", f"{learners.counted:.1%}"),
+    ):
+        table.add_row(name, figure)
+    console.print(table)
+
+
+def _show_rows(rows: Sequence[CheckRow], console: Console) -> None:
+    """Print a row a claim, below its source: what, published, how far off it may be, ours."""
+    from rich.table import Table
+
+    for source, of_source in groupby(rows, key=lambda row: row.source):
+        console.print(source, style="dim")
+        table = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
+        for width in _CHECK_WIDTHS:
+            table.add_column(width=width, overflow="fold")
+        for row in of_source:
+            verdict = "[green]pass[/]" if row.is_met else "[bold red]FAIL[/]"
+            table.add_row(row.target, row.what, row.published, row.allowed, row.ours, verdict)
+        console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    """Lay out columns, figures to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _console(json_target: str) -> Console:
+    from rich.console import Console
+
+    return Console(quiet=json_target == "-", highlight=False)
+
+
+def _write_json(figures: Mapping[str, Any], target: str, console: Console) -> None:
+    text = json.dumps(figures, indent=2)
+    if target == "-":
+        typer.echo(text)
+    elif target:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+        console.print(f"report: {target}", soft_wrap=True)
+
+
+def _peak_memory_bytes() -> int:
+    """Give the most memory that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,146 @@
+"""`diloco sim check` and `goodput`: published figures hold, bad scenarios are refused."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from diloco.cli import sim_goodput
+from diloco.cli.main import app
+from diloco.config.classes import field_at
+from diloco.errors import ConfigError
+from simulations import check
+from simulations.goodput.config import GoodputConfig, load_goodput
+from simulations.published import join_stall_steps
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "configs" / "simulations"
+QUICK = ["--chips", "2000", "--mtbi", "1000h", "--duration", "24h", "--simulated-steps", "30"]
+
+
+def sim(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["sim", *arguments], env={"COLUMNS": "80"})
+
+
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(name, marks=pytest.mark.slow if name == "A1" else ()) for name in check.CHECKS],
+)
+def test_what_was_published_comes_out(target: str) -> None:
+    rows = check.check([target])
+
+    assert rows
+    assert [row for row in rows if not row.is_met or row.target != target] == []
+
+
+def test_a_row_that_fails_ends_the_check_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong() -> Any:
+        yield check.CheckRow("A0", "one and one", "2", "3", "none", False, "ours")
+
+    monkeypatch.setitem(check.CHECKS, "A0", wrong)
+
+    failing = sim("check", "--target", "A0", "--target", "A15")
+    passing = sim("check", "--target", "A15", "--json", "-")
+    unknown = sim("check", "--target", "A3")
+
+    assert failing.exit_code == 1
+    assert "FAIL" in failing.stdout and "2 of 3 rows pass" in failing.stdout
+    assert passing.exit_code == 0
+    assert {row["target"] for row in json.loads(passing.stdout)["rows"]} == {"A15"}
+    assert "targets are A1" in str(unknown.exception)
+
+
+def test_every_key_is_a_flag_that_says_its_default() -> None:
+    parameters = inspect.signature(sim_goodput.goodput, eval_str=True).parameters
+    for name, path in sim_goodput._paths(GoodputConfig).items():
+        field = field_at(GoodputConfig, tuple(path.split(".")))
+        said = parameters[name].annotation.__metadata__[0].help.rpartition("; ")[2]
+        assert field is not None
+        words = {"elastic": "elastic", "merge_growth": "merged"}
+        default = field.default if isinstance(field.default, str) else f"{field.default:g}"
+        assert said in (f"{words.get(name, default)}.", f"{field.default}."), path
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ({"rounds.quorum": 9}, ["rounds.quorum: 9: is more than learners = 8"]),
+        ({"learners": 8, "chips": 7}, ["learners: 8: is more than chips = 7"]),
+        ({"failures.mtbi": "0s"}, ["failures.mtbi", "1min to 10000000h"]),
+        ({"failures.mtbi": "-1h"}, ["failures.mtbi", "write a number over 0"]),
+        ({"rounds.noise": -0.1}, ["rounds.noise: -0.1: is out of range; allowed: >= 0 and < 1"]),
+        ({"returns.shape": 0.0}, ["returns.shape", "> 0.05"]),
+        ({"rounds.merge": "scheduled", "rounds.quorum": 3}, ["rounds.quorum: 3", "waits for all"]),
+        ({"rounds.overlap_steps": 24}, ["overlap_steps: 24", "less than inner_steps_per_round"]),
+        ({"rounds.slow_learners": 9}, ["rounds.slow_learners: 9"]),
+        ({"rounds.slow_by": 0.1}, ["rounds.slow_by: 0.1", "give slow_learners"]),
+        ({"rounds.grace": "1s", "rounds.grace_share": 0.1}, ["rounds.grace_share", "nothing"]),
+        ({"failures.chips_lost": 200_000}, ["failures.chips_lost", "150000 chips of a learner"]),
+        ({"failures.mtbi": "1h"}, ["duration", "too many to simulate: at most 1.67h"]),
+        ({"seed": 1, "rounds.fragments": 3}, ["rounds.fragments", "unknown key"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_impossible_scenarios_are_refused_by_path(
+    flags: dict[str, Any], problems: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_goodput(None, flags)
+
+    assert all(problem in str(refused.value) for problem in problems), str(refused.value)
+
+
+def test_flags_win_over_the_file_and_figures_come_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text("learners = 4\nchips = 1\n[rounds]\nquorum = 2\nmerge = 'on_arrival'\n")
+    picture = tmp_path / "pictures" / "goodput.png"
+
+    result = sim("goodput", str(file), *QUICK, "--plot", str(picture), "--json", "-")
+
+    assert result.exit_code == 0, result.exception
+    figures = json.loads(result.stdout)
+    scenario = figures["scenario"]
+    assert (scenario["chips"], scenario["learners"], scenario["rounds"]["quorum"]) == (2000, 4, 2)
+    assert figures["goodput"] == figures["chips"]["goodput"] * figures["learners"]["goodput"]
+    assert figures["wall_s"] > 0 and figures["peak_memory_bytes"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_scheduled_scenario_counts_all_and_fits_a_narrow_terminal() -> None:
+    result = sim("goodput", *QUICK, "--merge", "scheduled")
+
+    assert result.exit_code == 0, result.exception
+    assert "8.00 of 8" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--table", "table2"], "choose decoupled-table1"),
+        (["--table", "decoupled-table1", "--chips", "5"], "chips would change nothing"),
+        (["--plot", "goodput.gif"], "ends with .png"),
+    ],
+    ids=["table", "table-flag", "plot"],
+)
+def test_what_cannot_be_shown_is_refused_before_the_work(arguments: list[str], said: str) -> None:
+    result = sim("goodput", *arguments)
+
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("goodput-*.toml")), ids=lambda p: p.stem)
+def test_scenarios_of_the_repository_can_be_read(path: Path) -> None:
+    assert load_goodput(path, {}).chips > 0
+
+
+def test_a_join_costs_more_the_longer_the_copy_and_never_more_than_data_parallel() -> None:
+    stalls = [join_stall_steps(x / 4, 24, 24, 2) for x in range(200)]
+
+    assert stalls == sorted(stalls)
+    assert all(stall <= x / 4 for x, stall in enumerate(stalls))
