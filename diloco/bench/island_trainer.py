@@ -27,7 +27,8 @@ def island_trainer(
         batches: What this rank trains on.
         mesh: The island's ranks; None: it has one.
     """
-    mesh = mesh or make_mesh(torch.device("cpu"), config.island.mesh)
+    is_cast = config.island.compute.is_cast
+    mesh = mesh or make_mesh(torch.device("cpu"), config.island.mesh, is_cast=is_cast)
     check_names(config.inner.optimizer, parameter_shapes(LlamaShape.from_config(config.model)))
     model = build_part(LlamaShape.from_config(config.model), mesh)
     for part in parts_of(model):

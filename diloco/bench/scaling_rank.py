@@ -66,7 +66,8 @@ def measure(run_file: str, *, warmup_steps: int, timed_steps: int) -> dict[str, 
         wall - its CPU time - its wait for a CPU. `loss` is that of the last step, in nats a token.
     """
     config = load_config(run_file, island=ISLAND)
-    mesh = make_mesh(torch.device("cpu"), config.island.mesh)
+    is_cast = config.island.compute.is_cast
+    mesh = make_mesh(torch.device("cpu"), config.island.mesh, is_cast=is_cast)
     data = open_data(config)
     batches = data.batches(
         slots=(0,),

@@ -37,6 +37,11 @@ class Compute:
     compile_backend: CompileBackend | Literal[""] = ""
     precision: Precision = "float32"
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether parameters are used in another type than they are kept in."""
+        return self.precision != "float32"
+
 
 #: Float32, eager, everything kept.
 PLAIN = Compute()
@@ -69,13 +74,6 @@ def compute_problems(
         ):
             if is_set:
                 yield "compile", True, f"beside {other} comes later; set it to false"
-    if compute.precision != "float32" and mesh.dp_size * mesh.cp == 1:
-        yield (
-            "precision",
-            compute.precision,
-            "parameters are cast where FSDP2 gathers them, and dp_replicate x dp_shard x cp = 1: "
-            'set it to "float32", or one of these axes to 2',
-        )
 
 
 def model_experts(data: Mapping[str, Any]) -> int:

@@ -64,7 +64,7 @@ class IslandConfig(Section):
     precision: Local[Annotated[Precision, later("float8", "mxfp8")]] = Field(
         default="float32",
         description="Of activations and of parameters in use; parameters, their gradients between "
-        "ranks and the optimizer stay float32. bfloat16 wants dp_replicate, dp_shard or cp",
+        "ranks and the optimizer stay float32",
     )
     device: Local[Literal["auto", "cpu", "cuda"]] = Field(
         default="auto",

@@ -175,8 +175,14 @@ class _Rank:
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
         device = rank_device(config.island.device, job, island=config.island_id)
-        meet(job, backend_of(device), num_recorded=config.telemetry.flight_recorder_entries)
-        mesh = make_mesh(device, config.island.mesh)
+        is_cast = config.island.compute.is_cast
+        meet(
+            job,
+            backend_of(device),
+            is_cast=is_cast,
+            num_recorded=config.telemetry.flight_recorder_entries,
+        )
+        mesh = make_mesh(device, config.island.mesh, is_cast=is_cast)
         limit_collectives(config.island.collective_timeout_s)
         data = open_data(config)
         # Too many held-out sequences are refused now, not after the training.

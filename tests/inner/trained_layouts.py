@@ -31,7 +31,10 @@ def run_rows(num_ranks: int, is_compiled: bool) -> list[dict[str, Any]]:
 
 def _train_rows(island_rank: int, rows: list[str]) -> dict[str, Any]:
     cases = map(case_of, rows)
-    return {case.name: train(case, make_mesh(CPU, case.mesh)) for case in cases}
+    return {
+        case.name: train(case, make_mesh(CPU, case.mesh, is_cast=case.compute.is_cast))
+        for case in cases
+    }
 
 
 def alone(case: Case) -> dict[str, Any]:
