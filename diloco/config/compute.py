@@ -15,10 +15,37 @@ from diloco.config.mesh import MeshConfig
 
 ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]
 CompileBackend: TypeAlias = Literal["inductor", "aot_eager"]
-Precision: TypeAlias = Literal["float32", "bfloat16", "float8", "mxfp8"]
+Precision: TypeAlias = Literal[
+    "float32", "bfloat16", "float8-tensorwise", "float8-rowwise", "mxfp8"
+]
 
 #: Their backward is split in two, and each half would want the forward again.
 _SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
+
+
+@dataclass(frozen=True, slots=True)
+class EightBits:
+    """What matrix products in 8 bits ask for.
+
+    Attributes:
+        capability: Least compute capability of a CUDA device.
+        generation: Whose it is.
+        unit: Of what both widths of a matrix, and a rank's tokens, are multiples.
+        nearest: Precision for devices that have not as much.
+    """
+
+    capability: tuple[int, int]
+    generation: str
+    unit: int
+    nearest: Precision
+
+
+#: By precision; the scales of MXFP8 are those of 32 values.
+EIGHT_BITS: Mapping[str, EightBits] = {
+    "float8-tensorwise": EightBits((8, 9), "Ada and Hopper", 16, "bfloat16"),
+    "float8-rowwise": EightBits((8, 9), "Ada and Hopper", 16, "bfloat16"),
+    "mxfp8": EightBits((10, 0), "Blackwell", 32, "float8-rowwise"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +57,8 @@ class Compute:
             product and no attention; or all of a block but its input.
         compile_backend: Of `torch.compile`, for every block; empty: blocks run as they are written.
         precision: Of activations, and of parameters where they are used; parameters themselves,
-            gradients between ranks and optimizer are float32.
+            gradients between ranks and optimizer are float32. In 8 bits (`EIGHT_BITS`) the matrix
+            products of blocks are computed, and all else in bfloat16.
     """
 
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -74,9 +102,59 @@ def compute_problems(
         ):
             if is_set:
                 yield "compile", True, f"beside {other} comes later; set it to false"
+    if compute.precision in EIGHT_BITS:
+        for axis, size in (("tp", mesh.tp), ("pp", mesh.pp)):
+            if size > 1:
+                yield (
+                    "precision",
+                    compute.precision,
+                    f'beside mesh.{axis} above 1 comes later; set it to "bfloat16"',
+                )
+
+
+def eight_bit_problems(
+    precision: Precision, *, device: str, tokens: int, dim: int
+) -> Iterator[Problem]:
+    """Check what matrix products in 8 bits ask of an island, as far as its file tells.
+
+    Args:
+        precision: Of the island; others than those in 8 bits ask for nothing.
+        device: `islands.NAME.device`.
+        tokens: Of a micro-batch on one rank.
+        dim: Width of the model's residual stream; 0: unknown.
+    """
+    if (needed := EIGHT_BITS.get(precision)) is None:
+        return
+    if device == "cpu":
+        yield (
+            "precision",
+            precision,
+            f"needs CUDA devices ({needed.generation}), and device is cpu: set it to "
+            '"bfloat16", or the device to "cuda"',
+        )
+    if dim % needed.unit:
+        yield (
+            "precision",
+            precision,
+            f"wants model.dim to be a multiple of {needed.unit}, not {dim}: set it to "
+            '"bfloat16", or change the width',
+        )
+    if tokens % needed.unit:
+        yield (
+            "precision",
+            precision,
+            f"wants the tokens of a rank's micro-batch to be a multiple of {needed.unit}, not "
+            f'{tokens}: set it to "bfloat16", or change tokens_per_inner_step or micro_batches',
+        )
 
 
 def model_experts(data: Mapping[str, Any]) -> int:
     """Return how many experts a layer of the model has, of sections that were valid."""
     model = data.get("model")
     return 0 if model is None or model.family != "llama" else model.experts.num_experts
+
+
+def model_dim(data: Mapping[str, Any]) -> int:
+    """Return the width of the model's residual stream, of sections that were valid; 0: unknown."""
+    model = data.get("model")
+    return 0 if model is None or model.family != "llama" else model.dim

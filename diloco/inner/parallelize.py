@@ -23,10 +23,11 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from diloco.config.compute import PLAIN, Compute, compute_problems
+from diloco.config.compute import EIGHT_BITS, PLAIN, Compute, compute_problems
 from diloco.config.mesh import MeshConfig, heads_problem, positions_problem
 from diloco.errors import ConfigError
 from diloco.inner.context import ContextAttention
+from diloco.inner.eight_bits import multiply_in_eight_bits
 from diloco.inner.expert_parallel import spread_experts
 from diloco.inner.experts import Experts
 from diloco.inner.mesh import IslandMesh
@@ -40,12 +41,10 @@ MIN_UNIT_NUMEL = 1 << 22
 
 #: What FSDP2 gathers is cast on the way; shards and what is added between ranks are float32. Inputs
 #: are not cast: the residual stream has the type of the embedding, and angles of RoPE stay float32.
-_POLICIES = {
-    "float32": MixedPrecisionPolicy(),
-    "bfloat16": MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-    ),
-}
+_UNCAST = MixedPrecisionPolicy()
+_BFLOAT16 = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+)
 
 
 def parallelize(
@@ -66,6 +65,9 @@ def parallelize(
             widths, vocabulary or sequence length, the device has no way to attend over `cp`, or
             `ep` does not divide the experts.
     """
+    assert not compute.is_cast or mesh.submesh("dp_replicate", "fsdp") is not None, (
+        "parameters are cast where they are gathered: make_mesh(..., is_cast=True)"
+    )
     for name, value, problem in compute_problems(
         compute, mesh.config, num_experts=model.shape.experts.num_experts
     ):
@@ -82,8 +84,8 @@ def parallelize(
     if (ep_mesh := mesh.expert_submesh("ep")) is not None:
         for experts in _experts(model):
             spread_experts(experts, ep_mesh)
-    _apply_compute(model, compute)
-    _apply_data_parallel(model, mesh, _POLICIES[compute.precision])
+    _apply_compute(model, compute, mesh)
+    _apply_data_parallel(model, mesh, _BFLOAT16 if compute.is_cast else _UNCAST)
     model.to_empty(device=mesh.device)
     model.tie_()
     model.assert_tied()
@@ -108,14 +110,16 @@ def _apply_context_parallel(model: Llama, mesh: IslandMesh, *, sequence_length: 
         block.attention.attend = ContextAttention(config.context, mesh.cp_group)
 
 
-def _apply_compute(model: Llama, compute: Compute) -> None:
-    """Let blocks compute again what they do not keep, and compile them, each by itself.
+def _apply_compute(model: Llama, compute: Compute, mesh: IslandMesh) -> None:
+    """Let blocks multiply in 8 bits, compute again what they do not keep, and compile them.
 
-    Compiled is the block with its recomputation, so that the compiler plans both. Blocks are alike
-    and share one compiled graph; names of parameters do not change.
+    Compiled is each block by itself with its recomputation, so that the compiler plans both. Blocks
+    are alike and share one compiled graph; names of parameters do not change.
     """
-    if compute.precision == "bfloat16":
+    if compute.is_cast:
         model.residual_dtype = torch.bfloat16
+    if compute.precision in EIGHT_BITS:
+        multiply_in_eight_bits(model.blocks, compute.precision, mesh.device)
     for block in model.blocks:
         assert isinstance(block, Block)
         if compute.activation_checkpointing != "none":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal
 
 import torch
 
+from diloco.config.compute import EIGHT_BITS, Precision
 from diloco.errors import ConfigError
 from diloco.launch.job import Job
 
@@ -42,6 +44,53 @@ def rank_device(asked: Literal["auto", "cpu", "cuda"], job: Job, *, island: str)
     device = torch.device("cuda", job.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def insist_on_precision(precision: Precision, device: torch.device, *, island: str) -> None:
+    """Refuse matrix products in 8 bits where the device has none, before the ranks meet.
+
+    Args:
+        precision: `islands.NAME.precision`.
+        device: From `rank_device`.
+        island: Name of the island, for messages.
+
+    Raises:
+        ConfigError: Saying what the device has, and the nearest setting that it can do.
+    """
+    if precision not in EIGHT_BITS:
+        return
+    name, capability = "the CPU", (0, 0)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = torch.cuda.get_device_capability(device)
+    problem = capability_problem(precision, name, capability)
+    if not problem and importlib.util.find_spec("torchao") is None:
+        problem = (
+            "needs torchao, which is not installed: pip install 'diloco[float8]', or set it to "
+            '"bfloat16"'
+        )
+    if problem:
+        raise ConfigError(f'islands.{island}.precision = "{precision}": {problem}')
+
+
+def capability_problem(precision: Precision, name: str, capability: tuple[int, int]) -> str:
+    """Say why a device cannot multiply in 8 bits, and what it can do; empty: it can.
+
+    Args:
+        precision: A key of `EIGHT_BITS`.
+        name: Of the device.
+        capability: Compute capability of CUDA; (0, 0): there is none.
+    """
+    needed = EIGHT_BITS[precision]
+    if capability >= needed.capability:
+        return ""
+    has = f"has {capability[0]}.{capability[1]}" if capability > (0, 0) else "has none"
+    other = EIGHT_BITS.get(needed.nearest)
+    nearest = "bfloat16" if other and capability < other.capability else needed.nearest
+    return (
+        f"needs compute capability {needed.capability[0]}.{needed.capability[1]} "
+        f'({needed.generation}), and {name} {has}; set it to "{nearest}"'
+    )
 
 
 def backend_of(device: torch.device) -> str:

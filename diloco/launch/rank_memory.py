@@ -117,7 +117,7 @@ def memory_of(
         optimizer: AdamW or Muon.
         z_loss: Whether the loss has a penalty.
     """
-    mesh, value_bytes = island.mesh, 2 if island.precision == "bfloat16" else 4
+    mesh, value_bytes = island.mesh, 2 if island.compute.is_cast else 4
     shards = mesh.dp_shard * mesh.cp
     local = {name: _local_numel(name, s, mesh.tp, shards) for name, s in shapes.items()}
     kept = sum(
