@@ -57,6 +57,7 @@ from diloco.launch.memory_copies import MemoryCopies
 from diloco.launch.memory_use import memory_used
 from diloco.launch.mirror import Mirror
 from diloco.launch.profile import StepProfile
+from diloco.launch.rank_memory import insist_on_host_memory
 from diloco.launch.record import RankRecord
 from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
@@ -176,6 +177,9 @@ class _Rank:
         torch.set_num_interop_threads(1)
         device = rank_device(config.island.device, job, island=config.island_id)
         insist_on_precision(config.island.precision, device, island=config.island_id)
+        insist_on_host_memory(
+            config, num_local_ranks=job.num_local_ranks, is_on_cpu=device.type == "cpu"
+        )
         is_cast = config.island.compute.is_cast
         meet(
             job,
