@@ -66,10 +66,10 @@ class CountedDevice:
 
 
 class _Counted(Tensor):
-    """A tensor of the device, whose values are in `inner`, on the CPU."""
+    """A tensor of the device, whose values are in `on_host`."""
 
     device_of_all: CountedDevice
-    inner: Tensor
+    on_host: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> _Counted:
@@ -84,25 +84,28 @@ class _Counted(Tensor):
         return made
 
     def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+        self.on_host = inner
         self.device_of_all.count(inner)
 
     @classmethod
-    def __torch_dispatch__(  # operations take whatever they take, hence Any
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: torch._ops.OpOverload[..., Any],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute on the CPU, and put what is new where the operation's tensors are."""
+        """Compute on the CPU, and put what is new where the operation's tensors are.
+
+        Operations take and return whatever they do, hence `Any`.
+        """
         options = dict(kwargs or {})
         target = options.pop("device", None)
         if target is not None:
             options["device"] = "cpu"
         if func is _aten.copy_.default:
             _count_room(args[0], args[1])
-        plain = tree_map_only(_Counted, lambda tensor: tensor.inner, (args, options))
+        plain = tree_map_only(_Counted, lambda tensor: tensor.on_host, (args, options))
         made = func(*plain[0], **plain[1])
         if func._schema.is_mutable:
             return args[0]
@@ -127,9 +130,9 @@ def _register() -> None:
     """Make the device known to PyTorch, and what a copy to it begins with."""
     if _registered:
         return
-    _setup_privateuseone_for_python_backend(_NAME)  # type: ignore[no-untyped-call]
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    _setup_privateuseone_for_python_backend(_NAME)
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("empty_strided", _empty_strided, "PrivateUse1")  # type: ignore[no-untyped-call]
     _registered.append(library)
 
 

@@ -96,12 +96,24 @@ def compute_problems(
     if compute.compile_backend:
         for other, is_set in (
             ("model.experts", num_experts > 0),
-            ("mesh.tp above 1", mesh.tp > 1),
+            ("mesh.tp above 1 and data parallelism", mesh.tp > 1 and mesh.dp_size > 1),
+            ("mesh.tp above 1 and activation checkpointing", mesh.tp > 1 and kind != "none"),
+            ("mesh.tp above 1 and this precision", mesh.tp > 1 and compute.is_cast),
             ("mesh.cp above 1", mesh.cp > 1),
             ("mesh.pp above 1", mesh.pp > 1),
         ):
             if is_set:
                 yield "compile", True, f"beside {other} comes later; set it to false"
+    if mesh.async_tp:
+        for key, is_there in (
+            ("mesh.tp above 1", mesh.tp > 1),
+            (
+                'compile = true and compile_backend = "inductor"',
+                compute.compile_backend == "inductor",
+            ),
+        ):
+            if not is_there:
+                yield "mesh.async_tp", True, f"goes with {key} only: set that, or this to false"
     if compute.precision in EIGHT_BITS:
         for axis, size in (("tp", mesh.tp), ("pp", mesh.pp)):
             if size > 1:

@@ -268,6 +268,12 @@ def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[P
             )
     yield from mesh_problems(mesh, data)
     yield from compute_problems(island.compute, mesh, num_experts=model_experts(data))
+    if mesh.async_tp and island.device == "cpu":
+        yield (
+            "mesh.async_tp",
+            True,
+            'needs CUDA devices, and device is cpu: set it to false, or the device to "cuda"',
+        )
     yield from eight_bit_problems(
         island.precision,
         device=island.device,

@@ -33,7 +33,11 @@ from diloco.inner.experts import Experts
 from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Block, Llama
 from diloco.inner.recomputation import recompute_of
-from diloco.inner.tensor_parallel import apply_tensor_parallel
+from diloco.inner.tensor_parallel import (
+    apply_tensor_parallel,
+    await_embedding,
+    pipeline_collectives,
+)
 
 #: Blocks of fewer elements are gathered together with the root: one collective for all of them
 #: instead of two a block. A block of 2^22 float32 values, 16 MiB, fills a fast link by itself.
@@ -81,6 +85,10 @@ def parallelize(
             keeps_logits_split=mesh.config.loss_parallel,
         )
         model.tie_()  # now: what is sharded twice apart is no longer one parameter
+        if compute.compile_backend:
+            await_embedding(model)
+        if mesh.config.async_tp:
+            pipeline_collectives(tp_mesh)
     if (ep_mesh := mesh.expert_submesh("ep")) is not None:
         for experts in _experts(model):
             spread_experts(experts, ep_mesh)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from diloco.config.compute import EIGHT_BITS, Precision
+from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
 from diloco.launch.job import Job
 
@@ -71,6 +72,38 @@ def insist_on_precision(precision: Precision, device: torch.device, *, island: s
         )
     if problem:
         raise ConfigError(f'islands.{island}.precision = "{precision}": {problem}')
+
+
+def insist_on_async_tp(mesh: MeshConfig, device: torch.device, job: Job, *, island: str) -> None:
+    """Refuse to hide collectives of tensor parallelism where devices do not share memory.
+
+    Args:
+        mesh: `islands.NAME.mesh`.
+        device: From `rank_device`.
+        job: This rank's place.
+        island: Name of the island, for messages.
+
+    Raises:
+        ConfigError: Saying what is missing.
+    """
+    if not mesh.async_tp:
+        return
+    problem = ""
+    first = job.local_rank - job.local_rank % mesh.tp
+    if device.type != "cuda":
+        problem = f"needs CUDA devices, and this rank computes on the {device.type}"
+    elif job.num_local_ranks % mesh.tp:
+        problem = (
+            f"needs the tp = {mesh.tp} ranks that share matrices on one host, and this one has "
+            f"{job.num_local_ranks}"
+        )
+    else:
+        peers = [peer for peer in range(first, first + mesh.tp) if peer != job.local_rank]
+        apart = [p for p in peers if not torch.cuda.can_device_access_peer(job.local_rank, p)]
+        if apart:
+            problem = f"needs devices that reach each other's memory: {device} and {apart} do not"
+    if problem:
+        raise ConfigError(f"islands.{island}.mesh.async_tp = true: {problem}; set it to false")
 
 
 def capability_problem(precision: Precision, name: str, capability: tuple[int, int]) -> str:

@@ -46,7 +46,12 @@ from diloco.inner.state import load_parameters_
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.chaos import paced
 from diloco.launch.connect import connect
-from diloco.launch.device import backend_of, insist_on_precision, rank_device
+from diloco.launch.device import (
+    backend_of,
+    insist_on_async_tp,
+    insist_on_precision,
+    rank_device,
+)
 from diloco.launch.donor import Donor
 from diloco.launch.healing import Healing
 from diloco.launch.island_checkpoints import IslandCheckpoints
@@ -176,6 +181,7 @@ class _Rank:
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
         device = rank_device(config.island.device, job, island=config.island_id)
+        insist_on_async_tp(config.island.mesh, device, job, island=config.island_id)
         insist_on_precision(config.island.precision, device, island=config.island_id)
         insist_on_host_memory(
             config, num_local_ranks=job.num_local_ranks, is_on_cpu=device.type == "cpu"

@@ -39,7 +39,19 @@ def test_the_keys_of_an_island_say_how_its_blocks_are_computed():
         ),
         (["ranks=2", "mesh={tp=2}", "precision=mxfp8"], "mesh.tp above 1 comes later; set it to"),
         (["compile_backend=aot_eager"], "compile = false uses none"),
-        (["ranks=2", "mesh={tp=2}", "compile=true"], "compile.*beside mesh.tp above 1 comes later"),
+        (["ranks=2", "mesh={cp=2}", "compile=true"], "compile.*beside mesh.cp above 1 comes later"),
+        (
+            ["ranks=2", "mesh={tp=2}", "compile=true", "activation_checkpointing=full"],
+            "compile.*mesh.tp above 1 and activation checkpointing comes later; set it to false",
+        ),
+        (
+            ["ranks=2", "mesh={tp=2,async_tp=true}"],
+            "async_tp.*goes with compile = true and .*induct",
+        ),
+        (
+            ["ranks=2", "mesh={tp=2,async_tp=true}", "compile=true", "device=cpu"],
+            "async_tp.*needs CUDA devices, and device is cpu: set it to false",
+        ),
         (
             [
                 "ranks=2",
@@ -56,7 +68,10 @@ def test_the_keys_of_an_island_say_how_its_blocks_are_computed():
         "8-bits-tokens",
         "8-bits-tp",
         "backend",
-        "compile-tp",
+        "compile-cp",
+        "compile-tp-full",
+        "async-tp-eager",
+        "async-tp-cpu",
         "zero-bubble",
     ],
 )

@@ -26,7 +26,8 @@ from tests.inner.small_island import CPU, Array, one_rank, whole_parameters
 def run_rows(num_ranks: int, is_compiled: bool) -> list[dict[str, Any]]:
     """Train all rows of a number of ranks; returns, by rank, the results by name."""
     rows = names(num_ranks, is_compiled=is_compiled)
-    return run_ranks(_train_rows, num_ranks, rows, timeout_s=60 * num_ranks)
+    seconds = 140 if is_compiled else 60
+    return run_ranks(_train_rows, num_ranks, rows, timeout_s=seconds * num_ranks)
 
 
 def _train_rows(island_rank: int, rows: list[str]) -> dict[str, Any]:

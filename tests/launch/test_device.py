@@ -5,10 +5,12 @@ import re
 import pytest
 import torch
 
+from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
 from diloco.launch.device import (
     backend_of,
     capability_problem,
+    insist_on_async_tp,
     insist_on_precision,
     rank_device,
 )
@@ -62,3 +64,15 @@ def test_eight_bits_on_a_processor_are_refused_by_name() -> None:
     )
     with pytest.raises(ConfigError, match=message):
         insist_on_precision("mxfp8", torch.device("cpu"), island="east")
+
+
+def test_collectives_are_not_hidden_without_devices_that_share_memory() -> None:
+    cpu, cuda, pair = torch.device("cpu"), torch.device("cuda"), Job(0, 3, "", num_local_ranks=3)
+    insist_on_async_tp(MeshConfig(tp=2), cpu, pair, island="east")
+
+    with pytest.raises(
+        ConfigError, match=r"east.mesh.async_tp = true: .*on the cpu; set it to fal"
+    ):
+        insist_on_async_tp(MeshConfig(tp=2, async_tp=True), cpu, pair, island="east")
+    with pytest.raises(ConfigError, match=r"tp = 2 ranks .*on one host, and this one has 3; set"):
+        insist_on_async_tp(MeshConfig(tp=2, async_tp=True), cuda, pair, island="east")
