@@ -26,7 +26,9 @@ def island_trainer(
         batches: What this rank trains on.
         mesh: The island's ranks; None: it has one.
     """
-    mesh = mesh or make_mesh(torch.device("cpu"), config.island.mesh)
+    mesh = mesh or make_mesh(
+        torch.device("cpu"), config.island.mesh, is_cast=config.island.compute.is_cast
+    )
     insist_on_names(shape_of(config.model), config.inner.optimizer)
     model = build_part(shape_of(config.model), mesh)
     for part in parts_of(model):

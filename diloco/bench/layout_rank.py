@@ -71,7 +71,8 @@ def main(order: dict[str, Any]) -> int:
     found = {}
     for row in map(case_of, order["rows"]):
         case = row.alone if order["num_ranks"] == 1 else row
-        found[case.name] = losses_of(case, make_mesh(torch.device("cpu"), case.mesh))
+        mesh = make_mesh(torch.device("cpu"), case.mesh, is_cast=case.compute.is_cast)
+        found[case.name] = losses_of(case, mesh)
     if dist.is_initialized():
         dist.barrier()  # nobody tears its connections down while another still needs them
     channel.say(found)

@@ -310,9 +310,12 @@ CASES = [
         micro_batches=2,
         compute=Compute("none", "aot_eager", "bfloat16"),
     ),
+    Case("compiled-tp-tied", MeshConfig(tp=2), model=TIED, compute=Compute("none", "aot_eager")),
     Case("bfloat16-fsdp", MeshConfig(dp_shard=2), model=TIED, compute=BFLOAT16),
     Case("bfloat16-replicated", MeshConfig(dp_replicate=2), compute=BFLOAT16),
     Case("bfloat16-ring", MeshConfig(cp=2), compute=BFLOAT16),
+    Case("bfloat16-tp", MeshConfig(tp=2), model=TIED, compute=BFLOAT16),
+    Case("bfloat16-1f1b", MeshConfig(pp=2), micro_batches=2, compute=BFLOAT16),
     Case("bfloat16-experts", MeshConfig(dp_shard=2), model=EXPERTS, compute=BFLOAT16),
     Case("bfloat16-ep", MeshConfig(dp_shard=2, ep=2), model=EXPERTS, compute=BFLOAT16),
     # -- 4 ranks

@@ -84,7 +84,8 @@ def measure(
         whichever was more; 0 without one. `loss` is that of the last step, in nats a token.
     """
     config = load_config(run_file, island=ISLAND)
-    mesh = make_mesh(torch.device("cpu"), config.island.mesh)
+    is_cast = config.island.compute.is_cast
+    mesh = make_mesh(torch.device("cpu"), config.island.mesh, is_cast=is_cast)
     data = open_data(config)
     batches = data.batches(
         slots=(0,),

@@ -1,6 +1,6 @@
 """`diloco bench` inside an island: does every layout train alike, and as fast as plain PyTorch?
 
-And the all-reduces of what islands are compared with.
+What the outer loop takes of its devices, and the all-reduces of what islands are compared with.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ def register(bench: typer.Typer) -> None:
     """Add the commands of this module to `diloco bench`."""
     bench.command("parity-inner")(parity_inner)
     bench.command()(plain)
+    bench.command()(memory)
     bench.command()(allreduce)
 
 
@@ -84,6 +85,29 @@ def plain(
     chosen = chosen_rows(SETTING, rows or [])
     with counting(bench_console(json_target)) as show:
         report = run_plain(SETTING, chosen, on_progress=show)
+    show_report(report, json_target, require=require)
+
+
+def memory(json_target: JsonTarget = "", require: Require = False) -> None:
+    """Count what the outer loop takes of an accelerator's memory, beyond the parameters.
+
+    One island of one rank, 10M parameters in six fragments, int4, real coordinator and syncer; its
+    inner steps add noise. With a CUDA device the bytes are those of PyTorch's allocator there;
+    without one, parameters lie on a device made of host memory that counts every tensor on it.
+    Half a minute.
+
+    Read "fragments": the extra bytes over those of the largest fragment's parameters, required to
+    be at most 2 and 5 %; "of 12 B/param.": over float32 parameters and AdamW's moments, where two
+    fragments of 36 are 2 % in Streaming DiLoCo. What an island keeps between rounds is in host
+    memory (see "host, outer" of diloco plan).
+    """
+    from diloco.bench.memory import SETTING, run_memory
+    from diloco.cli.progress import counting
+
+    with counting(bench_console(json_target)) as show:
+        report = run_memory(
+            SETTING, on_progress=lambda done: show("rows", done, len(SETTING.local_mixes))
+        )
     show_report(report, json_target, require=require)
 
 

@@ -14,6 +14,7 @@ import typer
 from diloco.cli.options import Overrides, RunFile
 
 if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import Console
     from rich.table import Table
 
     from diloco.config.schema import Config
@@ -247,6 +248,7 @@ def _show(planned: Forecast) -> None:
         f"({disk.num_records} records of "
         f"{format_bytes(disk.record_bytes)})."
     )
+    _print_memory_beside(planned, console)
     if len(planned.syncers) > 1:
         console.print(f"\nThere are {len(planned.syncers)} of it, with fragments of their own:\n")
         console.print(_table(*_syncer_rows(planned)))
@@ -260,6 +262,32 @@ def _show(planned: Forecast) -> None:
         f"\nFingerprints: configuration {planned.config_fingerprint[:16]}, plan "
         f"{planned.plan_fingerprint[:16]}."
     )
+
+
+def _print_memory_beside(planned: Forecast, console: Console) -> None:
+    """Say what comes beside the table for a moment: on devices, and for copies of checkpoints."""
+    from diloco.launch.host_memory import available_bytes
+    from transport.units import format_bytes
+
+    on_device = max(rank.outer_device_bytes for rank in planned.ranks.values())
+    console.print(
+        f"On its device, the outer loop takes at most {format_bytes(on_device)} of a rank, while a "
+        f"fragment is sent or merged."
+    )
+    available = available_bytes()
+    for island, num_bytes in planned.copied_bytes.items():
+        if not num_bytes:
+            continue
+        console.print(
+            f"Checkpoints behind the training copy {format_bytes(num_bytes)} to the memory of "
+            f"island {island}'s hosts (checkpoint.asynchronous)."
+        )
+        if available is not None and num_bytes > available:
+            console.print(
+                f"This host has {format_bytes(available)} available: on it alone, island {island} "
+                f"would be refused; set checkpoint.asynchronous = false, or use more hosts.",
+                style="yellow",
+            )
 
 
 def _rank_rows(planned: Forecast) -> tuple[list[str], list[list[str]]]:

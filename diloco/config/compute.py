@@ -15,10 +15,37 @@ from diloco.config.mesh import MeshConfig
 
 ActivationCheckpointing: TypeAlias = Literal["none", "selective", "full"]
 CompileBackend: TypeAlias = Literal["inductor", "aot_eager"]
-Precision: TypeAlias = Literal["float32", "bfloat16", "float8", "mxfp8"]
+Precision: TypeAlias = Literal[
+    "float32", "bfloat16", "float8-tensorwise", "float8-rowwise", "mxfp8"
+]
 
 #: Their backward is split in two, and each half would want the forward again.
 _SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
+
+
+@dataclass(frozen=True, slots=True)
+class EightBits:
+    """What matrix products in 8 bits ask for.
+
+    Attributes:
+        capability: Least compute capability of a CUDA device.
+        generation: Whose it is.
+        unit: Of what both widths of a matrix, and a rank's tokens, are multiples.
+        nearest: Precision for devices that have not as much.
+    """
+
+    capability: tuple[int, int]
+    generation: str
+    unit: int
+    nearest: Precision
+
+
+#: By precision; the scales of MXFP8 are those of 32 values.
+EIGHT_BITS: Mapping[str, EightBits] = {
+    "float8-tensorwise": EightBits((8, 9), "Ada and Hopper", 16, "bfloat16"),
+    "float8-rowwise": EightBits((8, 9), "Ada and Hopper", 16, "bfloat16"),
+    "mxfp8": EightBits((10, 0), "Blackwell", 32, "float8-rowwise"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +57,18 @@ class Compute:
             product and no attention; or all of a block but its input.
         compile_backend: Of `torch.compile`, for every block; empty: blocks run as they are written.
         precision: Of activations, and of parameters where they are used; parameters themselves,
-            gradients between ranks and optimizer are float32.
+            gradients between ranks and optimizer are float32. In 8 bits (`EIGHT_BITS`) the matrix
+            products of blocks are computed, and all else in bfloat16.
     """
 
     activation_checkpointing: ActivationCheckpointing = "none"
     compile_backend: CompileBackend | Literal[""] = ""
     precision: Precision = "float32"
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether parameters are used in another type than they are kept in."""
+        return self.precision != "float32"
 
 
 #: Float32, eager, everything kept.
@@ -43,7 +76,7 @@ PLAIN = Compute()
 
 
 def compute_problems(
-    compute: Compute, mesh: MeshConfig, *, num_experts: int = 0
+    compute: Compute, mesh: MeshConfig, *, num_experts: int = 0, is_transformers: bool = False
 ) -> Iterator[Problem]:
     """Check what the ways of computing exclude of an island's mesh and model.
 
@@ -51,8 +84,18 @@ def compute_problems(
         compute: Of the island.
         mesh: Of the island.
         num_experts: Of a layer of the model; 0: it is dense.
+        is_transformers: Whether the model is one of transformers.
     """
     kind = compute.activation_checkpointing
+    if is_transformers and compute.compile_backend and mesh.tp > 1:
+        yield (
+            "compile",
+            True,
+            'with mesh.tp above 1 is not for model.family = "hf"; set it to false',
+        )
+    if is_transformers and compute.precision in EIGHT_BITS:
+        problem = 'is not for model.family = "hf"; set it to "bfloat16"'
+        yield "precision", compute.precision, problem
     if kind != "none" and mesh.pp > 1 and mesh.schedule in _SPLIT_BACKWARD:
         yield (
             "activation_checkpointing",
@@ -63,18 +106,67 @@ def compute_problems(
     if compute.compile_backend:
         for other, is_set in (
             ("model.experts", num_experts > 0),
-            ("mesh.tp above 1", mesh.tp > 1),
+            ("mesh.tp above 1 and data parallelism", mesh.tp > 1 and mesh.dp_size > 1),
+            ("mesh.tp above 1 and activation checkpointing", mesh.tp > 1 and kind != "none"),
+            ("mesh.tp above 1 and this precision", mesh.tp > 1 and compute.is_cast),
             ("mesh.cp above 1", mesh.cp > 1),
             ("mesh.pp above 1", mesh.pp > 1),
         ):
             if is_set:
                 yield "compile", True, f"beside {other} comes later; set it to false"
-    if compute.precision != "float32" and mesh.dp_size * mesh.cp == 1:
+    if mesh.async_tp:
+        for key, is_there in (
+            ("mesh.tp above 1", mesh.tp > 1),
+            (
+                'compile = true and compile_backend = "inductor"',
+                compute.compile_backend == "inductor",
+            ),
+        ):
+            if not is_there:
+                yield "mesh.async_tp", True, f"goes with {key} only: set that, or this to false"
+    if compute.precision in EIGHT_BITS:
+        for axis, size in (("tp", mesh.tp), ("pp", mesh.pp)):
+            if size > 1:
+                yield (
+                    "precision",
+                    compute.precision,
+                    f'beside mesh.{axis} above 1 comes later; set it to "bfloat16"',
+                )
+
+
+def eight_bit_problems(
+    precision: Precision, *, device: str, tokens: int, dim: int
+) -> Iterator[Problem]:
+    """Check what matrix products in 8 bits ask of an island, as far as its file tells.
+
+    Args:
+        precision: Of the island; others than those in 8 bits ask for nothing.
+        device: `islands.NAME.device`.
+        tokens: Of a micro-batch on one rank.
+        dim: Width of the model's residual stream; 0: unknown.
+    """
+    if (needed := EIGHT_BITS.get(precision)) is None:
+        return
+    if device == "cpu":
         yield (
             "precision",
-            compute.precision,
-            "parameters are cast where FSDP2 gathers them, and dp_replicate x dp_shard x cp = 1: "
-            'set it to "float32", or one of these axes to 2',
+            precision,
+            f"needs CUDA devices ({needed.generation}), and device is cpu: set it to "
+            '"bfloat16", or the device to "cuda"',
+        )
+    if dim % needed.unit:
+        yield (
+            "precision",
+            precision,
+            f"wants model.dim to be a multiple of {needed.unit}, not {dim}: set it to "
+            '"bfloat16", or change the width',
+        )
+    if tokens % needed.unit:
+        yield (
+            "precision",
+            precision,
+            f"wants the tokens of a rank's micro-batch to be a multiple of {needed.unit}, not "
+            f'{tokens}: set it to "bfloat16", or change tokens_per_inner_step or micro_batches',
         )
 
 
@@ -82,3 +174,9 @@ def model_experts(data: Mapping[str, Any]) -> int:
     """Return how many experts a layer of the model has, of sections that were valid."""
     model = data.get("model")
     return 0 if model is None or model.family != "llama" else model.experts.num_experts
+
+
+def model_dim(data: Mapping[str, Any]) -> int:
+    """Return the width of the model's residual stream, of sections that were valid; 0: unknown."""
+    model = data.get("model")
+    return 0 if model is None or model.family != "llama" else model.dim

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -14,9 +14,12 @@ from diloco.config.compute import (
     Compute,
     Precision,
     compute_problems,
+    eight_bit_problems,
+    model_dim,
     model_experts,
 )
-from diloco.config.fields import MOST_STEPS, Deadline, Problem, Wait, later
+from diloco.config.fields import MOST_STEPS, Deadline, Problem, Wait
+from diloco.config.hugging_face import FAMILY as HUGGING_FACE
 from diloco.config.mesh import MeshConfig, mesh_problems, nearest_multiple, ranks_problem
 from diloco.config.network import (
     NOT_LOOPBACK,
@@ -61,10 +64,12 @@ class IslandConfig(Section):
         description="Of torch.compile; aot_eager generates no code, so starts at once and gains "
         "nothing: for tests",
     )
-    precision: Local[Annotated[Precision, later("float8", "mxfp8")]] = Field(
+    precision: Local[Precision] = Field(
         default="float32",
         description="Of activations and of parameters in use; parameters, their gradients between "
-        "ranks and the optimizer stay float32. bfloat16 wants dp_replicate, dp_shard or cp",
+        "ranks and the optimizer stay float32. float8 and mxfp8: matrix products of blocks, all "
+        "else bfloat16; for CUDA devices that have them, with torchao (diloco[float8]), and faster "
+        "only with compile",
     )
     device: Local[Literal["auto", "cpu", "cuda"]] = Field(
         default="auto",
@@ -263,7 +268,24 @@ def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[P
                 f"{unit}; {nearest_multiple(tokens, unit)}",
             )
     yield from mesh_problems(mesh, data)
-    yield from compute_problems(island.compute, mesh, num_experts=model_experts(data))
+    yield from compute_problems(
+        island.compute,
+        mesh,
+        num_experts=model_experts(data),
+        is_transformers="model" in data and data["model"].family == HUGGING_FACE,
+    )
+    if mesh.async_tp and island.device == "cpu":
+        yield (
+            "mesh.async_tp",
+            True,
+            'needs CUDA devices, and device is cpu: set it to false, or the device to "cuda"',
+        )
+    yield from eight_bit_problems(
+        island.precision,
+        device=island.device,
+        tokens=tokens // (mesh.dp_size * mesh.cp * island.micro_batches),
+        dim=model_dim(data),
+    )
     yield from pipeline_problems(
         mesh.schedule, mesh.pp, mesh.stages_per_rank, island.micro_batches, data
     )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Local, Section
-from diloco.config.fields import Problem, later
+from diloco.config.fields import Problem
 from diloco.config.hugging_face import FAMILY as HUGGING_FACE
 from diloco.config.model import without_tp_plan
 from diloco.config.pipeline import DEFAULT_SCHEDULE, Schedule, stages_problem
@@ -67,10 +67,10 @@ class MeshConfig(Section):
     loss_parallel: Local[bool] = Field(
         default=False, description="Whether tp computes the loss with each rank's share of logits"
     )
-    async_tp: Local[Annotated[bool, later(True)]] = Field(
+    async_tp: Local[bool] = Field(
         default=False,
         description="Whether tp hides its collectives under matrix products, of compiled blocks "
-        "over symmetric memory of CUDA devices",
+        "over symmetric memory of CUDA devices of one host",
     )
 
     @property

@@ -3,8 +3,10 @@
     (pp, dp_replicate, fsdp, tp)      fsdp = dp_shard x cp: ranks that share shards
     (efsdp, ep) in place of fsdp      the same ranks, as experts are dealt: efsdp = fsdp / ep
 
-Ranks are dealt row-major, so those along tp are next to each other. Axes of 1 are left out. Knows
-no model; what the ranks along an axis do is for `parallelize` and its neighbours.
+Ranks are dealt row-major, so those along tp are next to each other. Axes of 1 are left out, but
+for a dp_replicate of 1 where there are no others to gather parameters over and they are cast: that
+is done where they are gathered. Knows no model; what the ranks along an axis do is for
+`parallelize` and its neighbours.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class IslandMesh:
     Attributes:
         device: Device of this rank.
         config: Sizes of the axes, and the options of parallelism.
-        device_mesh: The axes above 1, named as in `Axis`; None for one rank.
+        device_mesh: The axes, named as in `Axis`; None for one rank whose parameters are not cast.
         loss_group: The ranks whose losses are of different tokens; None if this rank has them all.
         cp_group: The ranks that share this one's sequences; None without context parallelism.
         expert_mesh: The axes with efsdp and ep in place of fsdp; None without expert parallelism.
@@ -53,16 +55,14 @@ class IslandMesh:
         return 0 if submesh is None else submesh.get_local_rank()
 
     def submesh(self, *axes: Axis) -> DeviceMesh | None:
-        """Return the mesh of this rank's neighbours along some axes; None if all are 1.
+        """Return the mesh of this rank's neighbours along some axes; None if there is none of them.
 
         Args:
-            axes: In the order of `Axis`; those of 1 are left out.
+            axes: In the order of `Axis`; those that were left out are left out here.
         """
-        present = tuple(axis for axis in axes if self.size(axis) > 1)
-        if not present:
-            return None
-        assert self.device_mesh is not None, "a mesh of several ranks has axes"
-        return self.device_mesh[present]
+        there = () if self.device_mesh is None else self.device_mesh.mesh_dim_names or ()
+        present = tuple(axis for axis in axes if axis in there)
+        return self.device_mesh[present] if self.device_mesh is not None and present else None
 
     def expert_submesh(self, *axes: ExpertAxis) -> DeviceMesh | None:
         """Return the mesh of this rank's neighbours along some axes, as experts are dealt.
@@ -116,12 +116,14 @@ class IslandMesh:
         )
 
 
-def make_mesh(device: torch.device, config: MeshConfig) -> IslandMesh:
+def make_mesh(device: torch.device, config: MeshConfig, *, is_cast: bool = False) -> IslandMesh:
     """Arrange the ranks of the default process group; collective unless the island is one rank.
 
     Args:
         device: Device of this rank.
         config: Axes and options.
+        is_cast: Whether parameters are used in another type than they are kept in. Of one rank,
+            too, there is a default process group then.
 
     Raises:
         ConfigError: If the product of the axes is not the number of ranks.
@@ -132,9 +134,14 @@ def make_mesh(device: torch.device, config: MeshConfig) -> IslandMesh:
             f"mesh {config.shape_text or 'without an axis above 1'} needs {config.num_ranks} "
             f"ranks, the island has {num_ranks}; change the mesh or the number of ranks"
         )
-    if num_ranks == 1:
+    has_copies = is_cast and config.dp_size * config.cp == 1
+    if num_ranks == 1 and not has_copies:
         return IslandMesh(device, config)
-    sizes = {axis: size for axis, size in _sizes(config).items() if size > 1}
+    sizes = {
+        axis: size
+        for axis, size in _sizes(config).items()
+        if size > 1 or (axis == "dp_replicate" and has_copies)
+    }
     device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     cp_group = _cp_group(device_mesh, config)
     loss_group, expert_mesh = _loss_group(device_mesh), _expert_mesh(device_mesh, config)
@@ -153,7 +160,8 @@ def _sizes(config: MeshConfig) -> dict[Axis, int]:
 def _loss_group(device_mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Join the ranks along dp_replicate and fsdp: a batch's sequences, and their positions."""
     names = device_mesh.mesh_dim_names or ()
-    axes = tuple(axis for axis in ("dp_replicate", "fsdp") if axis in names)
+    present = (axis for axis in ("dp_replicate", "fsdp") if axis in names)
+    axes = tuple(axis for axis in present if device_mesh[axis].size() > 1)
     if not axes:
         return None
     submesh = device_mesh[axes]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from diloco.config.compute import PLAIN, Compute, compute_problems
+from diloco.config.compute import EIGHT_BITS, PLAIN, Compute, compute_problems
 from diloco.config.mesh import (
     MeshConfig,
     heads_problem,
@@ -33,13 +33,18 @@ from diloco.config.mesh import (
 )
 from diloco.errors import ConfigError
 from diloco.inner.context import ContextAttention
+from diloco.inner.eight_bits import multiply_in_eight_bits
 from diloco.inner.expert_parallel import spread_experts
 from diloco.inner.experts import Experts
 from diloco.inner.families import Model
 from diloco.inner.mesh import IslandMesh
 from diloco.inner.model import Block, Llama
 from diloco.inner.recomputation import Recompute, recompute_of
-from diloco.inner.tensor_parallel import apply_tensor_parallel
+from diloco.inner.tensor_parallel import (
+    apply_tensor_parallel,
+    await_embedding,
+    pipeline_collectives,
+)
 from diloco.inner.transformers_model import TransformersModel
 from diloco.inner.transformers_parallel import apply_transformers_tp
 
@@ -49,12 +54,10 @@ MIN_UNIT_NUMEL = 1 << 22
 
 #: What FSDP2 gathers is cast on the way; shards and what is added between ranks are float32. Inputs
 #: are not cast: the residual stream has the type of the embedding, and angles of RoPE stay float32.
-_POLICIES = {
-    "float32": MixedPrecisionPolicy(),
-    "bfloat16": MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-    ),
-}
+_UNCAST = MixedPrecisionPolicy()
+_BFLOAT16 = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+)
 
 
 def parallelize(
@@ -75,8 +78,14 @@ def parallelize(
             widths, vocabulary or sequence length, the device has no way to attend over `cp`, or
             `ep` does not divide the experts.
     """
+    assert not compute.is_cast or mesh.submesh("dp_replicate", "fsdp") is not None, (
+        "parameters are cast where they are gathered: make_mesh(..., is_cast=True)"
+    )
     for name, value, problem in compute_problems(
-        compute, mesh.config, num_experts=model.shape.experts.num_experts
+        compute,
+        mesh.config,
+        num_experts=model.shape.experts.num_experts,
+        is_transformers=isinstance(model, TransformersModel),
     ):
         raise ConfigError(f"{name} = {value!r} {problem}")
     tp_mesh, keeps_logits_split = mesh.submesh("tp"), mesh.config.loss_parallel
@@ -93,12 +102,16 @@ def parallelize(
                 sequence_length=sequence_length // mesh.config.cp,
                 keeps_logits_split=keeps_logits_split,
             )
+            if compute.compile_backend:
+                await_embedding(model)
+            if mesh.config.async_tp:
+                pipeline_collectives(tp_mesh)
     model.tie_()  # now: what is sharded twice apart is no longer one parameter
     if (ep_mesh := mesh.expert_submesh("ep")) is not None:
         for experts in _experts(model):
             spread_experts(experts, ep_mesh)
-    _apply_compute(model, compute)
-    _apply_data_parallel(model, mesh, _POLICIES[compute.precision])
+    _apply_compute(model, compute, mesh)
+    _apply_data_parallel(model, mesh, _BFLOAT16 if compute.is_cast else _UNCAST)
     model.to_empty(device=mesh.device)
     model.tie_()
     model.assert_tied()
@@ -128,14 +141,16 @@ def _apply_context_parallel(model: Llama, mesh: IslandMesh, *, sequence_length: 
         block.attention.attend = ContextAttention(config.context, mesh.cp_group)
 
 
-def _apply_compute(model: Model, compute: Compute) -> None:
-    """Let blocks compute again what they do not keep, and compile them, each by itself.
+def _apply_compute(model: Model, compute: Compute, mesh: IslandMesh) -> None:
+    """Let blocks multiply in 8 bits, compute again what they do not keep, and compile them.
 
-    Compiled is the block with its recomputation, so that the compiler plans both. Blocks are alike
-    and share one compiled graph; names of parameters do not change.
+    Compiled is each block by itself with its recomputation, so that the compiler plans both. Blocks
+    are alike and share one compiled graph; names of parameters do not change.
     """
-    if compute.precision == "bfloat16" and isinstance(model, Llama):
+    if compute.is_cast and isinstance(model, Llama):
         model.residual_dtype = torch.bfloat16
+    if compute.precision in EIGHT_BITS:
+        multiply_in_eight_bits(model.blocks, compute.precision, mesh.device)
     for block in model.blocks:
         if compute.activation_checkpointing != "none":
             recompute = recompute_of(block, compute.activation_checkpointing)

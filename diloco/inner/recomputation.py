@@ -31,6 +31,7 @@ _KEPT = [
     _aten.addmm.default,
     _aten.bmm.default,
     _aten._grouped_mm.default,
+    _aten._scaled_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,

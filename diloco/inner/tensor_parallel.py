@@ -139,6 +139,42 @@ class PositionwiseNorm(nn.RMSNorm):
         return F.rms_norm(x_BSD, self.normalized_shape, weight_D, self.eps)
 
 
+def await_embedding(model: Llama) -> None:
+    """Let compiled blocks have the embedding's output itself, and not the promise of it.
+
+    DTensor hands on the result of a collective that is under way as a tensor of its own class;
+    given to a compiled block, its gradient does not find the way back (torch 2.13). A copy waits.
+    """
+    if model.embed is not None:
+        model.embed.register_forward_hook(_copied)
+
+
+def _copied(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output.clone()
+
+
+def pipeline_collectives(mesh: DeviceMesh) -> None:
+    """Let the compiler hide collectives along `tp` under the matrix products beside them.
+
+    Compiled graphs of this process then cut gather and product, or product and scatter, into parts
+    that go through memory which the ranks' devices share.
+
+    Args:
+        mesh: The ranks along `tp`, CUDA devices of one host.
+
+    Source: async tensor parallelism of PyTorch, arXiv 2410.06511 section 3.1.
+    """
+    # Here: only who compiles anyhow loads the compiler.
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # Deprecated as needless, and still what the compiler asks for (torch 2.13).
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
 def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters whose gradients are parts of a sum over the ranks along `tp`."""
     partial = (module for module in model.modules() if getattr(module, PARTIAL_OVER_TP, False))

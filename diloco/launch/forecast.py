@@ -116,7 +116,8 @@ class Forecast:
     those of the average island.
     `ranks` has of every island the rank that takes most memory.
     `kept_bytes` is what the islands that copy their inner states take of host memory, for each of
-    their hosts that keeps a copy.
+    their hosts that keeps a copy; `copied_bytes` what a checkpoint behind the training takes of an
+    island's hosts together, 0 where there is none.
     """
 
     run: str
@@ -135,6 +136,7 @@ class Forecast:
     ways: tuple[WayForecast, ...]
     disk: DiskForecast
     kept_bytes: dict[str, int]
+    copied_bytes: dict[str, int]
     ranks: dict[str, RankForecast]
     exchange: str
     syncers: tuple[SyncerForecast, ...]
@@ -165,6 +167,11 @@ def forecast(config: Config) -> Forecast:
     schedule = build_schedule(config.outer, config.run.inner_steps)
     link = link_profile(config)
     fragments = tuple(_fragment(config, plan, fragment) for fragment in plan.fragments)
+    largest = max(each.parameters for each in fragments)
+    ranks = {
+        name: forecast_rank(config, island, largest)
+        for name, island in sorted(config.islands.items())
+    }
     return Forecast(
         run=config.run.name,
         config_fingerprint=fingerprint(config),
@@ -189,10 +196,11 @@ def forecast(config: Config) -> Forecast:
             for name, island in sorted(config.islands.items())
             if island.memory_checkpoint_steps
         },
-        ranks={
-            name: forecast_rank(config, island, max(each.parameters for each in fragments))
-            for name, island in sorted(config.islands.items())
+        copied_bytes={
+            name: rank.checkpoint_copy_bytes * config.islands[name].ranks
+            for name, rank in ranks.items()
         },
+        ranks=ranks,
         exchange=config.outer.exchange,
         syncers=_syncers(config, plan),
         arrival=_arrival(config, fragments, link) if config.outer.is_on_arrival else None,

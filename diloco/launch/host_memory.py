@@ -218,25 +218,28 @@ def _room_in_cgroup() -> int:
     return room
 
 
-def insist_on_memory(key: str, num_bytes: int) -> None:
+def available_bytes() -> int | None:
+    """Bytes of memory that this process may still take; None where the system does not say."""
+    lines = _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []
+    free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return min(*free, _room_in_cgroup()) if free else None
+
+
+def insist_on_memory(key: str, what: str, num_bytes: int, remedy: str) -> None:
     """Refuse to take more of the host's memory than is there.
 
     Args:
         key: Dotted path of the setting that asks for it, and its value.
+        what: Takes it: "copies of ..."; a plural.
         num_bytes: Of all ranks of this host; 0: nothing is asked for.
+        remedy: What to change instead of spreading the island over more hosts.
 
     Raises:
         ConfigError: Naming what is needed, what is there and what to change.
     """
-    available = next(
-        int(line.split()[1]) << 10
-        for line in _MEMINFO.read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    available = min(available, _room_in_cgroup())
-    if num_bytes > available:
+    available = available_bytes()
+    if available is not None and num_bytes > available:
         raise ConfigError(
-            f"{key}: copies of the inner state take {format_bytes(num_bytes)} of this host's "
-            f"memory, and {format_bytes(available)} are available; spread the island over more "
-            f"hosts or ranks, lower memory_copies, or set memory_checkpoint_steps to 0"
+            f"{key}: {what} take {format_bytes(num_bytes)} of this host's memory, and "
+            f"{format_bytes(available)} are available; spread the island over more hosts, {remedy}"
         )

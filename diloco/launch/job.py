@@ -9,7 +9,7 @@ from datetime import timedelta
 from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from diloco.errors import ConfigError
 from diloco.sync.groups import COLLECTIVE_S, GROUPS_OF_THE_LOOP
@@ -69,21 +69,22 @@ class Job:
         return cls(island_rank, num_ranks, rendezvous, num_hosts, memory, local_rank, here)
 
 
-def meet(job: Job, backend: str = "gloo", *, num_recorded: int = 0) -> None:
-    """Make the default process group, for the model; an island of one rank has none.
+def meet(job: Job, backend: str = "gloo", *, is_cast: bool = False, num_recorded: int = 0) -> None:
+    """Make the default process group, for the model; an island of one rank mostly has none.
 
     Args:
         job: Of this rank.
         backend: Backends by device, as `diloco.launch.device.backend_of` names them.
+        is_cast: Whether the model's parameters are cast, for which one rank, too, has a group.
         num_recorded: Last collectives that PyTorch's flight recorder keeps, unless
             TORCH_FR_BUFFER_SIZE is set.
     """
-    if job.num_ranks == 1:
+    if job.num_ranks == 1 and not is_cast:
         return
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(num_recorded))
     dist.init_process_group(
         backend,
-        store=_store(job) if job.rendezvous != "env://" else None,
+        store=_store(job),
         rank=job.island_rank,
         world_size=job.num_ranks,
         timeout=timedelta(seconds=COLLECTIVE_S),
@@ -103,8 +104,12 @@ def limit_collectives(collective_s: float) -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_s), group)
 
 
-def _store(job: Job) -> TCPStore:
-    """Serve the store of this start, or reach it."""
+def _store(job: Job) -> Store | None:
+    """Serve the store of this start, or reach it; None: the environment says where it is."""
+    if job.num_ranks == 1:
+        return HashStore()  # nobody else comes
+    if job.rendezvous == "env://":
+        return None
     url = urlsplit(job.rendezvous)
     assert url.hostname is not None and url.port is not None, job.rendezvous
     descriptor = parse_qs(url.query).get("descriptor")

@@ -145,7 +145,9 @@ class MemoryCopies:
         missing = [row[0] for row in self._gather([self._slots.missing_bytes])]
         insist_on_memory(
             f"islands.{self._island}.memory_checkpoint_steps = {self._every}",
+            "copies of the inner state",
             sum(missing[first : first + here]),
+            "lower memory_copies, or set memory_checkpoint_steps to 0",
         )
         self._agree(True)  # all hosts have looked before any rank takes
         try:

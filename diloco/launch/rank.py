@@ -52,7 +52,12 @@ from diloco.inner.state import load_parameters_
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.chaos import paced
 from diloco.launch.connect import connect
-from diloco.launch.device import backend_of, rank_device
+from diloco.launch.device import (
+    backend_of,
+    insist_on_async_tp,
+    insist_on_precision,
+    rank_device,
+)
 from diloco.launch.donor import Donor
 from diloco.launch.healing import Healing
 from diloco.launch.island_checkpoints import IslandCheckpoints
@@ -63,6 +68,7 @@ from diloco.launch.memory_copies import MemoryCopies
 from diloco.launch.memory_use import memory_used
 from diloco.launch.mirror import Mirror
 from diloco.launch.profile import StepProfile
+from diloco.launch.rank_memory import insist_on_host_memory
 from diloco.launch.record import RankRecord
 from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
@@ -183,8 +189,19 @@ class _Rank:
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
         device = rank_device(config.island.device, job, island=config.island_id)
-        meet(job, backend_of(device), num_recorded=config.telemetry.flight_recorder_entries)
-        mesh = make_mesh(device, config.island.mesh)
+        insist_on_async_tp(config.island.mesh, device, job, island=config.island_id)
+        insist_on_precision(config.island.precision, device, island=config.island_id)
+        insist_on_host_memory(
+            config, num_local_ranks=job.num_local_ranks, is_on_cpu=device.type == "cpu"
+        )
+        is_cast = config.island.compute.is_cast
+        meet(
+            job,
+            backend_of(device),
+            is_cast=is_cast,
+            num_recorded=config.telemetry.flight_recorder_entries,
+        )
+        mesh = make_mesh(device, config.island.mesh, is_cast=is_cast)
         limit_collectives(config.island.collective_timeout_s)
         data = open_data(config)
         # Too many held-out sequences are refused now, not after the training.

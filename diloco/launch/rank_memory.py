@@ -35,6 +35,14 @@ On the host, for the outer loop, of each of the island's values, dealt to its ra
     8            with error feedback, 8 with late = "carry"
     8 + wire     of fragments under way: pseudo-gradient, staged version, both payloads
 
+and for a checkpoint that is written behind the training, while it is:
+
+    4 + moments  copy of parameters and optimizer
+
+On the device for the outer loop, while a fragment is sent or merged and no longer: the piece of a
+parameter that is on its way, in one all-to-all at most, twice where local_mix is above 0 (`diloco
+bench memory` counts it).
+
 Operations: `diloco.inner.flops`.
 """
 
@@ -54,7 +62,10 @@ from diloco.inner.optimizer import is_orthogonalised
 from diloco.inner.parallelize import MIN_UNIT_NUMEL
 from diloco.inner.pipeline import stage_ranks
 from diloco.launch.disk import PAYLOAD_BYTES
+from diloco.launch.host_memory import insist_on_memory
 from diloco.outer.packing import layer_of
+from diloco.sync.routes import SLAB_BYTES
+from transport.units import format_bytes
 
 #: Not a layer: what FSDP2 gathers with the whole model.
 _ROOT = -1
@@ -73,6 +84,8 @@ class RankForecast:
     activation_bytes: int
     peak_bytes: int
     outer_host_bytes: int
+    outer_device_bytes: int
+    checkpoint_copy_bytes: int
     flops_per_inner_step: float
 
 
@@ -100,6 +113,8 @@ def forecast_rank(config: Config, island: IslandConfig, largest_fragment: int) -
     return RankForecast(
         **most,
         outer_host_bytes=_outer_host_bytes(config, num_values, largest_fragment) // island.ranks,
+        outer_device_bytes=_outer_device_bytes(config, island, shapes, largest_fragment),
+        checkpoint_copy_bytes=_checkpoint_copy_bytes(config, shapes) // island.ranks,
         flops_per_inner_step=flops_per_token(shape, length)
         * island.tokens_per_inner_step
         / island.ranks,
@@ -125,7 +140,7 @@ def memory_of(
         optimizer: AdamW or Muon.
         z_loss: Whether the loss has a penalty.
     """
-    mesh, value_bytes = island.mesh, 2 if island.precision == "bfloat16" else 4
+    mesh, value_bytes = island.mesh, 2 if island.compute.is_cast else 4
     shards = mesh.dp_shard * mesh.cp
     local = {name: _local_numel(name, s, mesh.tp, shards) for name, s in shapes.items()}
     kept = sum(
@@ -251,6 +266,59 @@ def _gathered_bytes(shapes: Shapes, island: IslandConfig, value_bytes: int) -> i
         units = units[:2]
     copies = 1 if mesh.dp_shard * mesh.cp == 1 else 2  # whole gradients are counted already
     return copies * value_bytes * (rest + sum(units))
+
+
+def insist_on_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bool) -> None:
+    """Refuse checkpoints behind the training where their copy does not fit, before ranks meet.
+
+    Beside the copy, the outer loop's anchors are counted, and parameters and optimizer of ranks
+    that compute on the CPU: what is certainly there when the first copy is made.
+
+    Args:
+        config: With an island selected.
+        num_local_ranks: Of the island, on this host.
+        is_on_cpu: Whether they compute on the CPU.
+
+    Raises:
+        ConfigError: With what they take, and what there is.
+    """
+    rank = forecast_rank(config, config.island, 0)
+    if rank.checkpoint_copy_bytes == 0:
+        return
+    own = rank.checkpoint_copy_bytes + rank.outer_host_bytes
+    if is_on_cpu:
+        own += rank.parameter_bytes + rank.optimizer_bytes
+    copies = format_bytes(num_local_ranks * rank.checkpoint_copy_bytes)
+    insist_on_memory(
+        "checkpoint.asynchronous = true",
+        f"{num_local_ranks} ranks of island {config.island_id} and {copies} of copies for "
+        f"checkpoints behind their training",
+        num_local_ranks * own,
+        "or set it to false: training then waits for the disk, and no copy is made",
+    )
+
+
+def _checkpoint_copy_bytes(config: Config, shapes: Shapes) -> int:
+    """Bytes of an island's copy for a checkpoint behind the training; 0: none is made."""
+    checkpoint = config.checkpoint
+    if not checkpoint.asynchronous or not (checkpoint.every_inner_steps or checkpoint.every_tokens):
+        return 0
+    optimizer = config.inner.optimizer
+    return sum(
+        math.prod(shape) * (4 + (4 if _has_one_moment(optimizer, name, shape) else 8))
+        for name, shape in shapes.items()
+    )
+
+
+def _outer_device_bytes(
+    config: Config, island: IslandConfig, shapes: Shapes, largest_fragment: int
+) -> int:
+    """Bound what the outer loop has on a rank's device at once."""
+    mesh = island.mesh
+    shards = mesh.dp_shard * mesh.cp
+    largest = max(_local_numel(name, shape, mesh.tp, shards) for name, shape in shapes.items())
+    piece = min(4 * min(largest, largest_fragment), SLAB_BYTES // island.ranks)
+    return piece * (2 if config.outer.local_mix > 0 else 1)
 
 
 def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) -> int:

@@ -31,11 +31,27 @@ def test_the_keys_of_an_island_say_how_its_blocks_are_computed():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["precision=float8"], "precision.*float8.*comes later"),
-        (["precision=mxfp8"], "precision.*mxfp8.*comes later"),
+        (["precision=float8"], "float8-tensorwise.*float8-rowwise.*mxfp8"),
+        (["precision=float8-rowwise", "device=cpu"], "needs CUDA devices .*and device is cpu: set"),
+        (
+            ["precision=mxfp8", "ranks=2", "mesh={cp=2}", "tokens_per_inner_step=96"],
+            "micro-batch to be a multiple of 32, not 48: set it to .bfloat16",
+        ),
+        (["ranks=2", "mesh={tp=2}", "precision=mxfp8"], "mesh.tp above 1 comes later; set it to"),
         (["compile_backend=aot_eager"], "compile = false uses none"),
-        (["ranks=2", "mesh={tp=2}", "compile=true"], "compile.*beside mesh.tp above 1 comes later"),
-        (["ranks=2", "mesh={tp=2}", "precision=bfloat16"], "dp_shard x cp = 1: set it to"),
+        (["ranks=2", "mesh={cp=2}", "compile=true"], "compile.*beside mesh.cp above 1 comes later"),
+        (
+            ["ranks=2", "mesh={tp=2}", "compile=true", "activation_checkpointing=full"],
+            "compile.*mesh.tp above 1 and activation checkpointing comes later; set it to false",
+        ),
+        (
+            ["ranks=2", "mesh={tp=2,async_tp=true}"],
+            "async_tp.*goes with compile = true and .*induct",
+        ),
+        (
+            ["ranks=2", "mesh={tp=2,async_tp=true}", "compile=true", "device=cpu"],
+            "async_tp.*needs CUDA devices, and device is cpu: set it to false",
+        ),
         (
             [
                 "ranks=2",
@@ -46,7 +62,18 @@ def test_the_keys_of_an_island_say_how_its_blocks_are_computed():
             'schedule = "zbv", which splits the backward: set it to "none"',
         ),
     ],
-    ids=["float8", "mxfp8", "backend", "compile-tp", "bfloat16-tp", "zero-bubble"],
+    ids=[
+        "which-float8",
+        "8-bits-on-cpu",
+        "8-bits-tokens",
+        "8-bits-tp",
+        "backend",
+        "compile-cp",
+        "compile-tp-full",
+        "async-tp-eager",
+        "async-tp-cpu",
+        "zero-bubble",
+    ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], words: str):
     with pytest.raises(ConfigError, match=words):

@@ -494,7 +494,7 @@ REFUSALS = [
     ("islands.a.mesh.reshard=always", ['reshard = "always" is for', "dp_shard x cp = 1: leave"]),
     ("islands.a.mesh.fsdp_unit=block", ['fsdp_unit = "block" is for data parallelism']),
     ("islands.a.mesh.loss_parallel=true", ["is for tp above 1, and tp = 1: leave it out"]),
-    ("islands.a.mesh.async_tp=true", ["islands.a.mesh.async_tp: true: comes later"]),
+    ("islands.a.mesh.async_tp=true", ["islands.a.mesh.async_tp: true: goes with mesh.tp above 1"]),
     (
         "islands.a={ranks=3, mesh={cp=3}, tokens_per_inner_step=64}",
         ["islands.a.mesh.cp: 3: data.sequence_length = 32 must be a multiple of 6", "to 30 or 36"],

@@ -21,7 +21,7 @@ def test_layout_agrees_with_one_rank(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", names(2, "compiler"))
 def test_compiled_layout_agrees_with_one_rank(name):
     check(name)

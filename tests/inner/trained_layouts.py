@@ -26,12 +26,16 @@ from tests.inner.small_island import CPU, Array, one_rank, whole_parameters
 def run_rows(num_ranks: int, loads: Loads) -> list[dict[str, Any]]:
     """Train all rows of a number of ranks; returns, by rank, the results by name."""
     rows = names(num_ranks, loads)
-    return run_ranks(_train_rows, num_ranks, rows, timeout_s=60 * num_ranks)
+    seconds = 140 if loads == "compiler" else 60
+    return run_ranks(_train_rows, num_ranks, rows, timeout_s=seconds * num_ranks)
 
 
 def _train_rows(island_rank: int, rows: list[str]) -> dict[str, Any]:
     cases = map(case_of, rows)
-    return {case.name: train(case, make_mesh(CPU, case.mesh)) for case in cases}
+    return {
+        case.name: train(case, make_mesh(CPU, case.mesh, is_cast=case.compute.is_cast))
+        for case in cases
+    }
 
 
 def alone(case: Case) -> dict[str, Any]:

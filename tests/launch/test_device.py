@@ -1,10 +1,19 @@
 """Where a rank computes, on a host with too few devices; on one with enough: tests/gpu."""
 
+import re
+
 import pytest
 import torch
 
+from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
-from diloco.launch.device import backend_of, rank_device
+from diloco.launch.device import (
+    backend_of,
+    capability_problem,
+    insist_on_async_tp,
+    insist_on_precision,
+    rank_device,
+)
 from diloco.launch.job import Job
 
 #: More ranks than any host has devices.
@@ -27,3 +36,43 @@ def test_cuda_that_is_not_there_is_refused_by_name() -> None:
 
     with pytest.raises(ConfigError, match=message):
         rank_device("cuda", CROWDED, island="east")
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "words"),
+    [
+        ("float8-rowwise", (8, 9), ""),
+        ("float8-tensorwise", (8, 0), r'needs .* 8.9 \(Ada .*A100 has 8.0; set .*"bfloat16"'),
+        ("mxfp8", (10, 0), ""),
+        ("mxfp8", (9, 0), r'10.0 \(Blackwell\), and A100 has 9.0; set it to "float8-rowwise"'),
+        ("mxfp8", (8, 0), 'set it to "bfloat16"'),
+    ],
+    ids=["enough", "too-old", "blackwell", "hopper", "ampere"],
+)
+def test_what_a_device_lacks_is_said_with_what_it_can_do(precision, capability, words) -> None:
+    problem = capability_problem(precision, "A100", capability)
+
+    assert bool(problem) == bool(words)
+    assert re.search(words, problem)
+
+
+def test_eight_bits_on_a_processor_are_refused_by_name() -> None:
+    insist_on_precision("bfloat16", torch.device("cpu"), island="east")
+
+    message = (
+        'islands.east.precision = "mxfp8": needs compute capability 10.0 .*the CPU has none; set'
+    )
+    with pytest.raises(ConfigError, match=message):
+        insist_on_precision("mxfp8", torch.device("cpu"), island="east")
+
+
+def test_collectives_are_not_hidden_without_devices_that_share_memory() -> None:
+    cpu, cuda, pair = torch.device("cpu"), torch.device("cuda"), Job(0, 3, "", num_local_ranks=3)
+    insist_on_async_tp(MeshConfig(tp=2), cpu, pair, island="east")
+
+    with pytest.raises(
+        ConfigError, match=r"east.mesh.async_tp = true: .*on the cpu; set it to fal"
+    ):
+        insist_on_async_tp(MeshConfig(tp=2, async_tp=True), cpu, pair, island="east")
+    with pytest.raises(ConfigError, match=r"tp = 2 ranks .*on one host, and this one has 3; set"):
+        insist_on_async_tp(MeshConfig(tp=2, async_tp=True), cuda, pair, island="east")

@@ -52,7 +52,10 @@ def test_wrong_variable_is_refused_by_name(name: str, value: str | None) -> None
         Job.from_environment(environ)
 
 
-def test_island_of_one_rank_has_no_process_group() -> None:
+def test_island_of_one_rank_has_a_process_group_only_to_cast_parameters() -> None:
     meet(Job(0, 1, "env://"))
-
     assert not dist.is_initialized()
+
+    meet(Job(0, 1, "env://"), is_cast=True)
+    assert dist.get_world_size() == 1
+    dist.destroy_process_group()

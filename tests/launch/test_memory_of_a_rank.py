@@ -13,10 +13,11 @@ from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.island import IslandConfig
 from diloco.config.load import load_config
 from diloco.config.mesh import MeshConfig
+from diloco.errors import ConfigError
 from diloco.inner.mesh import make_mesh
 from diloco.inner.model import parameter_shapes
 from diloco.launch.forecast import forecast
-from diloco.launch.rank_memory import memory_of
+from diloco.launch.rank_memory import insist_on_host_memory, memory_of
 from tests.distributed import run_ranks
 from tests.inner.small_island import CPU, SEQUENCE_LENGTH, debug_shape, make_trainer, one_rank
 
@@ -55,7 +56,9 @@ LAYOUTS = {
 def _peaks(island_rank):
     peaks = {}
     for name, (mesh, compute) in LAYOUTS.items():
-        trainer = make_trainer(make_mesh(CPU, mesh), compute=compute, batch_size=BATCH_SIZE)
+        trainer = make_trainer(
+            make_mesh(CPU, mesh, is_cast=compute.is_cast), compute=compute, batch_size=BATCH_SIZE
+        )
         trainer.inner_step(0)
         if mesh.tp > 1:
             tracker = MemTracker()
@@ -110,6 +113,42 @@ def test_ranks_of_a_mesh_share_what_one_rank_takes():
         assert each.optimizer_bytes == 2 * each.parameter_bytes
         assert math.isclose(each.outer_host_bytes, alone.outer_host_bytes / 2, abs_tol=1)
     assert sharded.gathered_bytes > 0 == alone.gathered_bytes
+
+
+BEHIND = "checkpoint.every_inner_steps=4"
+
+
+def test_a_checkpoint_behind_the_training_is_copied_to_the_host_and_a_waiting_one_is_not():
+    behind, waiting = plan_of(BEHIND), plan_of(BEHIND, "checkpoint.asynchronous=false")
+    two = plan_of(BEHIND, "islands.east.ranks=2", "islands.east.mesh={dp_shard=2}")
+    muon = plan_of(BEHIND, "inner.optimizer.name=muon")
+
+    assert behind.checkpoint_copy_bytes == behind.parameter_bytes + behind.optimizer_bytes
+    assert two.checkpoint_copy_bytes == behind.checkpoint_copy_bytes // 2
+    assert muon.checkpoint_copy_bytes == muon.parameter_bytes + muon.optimizer_bytes
+    assert (waiting.checkpoint_copy_bytes, plan_of().checkpoint_copy_bytes) == (0, 0)
+
+
+def test_copies_that_the_host_has_no_memory_for_are_refused_before_ranks_meet():
+    def insist(*overrides):
+        config = load_config(DEMO, ["model.preset=llama3-405B", *overrides], island="east")
+        insist_on_host_memory(config, num_local_ranks=1, is_on_cpu=False)
+
+    insist()  # no checkpoint is made but at a stop, which waits
+    insist(BEHIND, "checkpoint.asynchronous=false")
+    with pytest.raises(
+        ConfigError, match=r"1 ranks of island east and 4\.\d+ TiB .*set it to false"
+    ):
+        insist(BEHIND)
+
+
+def test_the_outer_loop_takes_of_a_device_what_is_on_its_way():
+    copied, mixed = plan_of("outer.local_mix=0"), plan_of("outer.local_mix=0.5")
+    halved = plan_of("islands.east.ranks=2", "islands.east.mesh={dp_shard=2}", "outer.local_mix=0")
+
+    assert 0 < copied.outer_device_bytes < copied.parameter_bytes
+    assert mixed.outer_device_bytes == 2 * copied.outer_device_bytes
+    assert halved.outer_device_bytes == copied.outer_device_bytes // 2
 
 
 def test_what_is_not_kept_or_half_as_wide_takes_less():
