@@ -77,6 +77,18 @@ FORBIDDEN = [
         pytest.param(f"simulations.emulate.{name}", IMPURE, (), id=f"emulate.{name}-is-pure")
         for name in ("config", "kernel", "line", "network", "packets")
     ),
+    *(
+        pytest.param(f"simulations.planner.{name}", IMPURE, (), id=f"planner.{name}-is-pure")
+        for name in (
+            "alternatives",
+            "assumptions",
+            "capacity",
+            "penalties",
+            "prediction",
+            "setting",
+            "suggestion",
+        )
+    ),
     # DCP's metadata is a pickle; its reader allows the records that it is made of, and no code.
     *(
         pytest.param(name, CODE_AS_DATA, ("diloco.launch.dcp",), id=f"{name}-unpickles-nothing")
