@@ -27,6 +27,7 @@ from diloco.cli import (
     island,
     local,
     operate,
+    plan,
     repair,
     replay,
     sim,
@@ -64,6 +65,7 @@ def _options(
 for subject in (
     control,
     operate,
+    plan,
     island,
     local,
     baseline,

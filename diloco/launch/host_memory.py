@@ -218,6 +218,16 @@ def _room_in_cgroup() -> int:
     return room
 
 
+def available_bytes() -> int:
+    """Bytes of this host's memory that this process may still take."""
+    available = next(
+        int(line.split()[1]) << 10
+        for line in _MEMINFO.read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    return min(available, _room_in_cgroup())
+
+
 def insist_on_memory(key: str, num_bytes: int) -> None:
     """Refuse to take more of the host's memory than is there.
 
@@ -228,12 +238,7 @@ def insist_on_memory(key: str, num_bytes: int) -> None:
     Raises:
         ConfigError: Naming what is needed, what is there and what to change.
     """
-    available = next(
-        int(line.split()[1]) << 10
-        for line in _MEMINFO.read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    available = min(available, _room_in_cgroup())
+    available = available_bytes()
     if num_bytes > available:
         raise ConfigError(
             f"{key}: copies of the inner state take {format_bytes(num_bytes)} of this host's "
