@@ -110,7 +110,7 @@ def _simulate(
                 record=spans.append,
             )
         )
-    syncer.found(dict.fromkeys(names, 1))
+    syncer.found(names, names)
     period_s = scenario.inner_steps_per_round * scenario.step_s
     end_s = rounds * period_s
     for island in islands:

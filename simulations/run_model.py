@@ -8,10 +8,9 @@ Nothing is trained: an inner step is its duration. What hosts take beside it is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import simpy
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -26,12 +25,11 @@ from simulations.actors import Publication, SimulatedSyncer
 from simulations.costs import MEASURED, HostCosts
 from simulations.engine import Engine
 from simulations.islands import Exchanging, FragmentSize, SimulatedIsland, StepDraws, Sums, Training
-from simulations.network import Network, Outage, Path, Pipe, Tcp
+from simulations.lives import Absence, check_absences
+from simulations.network import Network, Outage, Tcp
+from simulations.sites import SharedLine, Site
 from simulations.timeline import Span
-from transport.link import Link, LinkProfile
-
-#: Bandwidth of a line that is no bottleneck.
-_UNLIMITED_BPS = 1e15
+from transport.link import LinkProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,7 @@ class IslandFigures:
         bytes_up: Payload sent.
         bytes_down: Payload received.
         merges: Versions merged.
+        lost_steps: Inner steps made again, or never counted, after returns.
         rounds: `inner_steps` over H.
     """
 
@@ -58,6 +57,7 @@ class IslandFigures:
     bytes_up: float
     bytes_down: float
     merges: int
+    lost_steps: int
     rounds: float
 
     @property
@@ -127,6 +127,7 @@ def simulate_run(
     syncer_link: LinkProfile | None = None,
     outages: Sequence[Outage] = (),
     tcp: Tcp | None = None,
+    absences: Mapping[str, Sequence[Absence]] | None = None,
     plan: Plan | None = None,
 ) -> SimulatedRun:
     """Simulate the run of a run file.
@@ -144,6 +145,7 @@ def simulate_run(
             no bottleneck, and adds no delay.
         outages: When that line, or where there is none every island's, carries nothing.
         tcp: Ceilings of a connection; None: a transfer fills its share of a link.
+        absences: When islands are away, by island, ascending; on arrival also from the start.
         plan: Fragments; None: those of the run's model.
 
     Raises:
@@ -182,25 +184,28 @@ def simulate_run(
         plain_up=config.outer.uplink == "float32",
         plain_down=config.outer.downlink == "float32",
     )
-    shared = _SharedLine(network, syncer_link, outages)
-    islands = []
+    away = dict(absences or {})
+    check_absences(away, sorted(config.islands), on_arrival=config.outer.is_on_arrival)
+    shared = SharedLine(network, syncer_link, outages)
+    sites = []
     for name in sorted(config.islands):
-        up, down = shared.paths(name, profiles[name], tcp)
-        islands.append(
-            SimulatedIsland(
-                engine,
-                network,
-                name,
-                _training(engine, config, name, step_s[name], step_noise),
-                common,
-                costs,
-                dict.fromkeys(syncers, (up, down)),
-                record=record,
-            )
+        paths = shared.paths(name, profiles[name], tcp)
+        build = functools.partial(
+            SimulatedIsland,
+            engine,
+            network,
+            name,
+            _training(engine, config, name, step_s[name], step_noise),
+            common,
+            costs,
+            dict.fromkeys(syncers, paths),
+            record=record,
         )
+        sites.append(Site(engine, name, build, syncers, away.get(name, ()), config.lease_s))
+    here = [site for site in sites if site.is_here]
     for syncer in syncers:
-        syncer.found({island.name: island.incarnation for island in islands})
-    return _run(engine, islands, syncers, spans, config.outer.inner_steps_per_round)
+        syncer.found([site.name for site in here], [site.name for site in sites])
+    return _run(engine, sites, syncers, spans, config.outer.inner_steps_per_round)
 
 
 def run_plan(config: Config) -> Plan:
@@ -223,21 +228,17 @@ def fragment_sizes(config: Config, plan: Plan) -> list[FragmentSize]:
 
 def _run(
     engine: Engine,
-    islands: Sequence[SimulatedIsland],
+    sites: Sequence[Site],
     syncers: Sequence[SimulatedSyncer],
     spans: Sequence[Span],
     period: int,
 ) -> SimulatedRun:
-    ends: list[simpy.Event] = []
-    for island in islands:
-        island.start()
-        ends.append(engine.process(island.train(lambda: all(s.is_over for s in syncers))))
-    everybody = engine.all_of(ends)
+    everybody = engine.all_of([engine.process(site.live()) for site in sites])
     while not everybody.processed and not any(syncer.lost for syncer in syncers):
         engine.step()
     publications = [each for syncer in syncers for each in syncer.publications]
     whole, steady = {}, {}
-    for island in islands:
+    for island in (site.island for site in sites):
         now = island.sums.copy(engine.now)
         whole[island.name] = _figures(Sums(), now, period)
         steady[island.name] = (
@@ -267,6 +268,7 @@ def _figures(first: Sums, last: Sums, period: int) -> IslandFigures:
         last.bytes_up - first.bytes_up,
         last.bytes_down - first.bytes_down,
         last.merges - first.merges,
+        last.lost_steps - first.lost_steps,
         inner_steps / period,
     )
 
@@ -318,50 +320,6 @@ def _profiles(
     if missing := sorted(set(config.islands) - links.keys()):
         raise ConfigError(f"links.{missing[0]} is missing: give the link of every island")
     return dict(links)
-
-
-class _SharedLine:
-    """The line of the syncers' site, if it is one that islands share."""
-
-    def __init__(
-        self, network: Network, link: LinkProfile | None, outages: Sequence[Outage]
-    ) -> None:
-        self._network, self._link, self._outages = network, link, outages
-        self._in = self._out = None
-        if link is not None:
-            self._in = Pipe("syncer-in", link.down.bandwidth_bps)
-            self._out = Pipe("syncer-out", link.up.bandwidth_bps)
-            for pipe in (self._in, self._out):
-                network.go_down(pipe, outages)
-
-    def paths(self, island: str, profile: LinkProfile, tcp: Tcp | None) -> tuple[Path, Path]:
-        """Give the two directions of an island's way to the syncers."""
-        up_pipe = Pipe(f"{island}-up", profile.up.bandwidth_bps)
-        down_pipe = Pipe(f"{island}-down", profile.down.bandwidth_bps)
-        up, down = profile.up, profile.down
-        ups, downs = [up_pipe], [down_pipe]
-        if self._link is not None and self._in is not None and self._out is not None:
-            up, down = _through(up, self._link.down), _through(down, self._link.up)
-            ups.append(self._in)
-            downs.append(self._out)
-        else:
-            for pipe in (up_pipe, down_pipe):
-                self._network.go_down(pipe, self._outages)
-        rtt_s = up.delay_s + down.delay_s
-        return (
-            Path(f"{island}-up", tuple(ups), up, rtt_s, tcp),
-            Path(f"{island}-down", tuple(downs), down, rtt_s, tcp),
-        )
-
-
-def _through(own: Link, other: Link) -> Link:
-    """Give a link that is two, one after the other."""
-    return Link(
-        min(own.bandwidth_bps, other.bandwidth_bps),
-        own.delay_s + other.delay_s,
-        own.jitter_s + other.jitter_s,
-        1 - (1 - own.loss) * (1 - other.loss),
-    )
 
 
 def _training(engine: Engine, config: Config, name: str, step_s: float, noise: float) -> Training:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Section
+from diloco.config.fields import Problem, several_problems
+from diloco.config.load import section_with, values_of
 from transport.link import Link, LinkProfile, find_profile
 from transport.units import parse_bandwidth, parse_bytes, parse_duration
 
@@ -43,6 +45,12 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
 #: Which send everything at every step, and which everything at once.
 _EVERY_STEP = ("data-parallel", "hierarchical")
 _WHOLE = (*_EVERY_STEP, "diloco")
+
+
+#: Keys that only some scenarios have a use for.
+_OF_LINK = ("bandwidth", "bandwidth_down", "rtt", "jitter", "loss")
+_OF_RINGS = ("ranks", "inside_bandwidth")
+_OF_RELEASE = ("buckets", "release")
 
 
 def _text(parse: Callable[[object], object]) -> BeforeValidator:
@@ -231,6 +239,26 @@ class Scenario(Section):
             raise ValueError("must be over 0: give a rate such as 1Gbit/s")
         return value
 
+    @model_validator(mode="after")
+    def _check_used(self) -> Scenario:
+        """Refuse what was said and would change nothing."""
+        cases = (
+            (bool(self.link), _OF_LINK, f"link = {self.link} says it"),
+            (self.topology != "star", ("syncer_bandwidth",), 'is of topology = "star"'),
+            (self.method not in _EVERY_STEP, _OF_RINGS, "is of gradients at every step"),
+            (self.method == "decoupled", _OF_RELEASE, "decoupled sends after its steps"),
+        )
+        fields = type(self).model_fields
+        problems: list[Problem] = [
+            (key, value, f"{why}: leave it out")
+            for is_case, keys, why in cases
+            for key in keys
+            if is_case and (value := getattr(self, key)) != fields[key].default
+        ]
+        if problems:
+            raise several_problems(problems)
+        return self
+
     @property
     def step_s(self) -> float:
         """T, seconds."""
@@ -285,3 +313,49 @@ class ScenarioFile(Section):
     """The file of a scenario."""
 
     scenario: Scenario = Field(default=Scenario(), description="What is predicted")
+
+
+#: Keys that a method has no use for, left out where every method is asked for.
+_FOREIGN: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        _EVERY_STEP,
+        (
+            "inner_steps_per_round",
+            "num_fragments",
+            "overlap_steps",
+            "topology",
+            "quorum",
+            "syncer_bandwidth",
+        ),
+    ),
+    "diloco": ("num_fragments", "overlap_steps", "quorum", *_OF_RINGS),
+    "streaming": ("overlap_steps", "quorum", *_OF_RINGS),
+    "overlap": ("quorum", *_OF_RINGS),
+    "4-bit": ("bits_up", "bits_down", "quorum", *_OF_RINGS),
+    "decoupled": ("topology", *_OF_RINGS, *_OF_RELEASE),
+}
+
+
+def make_scenarios(path: str, flags: Mapping[str, Any]) -> list[Scenario]:
+    """Make the scenario of a file, if any, and of flags that win; one a method if none is named.
+
+    Args:
+        path: A file with a table [scenario], or empty.
+        flags: Keys and raw values.
+
+    Raises:
+        ConfigError: If the file cannot be read, or there are problems: one a line, by dotted path.
+    """
+    raw = values_of(path, ScenarioFile) if path else {}
+    given = raw.get("scenario", {})
+    if isinstance(given, dict):
+        given = {**given, **flags}
+    attempt = f"cannot predict {path}" if path else "cannot predict this scenario"
+    if not isinstance(given, dict) or "method" in given:
+        return [section_with({**raw, "scenario": given}, ScenarioFile, attempt).scenario]
+    made = []
+    for method in METHODS:
+        own = {key: value for key, value in given.items() if key not in _FOREIGN[method]}
+        whole = {**raw, "scenario": {"method": method, **own}}
+        made.append(section_with(whole, ScenarioFile, attempt).scenario)
+    return made

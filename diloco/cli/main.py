@@ -31,6 +31,7 @@ from diloco.cli import (
     repair,
     replay,
     sim,
+    sim_utilization,
 )
 from diloco.errors import DilocoError
 from diloco.launch.logs import log_to
@@ -83,6 +84,7 @@ for subject in (
     subject.register(app)
 bench_inner.register(bench.bench)
 bench_race.register(bench.bench)
+sim_utilization.register(sim.sim)
 
 
 def _flow(group: typer.Typer) -> None:

@@ -91,26 +91,27 @@ def config_of(values: Mapping[str, Any], attempt: str) -> Config:
     return _validated(values, attempt, Config)
 
 
-def section_with(
-    path: str | Path, values: Mapping[str, Mapping[str, Any]], section: type[S], attempt: str
-) -> S:
-    """Make a section of a file, if `path` is not empty, and of values that win over it.
+def values_of(path: str | Path, section: type[classes.Section]) -> dict[str, Any]:
+    """Read the raw values of another kind of file, whose root is `section`, for `section_with`.
+
+    Raises:
+        ConfigError: If the file cannot be read, or is no TOML.
+    """
+    return _read(path, section)
+
+
+def section_with(values: Mapping[str, Any], section: type[S], attempt: str) -> S:
+    """Make another kind of root of what its file would say.
 
     Args:
-        path: File whose root is `section`, or empty.
-        values: Keys and values by table.
+        values: Raw values by key.
         section: What is made.
         attempt: What is tried, for the error.
 
     Raises:
-        ConfigError: If the file cannot be read, or they have problems: one a line.
+        ConfigError: If the values have problems: one a line.
     """
-    raw = _read(path, section) if path else {}
-    for table, keys in values.items():
-        below = raw.setdefault(table, {})
-        if isinstance(below, dict):
-            below.update(keys)
-    return _validated(raw, attempt, section)
+    return _validated(values, attempt, section)
 
 
 def _read(path: str | Path, root: type[classes.Section]) -> dict[str, Any]:
