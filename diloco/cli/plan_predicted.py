@@ -169,14 +169,16 @@ def _candidate_row(candidate: Candidate) -> list[str]:
 def _decides(suggestion: Suggestion) -> str:
     """Say which inputs change the suggestion if they are 20 % off, or else the time most."""
     changing = [each for each in suggestion.influences if each.is_other]
-    if changing:
-        lines = [_influence_text(each, suggestion) for each in changing[:_SHOWN_INFLUENCES]]
-        return f"{changing[0].name.capitalize()} decides:\n  " + "\n  ".join(lines)
-    most = suggestion.influences[0]
-    return (
-        "No input that is 20 % off changes the suggestion; the time depends most on this one:\n  "
-        + _influence_text(most, suggestion)
-    )
+    timed = [each for each in suggestion.influences if each.wall_s is not None]
+    most = max(timed, key=lambda each: abs((each.wall_s or 0.0) / suggestion.chosen.wall_s - 1))
+    if not changing:
+        return (
+            "No input that is 20 % off changes the suggestion; the time depends most on this one:"
+            f"\n  {_influence_text(most, suggestion)}"
+        )
+    shown = [*changing[:_SHOWN_INFLUENCES], *([] if most in changing else [most])]
+    lines = "\n  ".join(_influence_text(each, suggestion) for each in shown)
+    return f"{changing[0].name.capitalize()} decides:\n  {lines}"
 
 
 def _influence_text(influence: Influence, suggestion: Suggestion) -> str:
