@@ -84,6 +84,18 @@ FORBIDDEN = [
         for name in ("simulations.goodput", "simulations.check", "simulations.published")
     ),
     *(
+        pytest.param(f"simulations.planner.{name}", IMPURE, (), id=f"planner.{name}-is-pure")
+        for name in (
+            "alternatives",
+            "assumptions",
+            "capacity",
+            "penalties",
+            "prediction",
+            "setting",
+            "suggestion",
+        )
+    ),
+    *(
         pytest.param(f"simulations.{name}", IMPURE, (), id=f"simulations.{name}-is-pure")
         for name in (
             "actors",

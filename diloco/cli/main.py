@@ -27,6 +27,7 @@ from diloco.cli import (
     island,
     local,
     operate,
+    plan,
     repair,
     replay,
     sim,
@@ -66,6 +67,7 @@ def _options(
 for subject in (
     control,
     operate,
+    plan,
     island,
     local,
     baseline,

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from diloco.cli import island
+from diloco.cli.main import app
 from diloco.errors import ConfigError
 
 RUN = """
@@ -54,15 +53,13 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def plan(*arguments: object) -> str:
-    app = typer.Typer()
-    island.register(app)
     result = CliRunner().invoke(app, ["plan", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_json_has_fragments_schedule_bytes_and_tokens(run_file: Path) -> None:
-    planned = json.loads(plan(run_file, "--json"))
+    planned = json.loads(plan(run_file, "--json", "-"))
 
     # tiny: embedding and head 256 x 32; a layer has 2 x 32 x 32 + 2 x 32 x 16 in its attention,
     # 3 x 32 x 96 in its feed-forward, 2 norms; one last norm.
@@ -79,7 +76,7 @@ def test_json_has_fragments_schedule_bytes_and_tokens(run_file: Path) -> None:
 
 
 def test_schedule_lists_the_first_two_periods_and_the_last(run_file: Path) -> None:
-    planned = json.loads(plan(run_file, "--json"))
+    planned = json.loads(plan(run_file, "--json", "-"))
 
     steps = [(send["inner_step"], send["merge_step"]) for send in planned["sends"]]
     # H = 4, P = 2, tau = 1: due at 2, 4, 6, ...; the flush takes what would merge at 20 or later.
@@ -91,7 +88,7 @@ def test_schedule_lists_the_first_two_periods_and_the_last(run_file: Path) -> No
 def test_a_run_of_any_length_is_planned_at_once(run_file: Path) -> None:
     changes = ("--set", "run.inner_steps=1000000000")
 
-    planned = json.loads(plan(run_file, "--json", *changes))
+    planned = json.loads(plan(run_file, "--json", "-", *changes))
 
     steps = [send["inner_step"] for send in planned["sends"]]
     # What would merge at 10^9 or later is left to the flush.
@@ -101,7 +98,7 @@ def test_a_run_of_any_length_is_planned_at_once(run_file: Path) -> None:
 
 
 def test_alternatives_are_multiples_of_the_run(run_file: Path) -> None:
-    own, dense, parallel = json.loads(plan(run_file, "--json"))["ways"]
+    own, dense, parallel = json.loads(plan(run_file, "--json", "-"))["ways"]
 
     assert (own["name"], own["times"]) == ("this run", 1.0)
     assert own["transfers"] == 9 + 2
@@ -121,7 +118,7 @@ def test_tables_name_every_fragment_and_the_flush(run_file: Path) -> None:
 
 
 def test_disk_is_forecast(run_file: Path) -> None:
-    planned = json.loads(plan(run_file, "--json"))
+    planned = json.loads(plan(run_file, "--json", "-"))
 
     # 16 B a parameter and an int4 payload; two complete ones, one not yet, one being written.
     assert planned["disk"]["checkpoint_bytes"] == round(41120 * (16 + 0.5 + 2 / 128))
@@ -131,7 +128,7 @@ def test_disk_is_forecast(run_file: Path) -> None:
 
 def test_host_memory_is_forecast_where_copies_are_kept(run_file: Path) -> None:
     setting = ("--set", "islands.west.memory_checkpoint_steps=5")
-    planned = json.loads(plan(run_file, "--json", *setting))
+    planned = json.loads(plan(run_file, "--json", "-", *setting))
 
     # Two moments of 4 B, two slots.
     assert planned["kept_bytes"] == {"west": 16 * 41120}
@@ -143,7 +140,7 @@ def test_without_a_link_no_time_is_claimed(run_file: Path) -> None:
     text = plan(run_file, "--set", "transport.link=")
 
     assert "no transport.link, so no times" in text
-    planned = json.loads(plan(run_file, "--set", "transport.link=", "--json"))
+    planned = json.loads(plan(run_file, "--set", "transport.link=", "--json", "-"))
     assert {way["transfer_s"] for way in planned["ways"]} == {None}
 
 
@@ -204,8 +201,6 @@ def test_impossible_run_is_refused_with_its_field(
 
 
 def test_text_that_is_not_there_is_an_error_below_the_plan(run_file: Path) -> None:
-    app = typer.Typer()
-    island.register(app)
     arguments = ["plan", str(run_file), "--set", 'data.sources.web.files="gone.jsonl"']
     arguments += ["--set", "data.source=streams"]
 
@@ -227,7 +222,7 @@ def test_plan_names_text_and_what_it_did_not_look_at(run_file: Path) -> None:
     "shipped", sorted(Path(__file__).parents[2].glob("configs/runs/*.toml")), ids=lambda p: p.stem
 )
 def test_every_shipped_run_file_can_be_planned(shipped: Path) -> None:
-    planned = json.loads(plan(shipped, "--json"))
+    planned = json.loads(plan(shipped, "--json", "-"))
 
     assert planned["fragments"]
     assert planned["parameters"] > 0
@@ -238,7 +233,7 @@ def test_a_run_on_arrival_shows_tokens_for_a_schedule_and_where_its_grace_is_0(
 ) -> None:
     changes = ("--set", "outer.preset=decoupled")
     text = plan(run_file, *changes)
-    planned = json.loads(plan(run_file, "--json", *changes))
+    planned = json.loads(plan(run_file, "--json", "-", *changes))
 
     assert "until 7,680 tokens are merged, then a flush" in text
     assert "inner step" not in text.split("There is no schedule")[0].split("A round of")[0]
@@ -256,3 +251,90 @@ def test_a_run_on_arrival_shows_tokens_for_a_schedule_and_where_its_grace_is_0(
     assert "There is no schedule" in fixed and "Warning" not in fixed
     unlinked = plan(run_file, *changes, "--set", "transport.link=")
     assert "Warning: outer.grace = auto" in unlinked and "inner steps under" not in unlinked
+
+
+KNOWN = ("--step-time", "50ms")
+
+
+def test_prediction_stands_beside_all_reduces_on_the_same_link(
+    run_file: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "there" / "plan.png"
+    text = plan(run_file, *KNOWN, "--plot", picture)
+    planned = json.loads(plan(run_file, *KNOWN, "--json", "-"))
+
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "inner step, east, west: 50 ms, told" in text
+    assert "Predicted: " in text and "hierarchical, bfloat16" in text
+    # A terminal of 80 columns, and nothing is cut.
+    assert "\u2026" not in text
+    assert all(len(line) <= 80 for line in text.splitlines() if line.endswith(" "))
+    predicted = planned["prediction"]
+    assert predicted["islands"].keys() == {"east", "west"}
+    # At least the inner steps, at most these and every exchange waited for.
+    assert 20 * 0.05 < predicted["wall_s"] < 20 * 0.05 + planned["ways"][0]["transfer_s"] + 11 * 0.2
+    names = [each["name"] for each in planned["alternatives"]]
+    assert names == ["flat, float32", "hierarchical, float32", "hierarchical, bfloat16"]
+    assert planned["not_predicted"] == ""
+
+
+def test_what_is_not_known_is_not_predicted(run_file: Path) -> None:
+    text = plan(run_file, "--set", "transport.link=")
+
+    assert "No time is predicted: transport.link names no profile" in text
+    assert "estimated: " in text and "1 thread of 20 Gflop/s (--step-time or" in text
+    with pytest.raises(ConfigError, match="--suggest: no time is predicted: transport"):
+        plan(run_file, "--set", "transport.link=", "--suggest")
+    told = json.loads(
+        plan(run_file, "--set", "transport.link=", *KNOWN, "--bandwidth", "1Gbit/s", "--json", "-")
+    )
+    assert told["assumptions"]["links"]["west"]["up"]["bandwidth_bps"] == 1e9
+
+
+def test_what_is_suggested_can_be_typed_and_takes_what_was_said(
+    run_file: Path, tmp_path: Path
+) -> None:
+    longer = ("--set", "run.inner_steps=2000", *KNOWN)
+    tried = ("--inner-steps-per-round", "20,40", "--num-fragments", "2", "--codecs", "int4,float32")
+    more = ("--overlap-steps", "1,5", "--num-lanes", "16", "--max-loss", "0.4%")
+    report = tmp_path / "plan.json"
+
+    text = plan(run_file, *longer, "--suggest", *tried, *more, "--json", report)
+
+    planned = json.loads(report.read_text())
+    chosen = planned["suggestion"]["chosen"]
+    assert chosen["wall_s"] < planned["prediction"]["wall_s"]
+    assert chosen["penalty"] <= 0.004
+    assert " decides:\n  20 % " in text or "the time depends most on this one:\n  20 % " in text
+    (typed,) = (line for line in text.splitlines() if line.startswith(f"diloco plan {run_file}"))
+    overrides = typed.removeprefix(f"diloco plan {run_file} ").split()
+    again = json.loads(plan(run_file, *longer, *overrides, "--json", "-"))
+    assert again["prediction"]["wall_s"] == pytest.approx(chosen["wall_s"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--probe", "127.0.0.1:1"), "--coordinator and --probe say what --measure measures"),
+        (("--plot", "plan.txt"), r"--plot plan\.txt: give a path that ends with \.png"),
+        (("--suggest", "--max-loss", "1"), "--max-loss 1: give a percentage over 0, such as 0.5%"),
+        (("--suggest", "--codecs", "int5"), "--codecs int5: 'int5' is none"),
+        (("--overlap-steps", "1;2"), "--overlap-steps 1;2: give whole numbers from 0 on"),
+        (("--syncer-memory", "lots"), "--syncer-memory: 'lots' is not a size"),
+        (("--set", "outer.exchange=allreduce", "--suggest"), "diloco sim utilization --topology"),
+    ],
+    ids=["probe", "plot", "loss", "codec", "tau", "memory", "allreduce"],
+)
+def test_options_that_cannot_be_are_refused(
+    run_file: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(run_file, *arguments)
+
+
+def test_real_inner_steps_are_measured(run_file: Path) -> None:
+    planned = json.loads(plan(run_file, "--step-time", "west=1s", "--measure", "--json", "-"))
+
+    steps = planned["assumptions"]["step_s"]
+    assert steps["west"] == 1.0 and 1e-4 < steps["east"] < 30.0
+    assert any("measured on this machine (c" in line for line in planned["assumptions"]["origins"])

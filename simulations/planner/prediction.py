@@ -1,0 +1,272 @@
+"""What a run will be like on its links: time, utilisation, bandwidth, and what its syncers carry.
+
+Everything comes from the event simulation of the run itself (`simulations.run_model`); of a long
+run its beginning and its end are simulated, and the rounds between counted:
+
+    seconds = those of 4 rounds, the rest of the last one and the flush
+            + rounds left out * seconds of a steady round
+
+Of a syncer: cores are its seconds of merging a round over the seconds of H inner steps; memory
+
+    (12 B, of adam 16) a parameter + 1.25 * 12 B a parameter of its largest fragment
+    + 2 * what may be held of contributions (`coordinator.spool_memory`, or all that are under way)
+
+whose 1.25 is the bar of `diloco bench syncer`; without code and libraries, some 0.4 GiB a process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from diloco.launch.disk import forecast_disk
+from diloco.outer.assignment import assign_fragments
+from diloco.outer.fragments import Plan
+from simulations.bandwidth import at_bandwidth, needed_bps
+from simulations.planner.assumptions import Assumptions
+from simulations.run_model import SimulatedRun, fragment_sizes, simulate_run
+
+#: Of a run that is longer; the first warms up.
+ROUNDS = 4
+#: "Enough" bandwidth.
+ENOUGH = 0.99
+_STATE_BYTES, _SECOND_MOMENT_BYTES = 12, 4
+_EXTRA = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class IslandPrediction:
+    """One island; rates in bits a second of payload, means over steady rounds.
+
+    Attributes:
+        step_s: Seconds of an undisturbed inner step.
+        link: Name of its link.
+        utilisation: Share of the time in inner steps, in steady rounds.
+        blocked_s: Seconds a round for which training stands still.
+        mean_up_bps: Sent.
+        mean_down_bps: Received.
+        peak_up_bps: While something is sent: what the link lets through.
+        peak_down_bps: While something is received.
+    """
+
+    step_s: float
+    link: str
+    utilisation: float
+    blocked_s: float
+    mean_up_bps: float
+    mean_down_bps: float
+    peak_up_bps: float
+    peak_down_bps: float
+
+
+@dataclass(frozen=True, slots=True)
+class SyncerPrediction:
+    """One syncer; rates in bits a second of payload.
+
+    Attributes:
+        syncer_id: Which.
+        fragment_ids: Its own.
+        cores: Seconds of merging a second, if training never waits for it.
+        memory_bytes: At most, without code.
+        store_bytes: Its store on disk, at most.
+        written_bytes_per_s: To that.
+        mean_in_bps: Contributions.
+        mean_out_bps: Versions.
+        peak_in_bps: If all islands send at once.
+        peak_out_bps: If all fetch at once.
+    """
+
+    syncer_id: int
+    fragment_ids: tuple[int, ...]
+    cores: float
+    memory_bytes: int
+    store_bytes: int
+    written_bytes_per_s: float
+    mean_in_bps: float
+    mean_out_bps: float
+    peak_in_bps: float
+    peak_out_bps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A whole run.
+
+    Attributes:
+        wall_s: From the first inner step to the end, flush included.
+        utilisation: Mean over islands, in steady rounds.
+        round_s: Seconds of H inner steps of the slowest island.
+        enough_bps: Bandwidth of all islands, each way, with which the slowest one trains 99 % of
+            the time; None: see `enough_bandwidth`.
+        islands: By name.
+        syncers: By number.
+        run: What was simulated of it.
+    """
+
+    wall_s: float
+    utilisation: float
+    round_s: float
+    enough_bps: float | None
+    islands: Mapping[str, IslandPrediction]
+    syncers: tuple[SyncerPrediction, ...]
+    run: SimulatedRun
+
+
+def predict(config: Config, plan: Plan, assumed: Assumptions) -> Prediction:
+    """Predict a run whose links are known.
+
+    Raises:
+        ConfigError: If it is none that can be simulated, or would come to nothing.
+    """
+    run, wall_s = simulate_whole(config, plan, assumed)
+    assert assumed.links is not None, "nothing is predicted without links"
+    islands = {
+        name: IslandPrediction(
+            step_s=assumed.step_s[name],
+            link=assumed.links[name].name,
+            utilisation=figures.utilisation,
+            blocked_s=figures.blocked_s_per_round,
+            mean_up_bps=8 * figures.bytes_up / figures.wall_s,
+            mean_down_bps=8 * figures.bytes_down / figures.wall_s,
+            peak_up_bps=assumed.links[name].up.bandwidth_bps,
+            peak_down_bps=assumed.links[name].down.bandwidth_bps,
+        )
+        for name, figures in run.steady.items()
+    }
+    return Prediction(
+        wall_s=wall_s,
+        utilisation=run.utilisation,
+        round_s=run.seconds_per_round,
+        enough_bps=enough_bandwidth(config, plan, assumed),
+        islands=islands,
+        syncers=_syncers(config, plan, assumed, run, islands),
+        run=run,
+    )
+
+
+def simulate_whole(
+    config: Config, plan: Plan, assumed: Assumptions, rounds: int = ROUNDS
+) -> tuple[SimulatedRun, float]:
+    """Simulate a run, of a long one so many rounds and the end; returns it and the run's seconds.
+
+    Raises:
+        ConfigError: If it is none that can be simulated, or would come to nothing.
+    """
+    period, inner_steps = config.outer.inner_steps_per_round, config.run.inner_steps
+    left_out = max(0, inner_steps // period - rounds)
+    shown = config.run.model_copy(update={"inner_steps": inner_steps - left_out * period})
+    run = simulate_run(
+        config.model_copy(update={"run": shown}),
+        step_s=assumed.step_s,
+        links=assumed.links,
+        costs=assumed.costs,
+        syncer_link=assumed.syncer_link,
+        tcp=assumed.tcp,
+        plan=plan,
+    )
+    if run.lost:
+        raise ConfigError(
+            f"this run would come to nothing on these links: {run.lost}; raise "
+            f"outer.round_deadline = {config.outer.round_deadline}, or send less "
+            f"(outer.uplink_codec, outer.inner_steps_per_round)"
+        )
+    return run, run.wall_s + left_out * run.seconds_per_round
+
+
+def enough_bandwidth(config: Config, plan: Plan, assumed: Assumptions) -> float | None:
+    """Find the bandwidth of all, each way, with which the slowest island trains 99 % of the time.
+
+    Returns:
+        Bits a second, within 0.5 %; None: there is none, whatever the bandwidth; or nobody waits
+        for a link at all (`outer.merge = "on_arrival"`), so that any is enough for that.
+    """
+    if config.outer.is_on_arrival:
+        return None
+
+    trained_s = config.outer.inner_steps_per_round * max(assumed.step_s.values())
+
+    def share(bandwidth_bps: float) -> float:
+        assert assumed.links is not None, "nothing is predicted without links"
+        links = {name: at_bandwidth(each, bandwidth_bps) for name, each in assumed.links.items()}
+        try:
+            run, _ = simulate_whole(config, plan, replace(assumed, links=links), rounds=3)
+        except ConfigError:  # too thin for its deadlines
+            return 0.0
+        return trained_s / run.seconds_per_round
+
+    return needed_bps(share, ENOUGH)
+
+
+def _syncers(
+    config: Config,
+    plan: Plan,
+    assumed: Assumptions,
+    run: SimulatedRun,
+    islands: Mapping[str, IslandPrediction],
+) -> tuple[SyncerPrediction, ...]:
+    sizes = fragment_sizes(config, plan)
+    total_up, total_down = (sum(s.bytes_up for s in sizes), sum(s.bytes_down for s in sizes))
+    trained_s = config.outer.inner_steps_per_round * max(assumed.step_s.values())
+    found = []
+    for syncer_id, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers)):
+        parameters = sum(plan.fragments[p].numel for p in own)
+        disk = forecast_disk(config, parameters)
+        share_up = sum(sizes[p].bytes_up for p in own) / total_up
+        share_down = sum(sizes[p].bytes_down for p in own) / total_down
+        written = disk.frame_bytes if config.outer.store == "log" else disk.record_bytes
+        found.append(
+            SyncerPrediction(
+                syncer_id=syncer_id,
+                fragment_ids=own,
+                cores=_merging_s(run, own, assumed.costs.commit_round_s) / trained_s,
+                memory_bytes=syncer_memory(config, plan, own),
+                store_bytes=disk.store_bytes,
+                written_bytes_per_s=written / run.seconds_per_round,
+                mean_in_bps=share_up * sum(each.mean_up_bps for each in islands.values()),
+                mean_out_bps=share_down * sum(each.mean_down_bps for each in islands.values()),
+                peak_in_bps=_shared(assumed, [i.peak_up_bps for i in islands.values()], is_in=True),
+                peak_out_bps=_shared(
+                    assumed, [i.peak_down_bps for i in islands.values()], is_in=False
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def _merging_s(run: SimulatedRun, own: Sequence[int], flush_s: float) -> float:
+    """Return the seconds of work in which a syncer merges each of its fragments once.
+
+    Each merge ends with flushes of the disk, for which no core works: they take `flush_s`.
+    """
+    seconds = 0.0
+    for p in own:
+        # Islands merge versions, too: those spans bear their names.
+        merged = [
+            s.end_s - s.begin_s - flush_s
+            for s in run.spans
+            if s.kind == "merge" and s.fragment == p and s.island not in run.whole
+        ]
+        seconds += sum(merged) / max(len(merged), 1)
+    return seconds
+
+
+def _shared(assumed: Assumptions, rates_bps: Sequence[float], *, is_in: bool) -> float:
+    """Add up what arrives or leaves at once, at most what a shared line carries."""
+    line = assumed.syncer_link
+    most = math.inf if line is None else (line.down if is_in else line.up).bandwidth_bps
+    return min(sum(rates_bps), most)
+
+
+def syncer_memory(config: Config, plan: Plan, own: Sequence[int]) -> int:
+    """Bound the bytes of a syncer with these fragments; see the module's formula."""
+    outer, sizes = config.outer, fragment_sizes(config, plan)
+    second = _SECOND_MOMENT_BYTES if outer.optimizer.name == "adam" else 0
+    state = (_STATE_BYTES + second) * sum(plan.fragments[p].padded_numel for p in own)
+    largest = max(own, key=lambda p: sizes[p].numel)
+    under_way = 1 + outer.overlap_steps * outer.num_fragments // outer.inner_steps_per_round
+    at_once = min(len(own), under_way) * len(config.islands) * sizes[largest].bytes_up
+    held = 2 * min(config.coordinator.spool_bytes, at_once)
+    return state + round(_EXTRA * _STATE_BYTES * sizes[largest].numel + held)
