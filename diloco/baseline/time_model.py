@@ -87,19 +87,29 @@ class Reduction:
         return share / min(self.wan_bps, self.inside_bps) + hops * self.rtt_s / 2
 
 
-def tcp_bps(link_bps: float, *, rtt_s: float, loss: float = 0.0, streams: int = 1) -> float:
+def tcp_bps(
+    link_bps: float,
+    *,
+    rtt_s: float,
+    loss: float = 0.0,
+    streams: int = 1,
+    window_bytes: float = math.inf,
+) -> float:
     """Bound the payload that TCP with loss-based congestion control gets through a link.
 
-    min(link * 1448 / 1500, streams * 8 MSS / RTT * 1.22 / sqrt(loss)); without loss or delay the
-    first term alone.
+    min(link * 1448 / 1500, streams * 8 window / RTT, streams * 8 MSS / RTT * 1.22 / sqrt(loss));
+    without delay the first term alone, without loss the first two.
 
     Args:
         link_bps: Rate of IP packets, bits a second.
         rtt_s: Round trip.
         loss: Share of the packets that are lost, in [0, 1).
         streams: Connections at once, at least 1.
+        window_bytes: Most that one connection has on its way.
     """
     bound = link_bps * MSS_BYTES / 1500
+    if rtt_s > 0:
+        bound = min(bound, streams * 8 * window_bytes / rtt_s)
     if loss > 0 and rtt_s > 0:
         bound = min(bound, streams * 8 * MSS_BYTES / rtt_s * _MATHIS / math.sqrt(loss))
     return bound

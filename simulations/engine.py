@@ -1,0 +1,56 @@
+"""The virtual clock: SimPy's, with random streams that belong to names.
+
+Events of equal times happen in the order in which they were scheduled, so a run is a function of
+its inputs and its seed. Knows nothing of links or islands.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from typing import Any, TypeAlias
+
+import blake3
+import simpy
+
+#: A process of the engine: yields events, receives their values (hence `Any`: SimPy's own type).
+Steps: TypeAlias = Generator[simpy.Event, Any, None]
+
+
+class Engine(simpy.Environment):
+    """Virtual time in seconds from 0, and the randomness of one simulation."""
+
+    def __init__(self, seed: int) -> None:
+        """Begin at 0; `seed` decides every stream."""
+        super().__init__(0.0)
+        self._seed = seed
+
+    def stream(self, *names: str) -> random.Random:
+        """Give a generator that only the seed and `names` decide, whatever else is drawn."""
+        digest = blake3.blake3("\0".join((str(self._seed), *names)).encode()).digest(8)
+        return random.Random(int.from_bytes(digest, "little"))
+
+    def call_at(self, when: float, action: Callable[[], None]) -> None:
+        """Call `action` at a time that is not over, after what was scheduled for it before."""
+        event = self.timeout(max(0.0, when - self.now))
+        assert event.callbacks is not None
+        event.callbacks.append(lambda _: action())
+
+
+class Signal:
+    """Tells everybody who waits that something has changed; then waits can begin anew."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Nothing has changed yet."""
+        self._engine = engine
+        self._event = engine.event()
+
+    @property
+    def next(self) -> simpy.Event:
+        """What the next change triggers; to be asked for before looking."""
+        return self._event
+
+    def set(self) -> None:
+        """Wake all who wait."""
+        event, self._event = self._event, self._engine.event()
+        event.succeed()

@@ -1,0 +1,398 @@
+"""An island of a run under the virtual clock: the project's own bookkeeping, in simulated time.
+
+What it owes and is owed is `diloco.sync.ledger`, when it sends and merges `diloco.sync.pace`, what
+it has heard `diloco.sync.carried`; the order of things at a step boundary is that of
+`diloco.sync.outer_loop`. Training, and what training waits for, is one process; polls, encoding,
+transfers and staging go on beside it, one thing at a time where one thread does them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import simpy
+
+from diloco.outer.schedule import Schedule
+from diloco.rounds.messages import outcome_of
+from diloco.rounds.terms import Admission
+from diloco.sync.agreement import Agreed
+from diloco.sync.carried import CarriedFragment
+from diloco.sync.ledger import FragmentLedger, Outstanding, Target, Verdict
+from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
+from protos import fragment_pb2 as wire
+from simulations.actors import SimulatedSyncer
+from simulations.costs import HostCosts
+from simulations.engine import Engine, Signal, Steps
+from simulations.network import Network, Path
+from simulations.timeline import Span, SpanKind
+
+_NOT_OPEN_WAIT_S = 0.25
+_UNTIMED_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentSize:
+    """What a fragment weighs: values, lanes, and bytes of a contribution and of a version."""
+
+    numel: int
+    lanes: int
+    bytes_up: int
+    bytes_down: int
+    float32_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How an island trains.
+
+    Attributes:
+        tokens: Of an inner step.
+        ranks: Which share its part of the costs.
+        step_s: Draws the duration of the next inner step, in seconds.
+        usual_step_s: The mean of that, of undisturbed steps.
+    """
+
+    tokens: int
+    ranks: int
+    step_s: Callable[[], float]
+    usual_step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanging:
+    """What all islands of a run have in common."""
+
+    schedule: Schedule
+    sizes: Sequence[FragmentSize]
+    local_mix: float
+    on_arrival: bool
+    is_carried: bool
+    plain_up: bool
+    plain_down: bool
+
+
+@dataclass(slots=True)
+class Sums:
+    """What an island has done until a moment; durations in seconds, sizes in bytes."""
+
+    at_s: float = 0.0
+    inner_steps: int = 0
+    compute_s: float = 0.0
+    blocked_s: float = 0.0
+    copied_s: float = 0.0
+    bytes_up: float = 0.0
+    bytes_down: float = 0.0
+    merges: int = 0
+    overwritten_steps: int = 0
+
+    def copy(self, at_s: float) -> Sums:
+        """Give what they are at a moment."""
+        return replace(self, at_s=at_s)
+
+
+@dataclass(slots=True)
+class _Way:
+    """To one syncer: paths, what is polled, and who serves."""
+
+    syncer: SimulatedSyncer
+    up: Path
+    down: Path
+    carried: dict[int, CarriedFragment]
+    epoch: int = 0
+    polls: simpy.Process | None = field(default=None)
+
+
+class SimulatedIsland:
+    """One island; `sums` grow, and `rounds` has them after every H-th inner step."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        network: Network,
+        name: str,
+        training: Training,
+        common: Exchanging,
+        costs: HostCosts,
+        ways: Mapping[SimulatedSyncer, tuple[Path, Path]],
+        *,
+        record: Callable[[Span], None],
+    ) -> None:
+        """Stand at version 0 of every fragment, with nothing outstanding."""
+        self._engine, self._network, self.name = engine, network, name
+        self._training, self._common, self._costs, self._record = training, common, costs, record
+        self.sums = Sums()
+        self.rounds: list[Sums] = []
+        self.incarnation = 1
+        self.inner_step = 0
+        num_fragments = len(common.sizes)
+        self._ledgers = [FragmentLedger(0, p) for p in range(num_fragments)]
+        self._carried = [CarriedFragment(p, (0,), anchor_version=0) for p in range(num_fragments)]
+        self._ways = [
+            _Way(syncer, up, down, {p: self._carried[p] for p in syncer.fragment_ids})
+            for syncer, (up, down) in ways.items()
+        ]
+        self._way_of = {p: way for way in self._ways for p in way.carried}
+        schedule = common.schedule
+        self._pace: Pace = ArrivalPace() if common.on_arrival else ScheduledPace(schedule)
+        self._news = Signal(engine)
+        self._io = simpy.Resource(engine, 1)
+        self._step_s = 0.0
+
+    @property
+    def ranks_share(self) -> float:
+        """Seconds that a thread of each rank takes for one of work that they share."""
+        return 1 / self._training.ranks
+
+    def start(self) -> None:
+        """Begin to poll."""
+        for way in self._ways:
+            way.polls = self._engine.process(self._polling(way))
+
+    # -- training --------------------------------------------------------------------------------
+
+    def train(self, is_over: Callable[[], bool]) -> Steps:
+        """Train to the end of the schedule, or until `is_over` where islands send on arrival."""
+        schedule = self._common.schedule
+        if self._common.on_arrival:
+            while not is_over():
+                yield from self._compute(1)
+                yield from self._step_on_arrival()
+                self._note_round()
+            return
+        while self.inner_step < schedule.inner_steps:
+            yield from self._compute(self._next_boundary() - self.inner_step)
+            yield from self._step_scheduled()
+            self._note_round()
+        yield from self._finish()
+
+    def _next_boundary(self) -> int:
+        """Give the next inner step after which something is due, or whole rounds end."""
+        schedule, now = self._common.schedule, self.inner_step
+        period = schedule.inner_steps_per_round
+        steps = [schedule.inner_steps, (now // period + 1) * period]
+        for ledger in self._ledgers:
+            if (due := schedule.next_due(ledger.fragment_id, now)) is not None:
+                steps.append(due)
+            if (sent := ledger.outstanding) is not None:
+                steps.append(max(schedule.merge_step(sent.sent_at_inner_step), now + 1))
+        return min(steps)
+
+    def _compute(self, num_steps: int) -> Steps:
+        began = self._engine.now
+        seconds = sum(self._training.step_s() for _ in range(num_steps))
+        yield self._engine.timeout(seconds)
+        self.inner_step += num_steps
+        self.sums.inner_steps += num_steps
+        self.sums.compute_s += seconds
+        for ledger in self._ledgers:
+            for _ in range(num_steps):
+                ledger.count(self._training.tokens)
+        self._step_s = seconds / num_steps
+        self._span(None, "compute", began)
+
+    def _note_round(self) -> None:
+        if self.inner_step % self._common.schedule.inner_steps_per_round == 0:
+            self.rounds.append(self.sums.copy(self._engine.now))
+
+    def _step_scheduled(self) -> Steps:
+        for ledger in self._ledgers:
+            if self._pace.is_merge_due(ledger, self.inner_step):
+                yield from self._settle(ledger)
+        due = self._pace.due(self._ledgers, self.inner_step, None, is_over=False)
+        for p in due:
+            yield from self._send(self._ledgers[p], is_flush=False)
+        if self._pace.waits_at_send:
+            for p in due:
+                yield from self._settle(self._ledgers[p])
+
+    def _step_on_arrival(self) -> Steps:
+        views = [carried.view(self.name) for carried in self._carried]
+        standings = [
+            arrival_standing(ledger, view)
+            for ledger, view in zip(self._ledgers, views, strict=True)
+        ]
+        for ledger, standing in zip(self._ledgers, standings, strict=True):
+            if aim(ledger, standing):
+                assert ledger.target is not None
+                self._aim(ledger.fragment_id, ledger.target.version)
+            if (verdict := self._pace.arrived(ledger, standing)) is not None:
+                yield from self._apply(ledger, standing.attempt, verdict, None)
+        agreed = Agreed(0, tuple(standings))
+        for p in self._pace.due(self._ledgers, self.inner_step, agreed, is_over=False):
+            self._ledgers[p].attempt = standings[p].attempt
+            yield from self._send(self._ledgers[p], is_flush=False)
+
+    def _finish(self) -> Steps:
+        """Merge what is outstanding, then flush, as the run's end does."""
+        for ledger in self._ledgers:
+            if ledger.outstanding is not None:
+                yield from self._settle(ledger)
+        waiting = list(self._ledgers) if self._common.schedule.flush else []
+        while waiting:
+            for ledger in waiting:
+                yield from self._send(ledger, is_flush=True)
+            for ledger in waiting:
+                yield from self._settle(ledger)
+            waiting = [ledger for ledger in waiting if not ledger.is_flushed]
+
+    def _settle(self, ledger: FragmentLedger) -> Steps:
+        """Wait for the outcome of what is outstanding, and merge."""
+        carried, began = self._carried[ledger.fragment_id], self._engine.now
+        while not (view := carried.view(self.name)).has_ended or view.key is None:
+            yield self._news.next
+        assert view.verdict is not None
+        sent = ledger.outstanding
+        blocked_s = self._engine.now - began
+        self.sums.blocked_s += blocked_s
+        if blocked_s:
+            self._span(ledger.fragment_id, "wait", began)
+        yield from self._apply(ledger, view.attempt, view.verdict, sent)
+
+    def _apply(
+        self, ledger: FragmentLedger, attempt: int, verdict: Verdict, sent: Outstanding | None
+    ) -> Steps:
+        p = ledger.fragment_id
+        carried = self._carried[p]
+        if verdict is Verdict.EXPIRED:
+            ledger.settle(verdict, attempt=attempt, local_mix=self._common.local_mix)
+            carried.settle(is_merged=False, is_included=False)
+            return
+        target = ledger.target or Target(ledger.version + 1, is_flush=bool(sent and sent.is_flush))
+        is_late = verdict in (Verdict.NOT_INCLUDED, Verdict.ABSENT)
+        settled = ledger.settle(
+            verdict,
+            attempt=attempt,
+            local_mix=0.0 if target.is_flush else self._common.local_mix,
+            merged=target,
+            is_carried=self._common.is_carried and is_late and not target.is_flush,
+        )
+        self.sums.overwritten_steps += settled.overwritten_steps
+        self.sums.merges += 1
+        yield from self._copy(p, "merge", self._costs.distribute_s)
+        carried.settle(is_merged=True, is_included=verdict is Verdict.INCLUDED)
+        self._look(carried)
+
+    def _send(self, ledger: FragmentLedger, *, is_flush: bool) -> Steps:
+        p, carried = ledger.fragment_id, self._carried[ledger.fragment_id]
+        sent = ledger.send(self.inner_step, is_flush=is_flush)
+        carried.outstanding, carried.outcome = sent, None
+        if sent.weight_tokens == 0 and not is_flush:
+            self._engine.process(self._declining(p, sent))
+            return
+        yield from self._copy(p, "gather", self._costs.collect_s)
+        self._engine.process(self._submitting(p, sent))
+
+    def _copy(self, p: int, kind: SpanKind, seconds: float) -> Steps:
+        """Keep training busy with a fragment's values."""
+        began = self._engine.now
+        yield self._engine.timeout(seconds * self._common.sizes[p].numel * self.ranks_share)
+        self.sums.copied_s += self._engine.now - began
+        self._span(p, kind, began)
+
+    # -- beside training -------------------------------------------------------------------------
+
+    def _submitting(self, p: int, sent: Outstanding) -> Steps:
+        way, size, costs = self._way_of[p], self._common.sizes[p], self._costs
+        yield from self._work(p, costs.plain_s if self._common.plain_up else costs.encode_s)
+        while self._carried[p].outstanding is sent and self._carried[p].outcome is None:
+            began = self._engine.now
+            yield self._engine.timeout(costs.call_s)
+            yield self._network.cross(way.up, size.bytes_up, size.lanes)
+            self.sums.bytes_up += size.bytes_up
+            self._span(p, "send", began)
+            admission = yield from way.syncer.receive(self.name, self.incarnation, sent)
+            if admission is not Admission.NOT_OPEN:
+                return
+            yield self._engine.timeout(way.down.link.delay_s)
+            yield self._engine.any_of([self._news.next, self._engine.timeout(_NOT_OPEN_WAIT_S)])
+
+    def _declining(self, p: int, sent: Outstanding) -> Steps:
+        way = self._way_of[p]
+        yield self._engine.timeout(way.up.link.delay_s + self._costs.call_s)
+        way.syncer.refuse(self.name, self.incarnation, sent.key, "declined: nothing to tell")
+
+    def _polling(self, way: _Way) -> Steps:
+        """Ask what is new, again and again; a poll waits at its syncer until something is."""
+        while True:
+            request = wire.PollRequest(
+                known=[carried.known() for carried in way.carried.values()], known_epoch=way.epoch
+            )
+            keys = [
+                carried.outstanding.key
+                for carried in way.carried.values()
+                if carried.outstanding is not None and carried.outcome is None
+            ]
+            step_s = self._step_s
+            yield self._engine.timeout(way.up.link.delay_s + self._costs.call_s)
+            way.syncer.stepped(self.name, step_s)
+            overdue = None if step_s else self._engine.timeout(_UNTIMED_POLL_S)
+            while True:
+                changed = way.syncer.changed.next
+                reply = way.syncer.answer(request, self.name, self.incarnation, keys)
+                if reply is not None or (overdue is not None and overdue.processed):
+                    break
+                yield changed if overdue is None else self._engine.any_of([changed, overdue])
+            yield self._engine.timeout(way.down.link.delay_s)
+            if reply is not None:
+                self._hear(way, reply)
+
+    def _hear(self, way: _Way, reply: wire.PollReply) -> None:
+        way.epoch = reply.syncer_epoch
+        for state in reply.fragments:
+            way.carried[state.fragment_id].hear(state)
+        for outcome in map(outcome_of, reply.outcomes):
+            carried = way.carried[outcome.key.fragment_id]
+            sent = carried.outstanding
+            if sent is None or outcome.key != sent.key or carried.outcome is not None:
+                continue
+            is_declined = outcome.reason.startswith("declined:")
+            carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
+        for carried in way.carried.values():
+            self._look(carried)
+        self._news.set()
+
+    def _aim(self, p: int, version: int) -> None:
+        """Stage what was agreed on; a rank alone has agreed on what it stages already."""
+        carried = self._carried[p]
+        carried.aimed_version = version
+        self._look(carried)
+
+    def _look(self, carried: CarriedFragment) -> None:
+        """Begin to stage what is to be staged next, if it is published and nothing is staged."""
+        anchored = carried.anchor_version
+        if carried.staging_version > anchored:
+            return
+        version = carried.state.version if self._common.on_arrival else anchored + 1
+        if anchored < version <= carried.state.version:
+            carried.staging_version = version
+            self._engine.process(self._staging(carried, version))
+
+    def _staging(self, carried: CarriedFragment, version: int) -> Steps:
+        p = carried.fragment_id
+        way, size, costs = self._way_of[p], self._common.sizes[p], self._costs
+        began = self._engine.now
+        yield self._engine.timeout(way.up.link.delay_s + costs.call_s)
+        is_plain = carried.state.is_flush
+        # An island that leaps takes the payloads of all the versions between.
+        num_versions = version - carried.anchor_version
+        num_bytes = size.float32_bytes if is_plain else size.bytes_down * num_versions
+        yield self._network.cross(way.down, num_bytes, size.lanes)
+        way.syncer.fetched(self.name, p, version)
+        self.sums.bytes_down += num_bytes
+        self._span(p, "fetch", began)
+        is_cheap = is_plain or self._common.plain_down
+        yield from self._work(p, costs.plain_s if is_cheap else costs.stage_s * num_versions)
+        carried.staged_version = version
+        self._news.set()
+
+    def _work(self, p: int, seconds: float) -> Steps:
+        """Have the threads beside training do something with a fragment."""
+        with self._io.request() as turn:
+            yield turn
+            began = self._engine.now
+            yield self._engine.timeout(seconds * self._common.sizes[p].numel * self.ranks_share)
+        self._span(p, "encode", began)
+
+    def _span(self, fragment: int | None, kind: SpanKind, began: float) -> None:
+        self._record(Span(self.name, None, fragment, kind, began, self._engine.now))

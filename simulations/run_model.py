@@ -1,0 +1,392 @@
+"""A run of a run file, predicted: the real schedule, plan, rounds and codecs on a virtual clock.
+
+    diloco.config -> plan, schedule, rules (the product's own) -> syncers and islands on an Engine
+    -> utilisation, seconds a round, blocked seconds, bytes, spans
+
+Nothing is trained: an inner step is its duration. What hosts take beside it is `HostCosts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import simpy
+
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from diloco.inner.model import LlamaShape, build_model
+from diloco.launch.build import build_syncer_rules, link_profile
+from diloco.launch.traffic import fragment_bytes
+from diloco.outer.assignment import assign_fragments
+from diloco.outer.fragments import Plan
+from diloco.sync.layout import build_plan, build_schedule
+from diloco.sync.shards import canonical_parameters, tensor_specs
+from simulations.actors import Publication, SimulatedSyncer
+from simulations.costs import MEASURED, HostCosts
+from simulations.engine import Engine
+from simulations.islands import Exchanging, FragmentSize, SimulatedIsland, Sums, Training
+from simulations.network import Network, Outage, Path, Pipe, Tcp
+from simulations.timeline import Span
+from transport.link import Link, LinkProfile
+
+#: Bandwidth of a line that is no bottleneck.
+_UNLIMITED_BPS = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class IslandFigures:
+    """What an island did in some part of a run; durations in seconds, sizes in bytes.
+
+    Attributes:
+        inner_steps: That it made.
+        wall_s: That they took, all included.
+        compute_s: Of these, in inner steps.
+        blocked_s: For which training stood still for an outcome.
+        copied_s: For which training copied fragments out of the ranks and into them.
+        bytes_up: Payload sent.
+        bytes_down: Payload received.
+        merges: Versions merged.
+        rounds: `inner_steps` over H.
+    """
+
+    inner_steps: int
+    wall_s: float
+    compute_s: float
+    blocked_s: float
+    copied_s: float
+    bytes_up: float
+    bytes_down: float
+    merges: int
+    rounds: float
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in inner steps; 1 where nothing was made."""
+        return self.compute_s / self.wall_s if self.wall_s else 1.0
+
+    @property
+    def seconds_per_round(self) -> float:
+        """Wall time of H inner steps with all that belongs to them."""
+        return self.wall_s / self.rounds if self.rounds else 0.0
+
+    @property
+    def blocked_s_per_round(self) -> float:
+        """Seconds a round for which training stood still."""
+        return self.blocked_s / self.rounds if self.rounds else 0.0
+
+    @property
+    def blocked_s_per_step(self) -> float:
+        """The same of an inner step."""
+        return self.blocked_s / self.inner_steps if self.inner_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """A run that was simulated.
+
+    Attributes:
+        wall_s: From the first inner step to the last island's end, flush included.
+        whole: Figures of the whole run, by island.
+        steady: The same of its rounds (H inner steps) after the first, which warms up, without the
+            flush; of the whole run where it has not two rounds.
+        publications: Versions, in the order in which they were durable.
+        num_expired: Attempts that came to nothing.
+        lost: Why the run ended early; empty: it did not.
+        spans: What happened when.
+    """
+
+    wall_s: float
+    whole: Mapping[str, IslandFigures]
+    steady: Mapping[str, IslandFigures]
+    publications: tuple[Publication, ...]
+    num_expired: int
+    lost: str
+    spans: tuple[Span, ...]
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in inner steps, in the steady rounds, mean over islands."""
+        return sum(each.utilisation for each in self.steady.values()) / len(self.steady)
+
+    @property
+    def seconds_per_round(self) -> float:
+        """Wall time of H inner steps of the slowest island, in the steady rounds."""
+        return max(each.seconds_per_round for each in self.steady.values())
+
+
+def simulate_run(
+    config: Config,
+    *,
+    step_s: Mapping[str, float],
+    links: Mapping[str, LinkProfile] | LinkProfile | None = None,
+    seed: int = 0,
+    costs: HostCosts = MEASURED,
+    step_noise: float = 0.0,
+    rounds: int = 0,
+    syncer_link: LinkProfile | None = None,
+    outages: Sequence[Outage] = (),
+    tcp: Tcp | None = None,
+    plan: Plan | None = None,
+) -> SimulatedRun:
+    """Simulate the run of a run file.
+
+    Args:
+        config: The run; its islands, model, schedule, codecs, quorum, deadlines and syncers count.
+        step_s: Seconds of an undisturbed inner step of every island.
+        links: Of every island, or the one that all have a line of; None: `transport.link`.
+        seed: Of step times, jitter and loss.
+        costs: What hosts take beside inner steps.
+        step_noise: Standard deviation of a step's duration over its mean (normal, cut at 10 % of
+            it).
+        rounds: Simulate only so many times H inner steps, without a flush; 0: the whole run.
+        syncer_link: The line of the site where syncers are, which all islands share; None: it is
+            no bottleneck, and adds no delay.
+        outages: When that line, or where there is none every island's, carries nothing.
+        tcp: Ceilings of a connection; None: a transfer fills its share of a link.
+        plan: Fragments; None: those of the run's model.
+
+    Raises:
+        ConfigError: If something is missing or impossible, by its dotted path.
+    """
+    _check(config, step_s, step_noise, rounds)
+    if rounds:
+        config = _shortened(config, rounds)
+    profiles = _profiles(config, links)
+    engine = Engine(seed)
+    network = Network(engine)
+    spans: list[Span] = []
+    record = _Recorder(spans)
+    plan = plan or run_plan(config)
+    rules = build_syncer_rules(config, timeline=0)
+    if rounds and rules.total_tokens:
+        rules = replace(rules, total_tokens=config.total_tokens)
+    syncers = [
+        SimulatedSyncer(
+            engine,
+            f"syncer-{i}" if config.coordinator.num_syncers > 1 else "syncer",
+            [plan.fragments[p] for p in own],
+            rules,
+            costs,
+            num_fragments=len(plan.fragments),
+            record=record,
+        )
+        for i, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers))
+    ]
+    common = Exchanging(
+        schedule=build_schedule(config.outer, config.run.inner_steps),
+        sizes=fragment_sizes(config, plan),
+        local_mix=config.outer.local_mix,
+        on_arrival=config.outer.is_on_arrival,
+        is_carried=config.outer.late == "carry",
+        plain_up=config.outer.uplink == "float32",
+        plain_down=config.outer.downlink == "float32",
+    )
+    shared = _SharedLine(network, syncer_link, outages)
+    islands = []
+    for name in sorted(config.islands):
+        up, down = shared.paths(name, profiles[name], tcp)
+        islands.append(
+            SimulatedIsland(
+                engine,
+                network,
+                name,
+                _training(engine, config, name, step_s[name], step_noise),
+                common,
+                costs,
+                dict.fromkeys(syncers, (up, down)),
+                record=record,
+            )
+        )
+    for syncer in syncers:
+        syncer.found({island.name: island.incarnation for island in islands})
+    return _run(engine, islands, syncers, spans, config.outer.inner_steps_per_round)
+
+
+def run_plan(config: Config) -> Plan:
+    """Cut the run's model into fragments; allocates no parameter."""
+    model = build_model(LlamaShape.from_config(config.model))
+    return build_plan(config.outer, tensor_specs(canonical_parameters(model)))
+
+
+def fragment_sizes(config: Config, plan: Plan) -> list[FragmentSize]:
+    """Give what every fragment weighs in the run's codecs."""
+    sizes = []
+    for fragment in plan.fragments:
+        up, down, plain = (
+            fragment_bytes(plan, fragment.fragment_id, codec)
+            for codec in (config.outer.uplink, config.outer.downlink, "float32")
+        )
+        sizes.append(FragmentSize(fragment.padded_numel, len(fragment.lanes), up, down, plain))
+    return sizes
+
+
+def _run(
+    engine: Engine,
+    islands: Sequence[SimulatedIsland],
+    syncers: Sequence[SimulatedSyncer],
+    spans: Sequence[Span],
+    period: int,
+) -> SimulatedRun:
+    ends: list[simpy.Event] = []
+    for island in islands:
+        island.start()
+        ends.append(engine.process(island.train(lambda: all(s.is_over for s in syncers))))
+    everybody = engine.all_of(ends)
+    while not everybody.processed and not any(syncer.lost for syncer in syncers):
+        engine.step()
+    publications = [each for syncer in syncers for each in syncer.publications]
+    whole, steady = {}, {}
+    for island in islands:
+        now = island.sums.copy(engine.now)
+        whole[island.name] = _figures(Sums(), now, period)
+        steady[island.name] = (
+            _figures(island.rounds[0], island.rounds[-1], period)
+            if len(island.rounds) > 1
+            else whole[island.name]
+        )
+    return SimulatedRun(
+        engine.now,
+        whole,
+        steady,
+        tuple(sorted(publications, key=lambda each: each.published_s)),
+        sum(syncer.num_expired for syncer in syncers),
+        next((syncer.lost for syncer in syncers if syncer.lost), ""),
+        tuple(spans),
+    )
+
+
+def _figures(first: Sums, last: Sums, period: int) -> IslandFigures:
+    inner_steps = last.inner_steps - first.inner_steps
+    return IslandFigures(
+        inner_steps,
+        last.at_s - first.at_s,
+        last.compute_s - first.compute_s,
+        last.blocked_s - first.blocked_s,
+        last.copied_s - first.copied_s,
+        last.bytes_up - first.bytes_up,
+        last.bytes_down - first.bytes_down,
+        last.merges - first.merges,
+        inner_steps / period,
+    )
+
+
+def _check(config: Config, step_s: Mapping[str, float], step_noise: float, rounds: int) -> None:
+    if config.outer.exchange == "allreduce":
+        raise ConfigError(
+            'outer.exchange = "allreduce" is not simulated from a run file: choose "syncer", or '
+            "predict it with diloco sim utilization --topology allreduce"
+        )
+    for name in sorted(config.islands):
+        if name not in step_s:
+            raise ConfigError(f"step_s.{name} is missing: give the seconds of an inner step")
+        if not 0 < step_s[name] < float("inf"):
+            raise ConfigError(f"step_s.{name} = {step_s[name]} must be over 0 and finite")
+    if not 0 <= step_noise < 1:
+        raise ConfigError(f"step_noise = {step_noise} is outside [0, 1)")
+    if rounds < 0:
+        raise ConfigError(f"rounds = {rounds} must be 0, the whole run, or more")
+
+
+def _shortened(config: Config, rounds: int) -> Config:
+    """Have a run end after so many periods, so late that all that is sent in them is merged."""
+    outer = config.outer
+    inner_steps = rounds * outer.inner_steps_per_round
+    if not outer.is_on_arrival:
+        inner_steps += outer.overlap_steps
+    flush = outer.is_on_arrival  # which always has one, and here ends with its tokens
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"inner_steps": inner_steps}),
+            "outer": outer.model_copy(update={"flush": flush}),
+        }
+    )
+
+
+def _profiles(
+    config: Config, links: Mapping[str, LinkProfile] | LinkProfile | None
+) -> dict[str, LinkProfile]:
+    if links is None:
+        links = link_profile(config)
+        if links is None:
+            raise ConfigError(
+                'transport.link = "" is the real link, whose figures are not known: name a profile '
+                "of configs/links (--set transport.link=NAME)"
+            )
+    if isinstance(links, LinkProfile):
+        return dict.fromkeys(config.islands, links)
+    if missing := sorted(set(config.islands) - links.keys()):
+        raise ConfigError(f"links.{missing[0]} is missing: give the link of every island")
+    return dict(links)
+
+
+class _SharedLine:
+    """The line of the syncers' site, if it is one that islands share."""
+
+    def __init__(
+        self, network: Network, link: LinkProfile | None, outages: Sequence[Outage]
+    ) -> None:
+        self._network, self._link, self._outages = network, link, outages
+        self._in = self._out = None
+        if link is not None:
+            self._in = Pipe("syncer-in", link.down.bandwidth_bps)
+            self._out = Pipe("syncer-out", link.up.bandwidth_bps)
+            for pipe in (self._in, self._out):
+                network.go_down(pipe, outages)
+
+    def paths(self, island: str, profile: LinkProfile, tcp: Tcp | None) -> tuple[Path, Path]:
+        """Give the two directions of an island's way to the syncers."""
+        up_pipe = Pipe(f"{island}-up", profile.up.bandwidth_bps)
+        down_pipe = Pipe(f"{island}-down", profile.down.bandwidth_bps)
+        up, down = profile.up, profile.down
+        ups, downs = [up_pipe], [down_pipe]
+        if self._link is not None and self._in is not None and self._out is not None:
+            up, down = _through(up, self._link.down), _through(down, self._link.up)
+            ups.append(self._in)
+            downs.append(self._out)
+        else:
+            for pipe in (up_pipe, down_pipe):
+                self._network.go_down(pipe, self._outages)
+        rtt_s = up.delay_s + down.delay_s
+        return (
+            Path(f"{island}-up", tuple(ups), up, rtt_s, tcp),
+            Path(f"{island}-down", tuple(downs), down, rtt_s, tcp),
+        )
+
+
+def _through(own: Link, other: Link) -> Link:
+    """Give a link that is two, one after the other."""
+    return Link(
+        min(own.bandwidth_bps, other.bandwidth_bps),
+        own.delay_s + other.delay_s,
+        own.jitter_s + other.jitter_s,
+        1 - (1 - own.loss) * (1 - other.loss),
+    )
+
+
+def _training(engine: Engine, config: Config, name: str, step_s: float, noise: float) -> Training:
+    island = config.islands[name]
+    stream = engine.stream("step", name)
+
+    def draw() -> float:
+        return max(0.1 * step_s, stream.gauss(step_s, noise * step_s)) if noise else step_s
+
+    return Training(island.tokens_per_inner_step, island.ranks, draw, step_s)
+
+
+class _Recorder:
+    """Keeps spans; inner steps that follow one another are one."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self._spans = spans
+        self._computing: dict[str, int] = {}
+
+    def __call__(self, span: Span) -> None:
+        if span.kind == "compute":
+            index = self._computing.get(span.island)
+            if index is not None and self._spans[index].end_s == span.begin_s:
+                self._spans[index] = replace(self._spans[index], end_s=span.end_s)
+                return
+            self._computing[span.island] = len(self._spans)
+        if span.end_s > span.begin_s:
+            self._spans.append(span)
