@@ -9,6 +9,7 @@ Source: Trace Event Format (Chrome), which ui.perfetto.dev and chrome://tracing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,47 @@ def _spans(line: EventLine, path: Path) -> Iterator[Span]:
             syncer = path.stem.removeprefix("events-")
             began_s = ended_s - line["commit_s"]
             yield Span(syncer, None, line["fragment_id"], "merge", began_s, ended_s)
+
+
+def shown(spans: Sequence[Span], from_s: float, to_s: float | None) -> list[Span]:
+    """Leave out what ended before `from_s` or began after `to_s`; None: to the end.
+
+    Raises:
+        ConfigError: If nothing is left.
+    """
+    last_s = math.inf if to_s is None else to_s
+    kept = [span for span in spans if span.end_s >= from_s and span.begin_s <= last_s]
+    if not kept:
+        raise ConfigError(
+            f"nothing happened from {from_s:g} to {last_s:g} s: the run is from "
+            f"{min(s.begin_s for s in spans):g} to {max(s.end_s for s in spans):g} s; change "
+            f"--from or --to"
+        )
+    return kept
+
+
+def sums_of(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Add up the spans by who and what.
+
+    Returns:
+        JSON values, one row each: `island`, `kind`, `times`, `seconds`, and `share` of the time
+        from the first begin to the last end of all.
+    """
+    wall_s = max(s.end_s for s in spans) - min(s.begin_s for s in spans)
+    rows: dict[tuple[str, str], list[float]] = {}
+    for place, tracks in tracks_of(spans).items():
+        for span in (span for its in tracks.values() for span in its):
+            rows.setdefault((place, span.kind), []).append(span.end_s - span.begin_s)
+    return [
+        {
+            "island": place,
+            "kind": kind,
+            "times": len(durations),
+            "seconds": sum(durations),
+            "share": sum(durations) / wall_s,
+        }
+        for (place, kind), durations in rows.items()
+    ]
 
 
 def chrome_trace(spans: Sequence[Span], *, run: str) -> dict[str, Any]:

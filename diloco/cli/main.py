@@ -30,6 +30,7 @@ from diloco.cli import (
     repair,
     replay,
     sim,
+    sim_validate,
 )
 from diloco.errors import DilocoError
 from diloco.launch.logs import log_to
@@ -81,6 +82,7 @@ for subject in (
     subject.register(app)
 bench_inner.register(bench.bench)
 bench_race.register(bench.bench)
+sim_validate.register(sim.sim)
 
 
 def _flow(group: typer.Typer) -> None:
