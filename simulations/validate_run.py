@@ -154,14 +154,10 @@ def measure_point(
     run_file, state_dir = place / "run.toml", place / "run"
     config = run_config(setting, point, state_dir)
     run_file.write_text(resolved_toml(config))
-    command = [sys.executable, "-m", "diloco", "local", str(run_file)]
-    code, words = run_watched(
-        command,
-        place / "words.log",
-        on_look,
-        directory=place,  # whose configs/links come first
-        environment={STEP_VARIABLE: str(setting.step_s)},
-    )
+    command = ["env", f"{STEP_VARIABLE}={setting.step_s}"]
+    command += [sys.executable, "-m", "diloco", "local", str(run_file)]
+    # In that directory, whose configs/links come first.
+    code, words = run_watched(command, place / "words.log", on_look, directory=place)
     if code:
         raise IslandFailed(
             f"{point.name}: {' '.join(command)} failed, exit code {code}; all it said is in "

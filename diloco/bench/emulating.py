@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,6 @@ def run_watched(
     on_look: Callable[[], None],
     *,
     directory: Path | None = None,
-    environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """Run a command to its end; whatever ends us before ends it, in order, too.
 
@@ -84,19 +82,12 @@ def run_watched(
         log: Where all that it prints goes.
         on_look: Called often; what it raises ends the command.
         directory: That it runs in; None: this process's.
-        environment: Variables beyond this process's.
 
     Returns:
         Its exit code, and the last of what it printed.
     """
     with log.open("wb") as words:
-        process = subprocess.Popen(
-            command,
-            stdout=words,
-            stderr=subprocess.STDOUT,
-            cwd=directory,
-            env={**os.environ, **(environment or {})},
-        )
+        process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, cwd=directory)
         try:
             while process.poll() is None:
                 on_look()
