@@ -47,13 +47,13 @@ _UNLIMITED_BPS = 1e15
 
 _COLUMNS = (
     Column("point", "point"),
-    Column("blocked_s", "blocked, s", ".3f"),
-    Column("predicted_blocked_s", "predicted", ".3f"),
+    Column("blocked_s", "blocked", ".2f"),
+    Column("predicted_blocked_s", "sim", ".2f"),
     Column("error", "error", ".1%"),
     Column("utilisation", "busy", ".3f"),
-    Column("predicted_utilisation", "predicted", ".3f"),
-    Column("round_s", "round, s", ".3f"),
-    Column("predicted_round_s", "predicted", ".3f"),
+    Column("predicted_utilisation", "sim", ".3f"),
+    Column("round_s", "round", ".2f"),
+    Column("predicted_round_s", "sim", ".2f"),
 )
 
 #: Every codec, H, P and tau at several bandwidths and round trips; all block for long enough.
@@ -367,7 +367,7 @@ def residual(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"terms": {}}
     left = [row["blocked_s"] - row["predicted_blocked_s"] for row in judged]
     total = sum(each**2 for each in left)
-    terms = {}
+    terms: dict[str, Message] = {}
     for key, text in _TERMS.items():
         values = [row[key] for row in judged]
         squares = sum(value**2 for value in values)
@@ -379,7 +379,7 @@ def residual(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "coefficient": coefficient,
             "explained": explained,
         }
-    ranked = sorted(terms.items(), key=lambda item: -item[1]["explained"])
+    ranked = sorted(terms.items(), key=lambda item: item[1]["explained"], reverse=True)
     return {"terms": dict(ranked)}
 
 

@@ -62,7 +62,8 @@ class Point:
     def name(self) -> str:
         """What rows, files and --rows call it."""
         link = f"{self.bandwidth.removesuffix('bit/s')}-{self.rtt_ms:g}ms"
-        schedule = f"H{self.inner_steps_per_round}-P{self.num_fragments}-tau{self.overlap_steps}"
+        schedule = f"H{self.inner_steps_per_round}P{self.num_fragments}"
+        schedule += f"tau{self.overlap_steps}" if self.overlap_steps else ""
         return f"{link if self.bandwidth else 'unshaped'}-{self.codec}-{schedule}"
 
     @property

@@ -139,7 +139,8 @@ def validate(
     --dir, so a sweep that died goes on where it was.
 
     Read "blocked": seconds a round (H inner steps) for which training stood still, the median over
-    rounds and islands, the first round left out; "busy": utilisation. The bars: errors of blocked
+    rounds and islands, the first round left out; "busy": utilisation; "round": its seconds; "sim":
+    the simulator's word on the figure before. The bars: errors of blocked
     time of 10 % in the median and 25 % at worst, over at least 12 points. The last line says with
     what the difference goes: bandwidth, round trips, bytes, CPU and disk, or a constant.
     """

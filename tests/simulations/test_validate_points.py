@@ -123,7 +123,7 @@ def test_a_pattern_that_matches_no_point_is_refused_with_those_there_are() -> No
     assert chosen_points(POINTS, ["1G-*", "100M-0ms-*"]) == tuple(
         p for p in POINTS if p.bandwidth == "1Gbit/s" or p == POINTS[0]
     )
-    with pytest.raises(ConfigError, match="matches no point; points are 100M-0ms-int4-H5"):
+    with pytest.raises(ConfigError, match="matches no point; points are 100M-0ms-int4-H5P1"):
         chosen_points(POINTS, ["10G-*"])
 
 
