@@ -7,7 +7,7 @@ when things happen: one worker a syncer, whose time `HostCosts` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,7 @@ class SimulatedSyncer:
         self.num_expired = 0
         self.lost = ""
         self._steps = StepTimes()
+        self._live: set[str] = set()
         self._worker = simpy.Resource(engine, 1)
         self._wakes: dict[int, float] = {}
         self._served: dict[int, _Served] = {}
@@ -103,12 +104,15 @@ class SimulatedSyncer:
             rounds = FragmentRounds(p, rules.timeline, own.rounds, timing)
             self._served[p] = _Served(fragment, rounds, timing)
 
-    def found(self, islands: Mapping[str, int]) -> None:
-        """Begin: version 0 is durable, and these islands hold grants of these incarnations."""
+    def found(self, here: Sequence[str], islands: Sequence[str]) -> None:
+        """Begin: version 0 is durable, and those that are here of all islands hold their grants."""
+        self._live = set(here if self._rules.min_members is not None else islands)
+        now = self._engine.now
         for served in self._served.values():
-            for island, incarnation in islands.items():
-                self._perform(served, served.rounds.granted(island, incarnation, self._engine.now))
-            self._perform(served, served.rounds.founded(0, 0, {}, self._engine.now))
+            served.rounds.heard_of(Roster(tuple(sorted(self._live))), now)
+            for island in here:
+                self._perform(served, served.rounds.granted(island, 1, now))
+            self._perform(served, served.rounds.founded(0, 0, {}, now))
 
     @property
     def fragment_ids(self) -> tuple[int, ...]:
@@ -123,6 +127,16 @@ class SimulatedSyncer:
     def version(self, fragment_id: int) -> int:
         """Newest version of a fragment."""
         return self._served[fragment_id].rounds.version
+
+    @property
+    def states(self) -> list[wire.FragmentState]:
+        """What islands see of every fragment."""
+        return [self._state(served) for served in self._served.values()]
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether what is published stays the newest until somebody contributes, or for good."""
+        return all(state.is_open or state.is_flush for state in self.states)
 
     # -- what islands ask ------------------------------------------------------------------------
 
@@ -139,20 +153,21 @@ class SimulatedSyncer:
         for served in self._served.values():
             self._perform(served, served.rounds.granted(island, incarnation, self._engine.now))
 
-    def heard_of(self, live: Sequence[str]) -> None:
-        """Hear which islands hold a lease."""
+    def live(self, island: str, *, is_live: bool) -> None:
+        """Hear that an island's lease has ended, or begun; a scheduled run waits for it anyway."""
+        if self._rules.min_members is None:
+            return
+        self._live = self._live | {island} if is_live else self._live - {island}
         for served in self._served.values():
-            served.unfetched &= set(live)
-            roster = Roster(tuple(sorted(live)))
+            served.unfetched &= self._live
+            roster = Roster(tuple(sorted(self._live)))
             self._perform(served, served.rounds.heard_of(roster, self._engine.now))
 
     def answer(
         self, request: wire.PollRequest, island: str, incarnation: int, keys: Iterable[RoundKey]
     ) -> wire.PollReply | None:
         """Answer a poll; None: there is nothing new, and it waits for `changed`."""
-        reply = wire.PollReply(
-            syncer_epoch=_EPOCH, fragments=[self._state(each) for each in self._served.values()]
-        )
+        reply = wire.PollReply(syncer_epoch=_EPOCH, fragments=self.states)
         for key in keys:
             served = self._served.get(key.fragment_id)
             outcome = served and served.rounds.outcome(key, island, incarnation)

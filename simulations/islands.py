@@ -8,8 +8,10 @@ transfers and staging go on beside it, one thing at a time where one thread does
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import simpy
 
@@ -18,6 +20,7 @@ from diloco.rounds.messages import outcome_of
 from diloco.rounds.terms import Admission
 from diloco.sync.agreement import Agreed
 from diloco.sync.carried import CarriedFragment
+from diloco.sync.course import Entered, set_course
 from diloco.sync.ledger import FragmentLedger, Outstanding, Target, Verdict
 from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
 from protos import fragment_pb2 as wire
@@ -37,9 +40,24 @@ class FragmentSize:
 
     numel: int
     lanes: int
-    bytes_up: int
-    bytes_down: int
-    float32_bytes: int
+    bytes_up: float
+    bytes_down: float
+    float32_bytes: float
+
+
+class StepDraws:
+    """Durations of inner steps: normal around a mean, none under a tenth of it."""
+
+    def __init__(self, mean_s: float, noise: float, stream: random.Random) -> None:
+        """Take the mean in seconds, the standard deviation over it, and what is drawn from."""
+        self._mean_s, self._noise, self._stream = mean_s, noise, stream
+
+    def __call__(self) -> float:
+        """Draw the next one."""
+        if not self._noise:
+            return self._mean_s
+        drawn_s = self._stream.gauss(self._mean_s, self._noise * self._mean_s)
+        return max(0.1 * self._mean_s, drawn_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +103,7 @@ class Sums:
     bytes_down: float = 0.0
     merges: int = 0
     overwritten_steps: int = 0
+    lost_steps: int = 0
 
     def copy(self, at_s: float) -> Sums:
         """Give what they are at a moment."""
@@ -100,11 +119,10 @@ class _Way:
     down: Path
     carried: dict[int, CarriedFragment]
     epoch: int = 0
-    polls: simpy.Process | None = field(default=None)
 
 
 class SimulatedIsland:
-    """One island; `sums` grow, and `rounds` has them after every H-th inner step."""
+    """One start of an island; `sums` grow, and `rounds` has them after every H-th inner step."""
 
     def __init__(
         self,
@@ -117,14 +135,16 @@ class SimulatedIsland:
         ways: Mapping[SimulatedSyncer, tuple[Path, Path]],
         *,
         record: Callable[[Span], None],
+        before: SimulatedIsland | None = None,
     ) -> None:
-        """Stand at version 0 of every fragment, with nothing outstanding."""
+        """Stand at version 0 of every fragment; with the sums of the start before, if any."""
         self._engine, self._network, self.name = engine, network, name
         self._training, self._common, self._costs, self._record = training, common, costs, record
-        self.sums = Sums()
-        self.rounds: list[Sums] = []
-        self.incarnation = 1
-        self.inner_step = 0
+        self.sums = Sums() if before is None else before.sums
+        self.rounds: list[Sums] = [] if before is None else before.rounds
+        self.incarnation = 1 if before is None else before.incarnation + 1
+        self.inner_step = 0 if before is None else before.inner_step
+        self._processes: list[simpy.Process] = []
         num_fragments = len(common.sizes)
         self._ledgers = [FragmentLedger(0, p) for p in range(num_fragments)]
         self._carried = [CarriedFragment(p, (0,), anchor_version=0) for p in range(num_fragments)]
@@ -147,7 +167,62 @@ class SimulatedIsland:
     def start(self) -> None:
         """Begin to poll."""
         for way in self._ways:
-            way.polls = self._engine.process(self._polling(way))
+            self._spawn(self._polling(way))
+
+    def stop(self) -> None:
+        """End without a word, with all that is on its way."""
+        for process in self._processes:
+            if process.is_alive:
+                process.interrupt()
+        for way in self._ways:
+            self._network.drop(way.up)
+            self._network.drop(way.down)
+
+    def _spawn(self, steps: Steps) -> None:
+        """Run something beside training until this start ends."""
+
+        def run() -> Steps:
+            with contextlib.suppress(simpy.Interrupt):
+                yield from steps
+
+        self._processes = [each for each in self._processes if each.is_alive]
+        self._processes.append(self._engine.process(run()))
+
+    def enter(self) -> Steps:
+        """Return to a run: take what is published of every fragment, and go on as others stand."""
+        entered: list[Entered] = []
+        for way in self._ways:
+            way.syncer.granted(self.name, self.incarnation)
+            yield self._engine.timeout(way.up.link.delay_s + self._costs.call_s)
+            while not (way.syncer.is_steady or way.syncer.is_over):
+                yield way.syncer.changed.next
+            for state in way.syncer.states:
+                carried = way.carried[state.fragment_id]
+                carried.hear(state)
+                carried.anchor_version = state.version
+            num_bytes = sum(self._common.sizes[p].float32_bytes for p in way.carried)
+            yield self._engine.timeout(way.down.link.delay_s + way.up.link.delay_s)
+            yield self._network.cross(way.down, num_bytes, self._common.sizes[0].lanes)
+            self.sums.bytes_down += num_bytes
+        for ledger, carried in zip(self._ledgers, self._carried, strict=True):
+            state = carried.state
+            ledger.version, ledger.is_flushed = state.version, state.is_flush
+            ledger.attempt, ledger.merged_tokens = state.attempt, state.merged_tokens
+            entered.append(
+                Entered(
+                    state.version,
+                    state.attempt,
+                    state.sent_at_inner_step,
+                    state.is_flush,
+                    merged_tokens=state.merged_tokens,
+                )
+            )
+        if not self._common.on_arrival:
+            course = set_course(entered, self._common.schedule, 0)
+            self.sums.lost_steps += max(0, self.inner_step - course.inner_step)
+            self.inner_step = course.inner_step
+            for ledger, sent_until in zip(self._ledgers, course.sent_until, strict=True):
+                ledger.sent_until = sent_until
 
     # -- training --------------------------------------------------------------------------------
 
@@ -278,10 +353,10 @@ class SimulatedIsland:
         sent = ledger.send(self.inner_step, is_flush=is_flush)
         carried.outstanding, carried.outcome = sent, None
         if sent.weight_tokens == 0 and not is_flush:
-            self._engine.process(self._declining(p, sent))
+            self._spawn(self._declining(p, sent))
             return
         yield from self._copy(p, "gather", self._costs.collect_s)
-        self._engine.process(self._submitting(p, sent))
+        self._spawn(self._submitting(p, sent))
 
     def _copy(self, p: int, kind: SpanKind, seconds: float) -> Steps:
         """Keep training busy with a fragment's values."""
@@ -366,7 +441,7 @@ class SimulatedIsland:
         version = carried.state.version if self._common.on_arrival else anchored + 1
         if anchored < version <= carried.state.version:
             carried.staging_version = version
-            self._engine.process(self._staging(carried, version))
+            self._spawn(self._staging(carried, version))
 
     def _staging(self, carried: CarriedFragment, version: int) -> Steps:
         p = carried.fragment_id

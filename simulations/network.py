@@ -97,6 +97,7 @@ class Path:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
+    name: str
     pipes: tuple[Pipe, ...]
     bits: float
     weight: int
@@ -118,6 +119,14 @@ class Network:
         self._random = engine.stream("network")
         self._delivered: dict[str, float] = {}
 
+    @property
+    def rates_bps(self) -> dict[str, float]:
+        """What every path has now, all its transfers together."""
+        rates: dict[str, float] = {}
+        for flow in self._flows:
+            rates[flow.name] = rates.get(flow.name, 0.0) + flow.rate_bps
+        return rates
+
     def go_down(self, pipe: Pipe, outages: Iterable[Outage]) -> None:
         """Have a pipe go down and come back."""
         for outage in outages:
@@ -128,7 +137,9 @@ class Network:
         """Put bytes on a path; the event is triggered when the last of them has left."""
         self._settle()
         bits = 8.0 * (num_bytes + self._lost_bytes(path, num_bytes))
-        flow = _Flow(path.pipes, bits, streams, path.ceiling_bps(streams), self._engine.event())
+        flow = _Flow(
+            path.name, path.pipes, bits, streams, path.ceiling_bps(streams), self._engine.event()
+        )
         self._flows.append(flow)
         self._share_soon()
         return flow.sent
@@ -144,6 +155,12 @@ class Network:
         assert sent.callbacks is not None
         sent.callbacks.append(on_sent)
         return arrived
+
+    def drop(self, path: Path) -> None:
+        """Forget what is on its way on a path: whoever sent or awaited it is gone."""
+        self._settle()
+        self._flows = [flow for flow in self._flows if flow.name != path.name]
+        self._share_soon()
 
     def _lost_bytes(self, path: Path, num_bytes: float) -> float:
         if not path.link.loss:

@@ -8,7 +8,10 @@ Nothing is trained: an inner step is its duration. What hosts take beside it is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import simpy
@@ -24,8 +27,9 @@ from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.shards import canonical_parameters, tensor_specs
 from simulations.actors import Publication, SimulatedSyncer
 from simulations.costs import MEASURED, HostCosts
-from simulations.engine import Engine
-from simulations.islands import Exchanging, FragmentSize, SimulatedIsland, Sums, Training
+from simulations.engine import Engine, Steps
+from simulations.islands import Exchanging, FragmentSize, SimulatedIsland, StepDraws, Sums, Training
+from simulations.lives import Absence, check_absences
 from simulations.network import Network, Outage, Path, Pipe, Tcp
 from simulations.timeline import Span
 from transport.link import Link, LinkProfile
@@ -47,6 +51,7 @@ class IslandFigures:
         bytes_up: Payload sent.
         bytes_down: Payload received.
         merges: Versions merged.
+        lost_steps: Inner steps made again, or never counted, after returns.
         rounds: `inner_steps` over H.
     """
 
@@ -58,6 +63,7 @@ class IslandFigures:
     bytes_up: float
     bytes_down: float
     merges: int
+    lost_steps: int
     rounds: float
 
     @property
@@ -127,6 +133,7 @@ def simulate_run(
     syncer_link: LinkProfile | None = None,
     outages: Sequence[Outage] = (),
     tcp: Tcp | None = None,
+    absences: Mapping[str, Sequence[Absence]] | None = None,
     plan: Plan | None = None,
 ) -> SimulatedRun:
     """Simulate the run of a run file.
@@ -144,6 +151,7 @@ def simulate_run(
             no bottleneck, and adds no delay.
         outages: When that line, or where there is none every island's, carries nothing.
         tcp: Ceilings of a connection; None: a transfer fills its share of a link.
+        absences: When islands are away, by island, ascending; on arrival also from the start.
         plan: Fragments; None: those of the run's model.
 
     Raises:
@@ -182,25 +190,86 @@ def simulate_run(
         plain_up=config.outer.uplink == "float32",
         plain_down=config.outer.downlink == "float32",
     )
+    away = dict(absences or {})
+    check_absences(away, sorted(config.islands), on_arrival=config.outer.is_on_arrival)
     shared = _SharedLine(network, syncer_link, outages)
-    islands = []
+    sites = []
     for name in sorted(config.islands):
-        up, down = shared.paths(name, profiles[name], tcp)
-        islands.append(
-            SimulatedIsland(
-                engine,
-                network,
-                name,
-                _training(engine, config, name, step_s[name], step_noise),
-                common,
-                costs,
-                dict.fromkeys(syncers, (up, down)),
-                record=record,
-            )
+        paths = shared.paths(name, profiles[name], tcp)
+        build = functools.partial(
+            SimulatedIsland,
+            engine,
+            network,
+            name,
+            _training(engine, config, name, step_s[name], step_noise),
+            common,
+            costs,
+            dict.fromkeys(syncers, paths),
+            record=record,
         )
+        sites.append(_Site(engine, name, build, syncers, away.get(name, ()), config.lease_s))
+    here = [site for site in sites if site.is_here]
     for syncer in syncers:
-        syncer.found({island.name: island.incarnation for island in islands})
-    return _run(engine, islands, syncers, spans, config.outer.inner_steps_per_round)
+        syncer.found([site.name for site in here], [site.name for site in sites])
+    return _run(engine, sites, syncers, spans, config.outer.inner_steps_per_round)
+
+
+class _Site:
+    """An island's starts, one after the other."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        build: Callable[..., SimulatedIsland],
+        syncers: Sequence[SimulatedSyncer],
+        absences: Sequence[Absence],
+        lease_s: float,
+    ) -> None:
+        self._engine, self.name, self._build = engine, name, build
+        self._syncers, self._absences, self._lease_s = syncers, absences, lease_s
+        self.is_here = not (absences and absences[0].begin_s == 0)
+        self.island = build()
+
+    def live(self) -> Steps:
+        """Train, with what interrupts it, to the end of the run."""
+        engine = self._engine
+        is_first = True
+        for absence in (*self._absences, None):
+            if absence is None or absence.begin_s > 0:
+                training = engine.process(self._train(is_returning=not is_first))
+                if absence is None:
+                    yield training
+                    return
+                yield engine.any_of([training, engine.timeout(absence.begin_s - engine.now)])
+                if training.processed:
+                    return
+                training.interrupt()
+                self.island.stop()
+                engine.process(self._lapse())
+            is_first, self.is_here = False, False
+            if math.isinf(absence.end_s):
+                return
+            yield engine.timeout(absence.end_s - engine.now)
+            self.island = self._build(before=self.island)
+            self.is_here = True
+
+    def _train(self, *, is_returning: bool) -> Steps:
+        with contextlib.suppress(simpy.Interrupt):
+            if is_returning:
+                for syncer in self._syncers:
+                    syncer.live(self.name, is_live=True)
+                yield from self.island.enter()
+            self.island.start()
+            yield from self.island.train(lambda: all(s.is_over for s in self._syncers))
+
+    def _lapse(self) -> Steps:
+        """Have the lease end of an island that is not back by then."""
+        gone = self.island
+        yield self._engine.timeout(self._lease_s)
+        if self.island is gone:
+            for syncer in self._syncers:
+                syncer.live(self.name, is_live=False)
 
 
 def run_plan(config: Config) -> Plan:
@@ -223,21 +292,17 @@ def fragment_sizes(config: Config, plan: Plan) -> list[FragmentSize]:
 
 def _run(
     engine: Engine,
-    islands: Sequence[SimulatedIsland],
+    sites: Sequence[_Site],
     syncers: Sequence[SimulatedSyncer],
     spans: Sequence[Span],
     period: int,
 ) -> SimulatedRun:
-    ends: list[simpy.Event] = []
-    for island in islands:
-        island.start()
-        ends.append(engine.process(island.train(lambda: all(s.is_over for s in syncers))))
-    everybody = engine.all_of(ends)
+    everybody = engine.all_of([engine.process(site.live()) for site in sites])
     while not everybody.processed and not any(syncer.lost for syncer in syncers):
         engine.step()
     publications = [each for syncer in syncers for each in syncer.publications]
     whole, steady = {}, {}
-    for island in islands:
+    for island in (site.island for site in sites):
         now = island.sums.copy(engine.now)
         whole[island.name] = _figures(Sums(), now, period)
         steady[island.name] = (
@@ -267,6 +332,7 @@ def _figures(first: Sums, last: Sums, period: int) -> IslandFigures:
         last.bytes_up - first.bytes_up,
         last.bytes_down - first.bytes_down,
         last.merges - first.merges,
+        last.lost_steps - first.lost_steps,
         inner_steps / period,
     )
 
@@ -366,12 +432,8 @@ def _through(own: Link, other: Link) -> Link:
 
 def _training(engine: Engine, config: Config, name: str, step_s: float, noise: float) -> Training:
     island = config.islands[name]
-    stream = engine.stream("step", name)
-
-    def draw() -> float:
-        return max(0.1 * step_s, stream.gauss(step_s, noise * step_s)) if noise else step_s
-
-    return Training(island.tokens_per_inner_step, island.ranks, draw, step_s)
+    draws = StepDraws(step_s, noise, engine.stream("step", name))
+    return Training(island.tokens_per_inner_step, island.ranks, draws, step_s)
 
 
 class _Recorder:

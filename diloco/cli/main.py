@@ -30,6 +30,7 @@ from diloco.cli import (
     repair,
     replay,
     sim,
+    sim_utilization,
     sim_validate,
 )
 from diloco.errors import DilocoError
@@ -82,6 +83,7 @@ for subject in (
     subject.register(app)
 bench_inner.register(bench.bench)
 bench_race.register(bench.bench)
+sim_utilization.register(sim.sim)
 sim_validate.register(sim.sim)
 
 

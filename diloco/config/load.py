@@ -91,6 +91,29 @@ def config_of(values: Mapping[str, Any], attempt: str) -> Config:
     return _validated(values, attempt, Config)
 
 
+def values_of(path: str | Path, section: type[classes.Section]) -> dict[str, Any]:
+    """Read the raw values of another kind of file, whose root is `section`, for `section_with`.
+
+    Raises:
+        ConfigError: If the file cannot be read, or is no TOML.
+    """
+    return _read(path, section)
+
+
+def section_with(values: Mapping[str, Any], section: type[S], attempt: str) -> S:
+    """Make another kind of root of what its file would say.
+
+    Args:
+        values: Raw values by key.
+        section: What is made.
+        attempt: What is tried, for the error.
+
+    Raises:
+        ConfigError: If the values have problems: one a line.
+    """
+    return _validated(values, attempt, section)
+
+
 def _read(path: str | Path, root: type[classes.Section]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:

@@ -1,0 +1,419 @@
+"""`diloco sim utilization` and `diloco sim bandwidth`: how busy islands stay, and on what links."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+from typer.main import get_command
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import JustifyMethod
+    from rich.table import Table
+
+    from diloco.cli.progress import Show
+    from simulations.paper_tables import Cell
+    from simulations.scenario import Scenario
+
+JsonTarget = Annotated[
+    str, typer.Option("--json", metavar="PATH|-", help="Write the figures; -: print only them.")
+]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of step times, jitter and loss.")]
+ScenarioPath = Annotated[
+    str,
+    typer.Option("--scenario", metavar="FILE.toml", help="Table [scenario] with the same keys."),
+]
+
+#: Least of the 75 cells that are exact, and that are within one step of the grid.
+_LEAST_EXACT, _LEAST_NEAR = 60, 73
+_TABLES = ("streaming-table4",)
+_FLAGS = "diloco.scenario"
+
+
+def register(sim: typer.Typer) -> None:
+    """Add the commands of this module to `diloco sim`."""
+    sim.command("utilization", cls=ScenarioCommand)(utilization)
+    sim.command("bandwidth", cls=ScenarioCommand)(bandwidth)
+
+
+class ScenarioCommand(TyperCommand):
+    """A command with an option for every key of a scenario, and `--bits` for both directions.
+
+    The keys' own descriptions are the help, so that a flag is what the file's key is. They are
+    read when the command is, not when `diloco` starts. What is given lies in `Context.meta`.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:  # of the click that typer brings along
+        """Add the scenario's options to the command's own."""
+        return [*super().get_params(ctx), *_scenario_options()]
+
+
+@functools.cache
+def _scenario_options() -> list[Any]:
+    from simulations.scenario import Scenario
+
+    def options() -> None: ...
+
+    described = {key: field.description or "" for key, field in Scenario.model_fields.items()}
+    described["bits"] = "bits_up and bits_down at once."
+    parameters = []
+    for key, text in described.items():
+        option = typer.Option(
+            f"--{key.replace('_', '-')}",
+            metavar="VALUE",
+            help=text,
+            rich_help_panel="Scenario",
+            expose_value=False,
+            callback=_keep_flag,
+        )
+        kind = Annotated[str | None, option]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(key, keyword, default=None, annotation=kind))
+    vars(options)["__signature__"] = inspect.Signature(parameters)
+    options.__annotations__ = {each.name: each.annotation for each in parameters}
+    only = typer.Typer(add_completion=False)
+    only.command()(options)
+    return list(get_command(only).params)
+
+
+def _keep_flag(context: typer.Context, option: typer.CallbackParam, text: str | None) -> None:
+    if text is not None:
+        context.meta.setdefault(_FLAGS, {})[option.name] = text
+
+
+def utilization(
+    context: typer.Context,
+    scenario_file: ScenarioPath = "",
+    table: Annotated[
+        str,
+        typer.Option("--table", metavar="NAME", help=f"A paper's, beside ours: {_TABLES[0]}."),
+    ] = "",
+    plot: Annotated[
+        str,
+        typer.Option(
+            "--plot", metavar="PATH", help="Draw utilisation against bandwidth, as .png or .svg."
+        ),
+    ] = "",
+    rounds: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Simulated; the first warms up.")
+    ] = 3,
+    seed: Seed = 0,
+    json_target: JsonTarget = "",
+    require: Annotated[
+        bool,
+        typer.Option("--require", help="With --table: exit with 1 if too few cells are met."),
+    ] = False,
+) -> None:
+    """Predict the share of the time in which islands compute, by method.
+
+    Events under a virtual clock: the product's schedule, fragments and rounds on links that share
+    their bandwidth fairly. Without --method every method is a row; flags that a method has no use
+    for are not its. --table streaming-table4 computes the 75 bandwidths of Streaming DiLoCo's
+    Table 4 by the same code, with --buckets and --release as said there.
+
+    Read "utilisation": compute over compute and stalls, in the rounds after the first; "formula":
+    the same in closed form, where there is one; "stall": seconds a round that the slowest island
+    stood still; "pace": of decoupled islands, which never wait, their rounds over those on
+    unlimited lines. To predict a run file with its own model, codecs and hosts: diloco plan.
+    """
+    from diloco.errors import ConfigError
+
+    if table and table not in _TABLES:
+        raise ConfigError(f"--table {table}: choose {' or '.join(_TABLES)}")
+    if require and not table:
+        raise ConfigError("--require judges a table: add --table streaming-table4")
+    if plot and Path(plot).suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot {plot}: give a path that ends with .png, .svg or .pdf")
+    if table:
+        _show_table(_values(context), json_target, require=require)
+        return
+    scenarios = _scenarios(context, scenario_file)
+    rows = _rows(scenarios, rounds, seed, json_target)
+    _show(_COLUMNS, rows, json_target, {"command": "sim utilization", "rows": rows})
+    if plot:
+        _plot(scenarios, plot, rounds, seed, json_target)
+
+
+def bandwidth(
+    context: typer.Context,
+    scenario_file: ScenarioPath = "",
+    targets: Annotated[
+        str, typer.Option(metavar="SHARES", help="Of the time in inner steps, with commas.")
+    ] = "0.5,0.8,0.9,0.95,0.99",
+    grid: Annotated[
+        bool,
+        typer.Option("--grid", help="On 50 rates from 0.1 to 1000 Gbit/s; without, by bisection."),
+    ] = False,
+    grid_rule: Annotated[
+        str,
+        typer.Option(
+            metavar="RULE",
+            help="Of --grid: below, the largest rate that misses the target, as papers tabulate "
+            "it; reaching, the smallest that does not.",
+        ),
+    ] = "below",
+    rounds: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Simulated; the first warms up.")
+    ] = 3,
+    seed: Seed = 0,
+    json_target: JsonTarget = "",
+) -> None:
+    """Find the bandwidth of every line that a utilisation needs.
+
+    Gbit/s, both ways at once; everything else of the scenario stays. Of a decoupled run, whose
+    islands train at any bandwidth, the bandwidth at which so large a share of its rounds is made.
+    A dash: no bandwidth is enough, delays alone are too long. "<": the least that is looked at is
+    enough.
+    """
+    from diloco.errors import ConfigError
+    from simulations.bandwidth import GRID, bandwidth_curve, needed_bps, on_grid
+
+    shares = _shares(targets)
+    if grid_rule not in ("below", "reaching"):
+        raise ConfigError(f"--grid-rule {grid_rule}: choose below or reaching")
+    rows: list[dict[str, Any]] = []
+    with _counting(json_target) as show:
+        scenarios = _scenarios(context, scenario_file)
+        for scenario in scenarios:
+            curve = bandwidth_curve(scenario, rounds=rounds, seed=seed)
+            row: dict[str, Any] = _described(scenario)
+            for target in shares:
+                show(f"{scenario.method} at {target:g}", len(rows), len(scenarios))
+                bps = (
+                    on_grid(curve, target, "below" if grid_rule == "below" else "reaching")
+                    if grid
+                    else needed_bps(curve, target)
+                )
+                row[f"gbps_at_{target:g}"] = None if bps is None else bps / 1e9
+                row[f"utilisation_at_{target:g}"] = None if bps is None else curve(bps)
+            rows.append(row)
+    columns = [
+        ("method", "method", ""),
+        *((f"gbps_at_{target:g}", f"{target:.0%}", ".3g") for target in shares),
+    ]
+    setting = {
+        "command": "sim bandwidth",
+        "unit": "Gbit/s",
+        "grid_gbps": [rate / 1e9 for rate in GRID] if grid else [],
+        "rows": rows,
+    }
+    _show(columns, rows, json_target, setting)
+
+
+_COLUMNS = [
+    ("method", "method", ""),
+    ("period", "H", "d"),
+    ("fragments", "P", "d"),
+    ("overlap_steps", "tau", "d"),
+    ("bits_up", "bits", "g"),
+    ("utilisation", "utilisation", ".1%"),
+    ("formula", "formula", ".1%"),
+    ("stall_s", "stall, s", ".3g"),
+    ("gbit_up", "Gbit up", ".3g"),
+    ("pace", "pace", ".0%"),
+]
+
+
+def _rows(
+    scenarios: Sequence[Scenario], rounds: int, seed: int, json_target: str
+) -> list[dict[str, Any]]:
+    """Simulate each scenario; JSON values, hence `Any`."""
+    from simulations import wallclock
+    from simulations.utilization import simulate
+
+    rows = []
+    with _counting(json_target) as show:
+        for index, scenario in enumerate(scenarios):
+            show(scenario.method, index, len(scenarios))
+            figures = simulate(scenario, rounds=rounds, seed=seed)
+            why = wallclock.applies(scenario)
+            rows.append(
+                {
+                    **_described(scenario),
+                    "utilisation": figures.utilisation,
+                    "formula": None if why else wallclock.utilisation(scenario),
+                    "no_formula": why,
+                    "stall_s": figures.stall_s,
+                    "round_s": figures.round_s,
+                    "gbit_up": figures.bits_up / 1e9,
+                    "gbit_down": figures.bits_down / 1e9,
+                    "pace": figures.pace if scenario.method == "decoupled" else None,
+                }
+            )
+    return rows
+
+
+def _described(scenario: Scenario) -> dict[str, Any]:
+    return {
+        "method": scenario.method,
+        "period": scenario.inner_steps_per_round,
+        "fragments": scenario.fragments,
+        "overlap_steps": scenario.overlap_steps,
+        "bits_up": scenario.bits_up,
+        "scenario": scenario.model_dump(),
+    }
+
+
+def _show_table(values: Mapping[str, Any], json_target: str, *, require: bool) -> None:
+    """Compute a paper's table, show it beside ours, and judge."""
+    from rich.console import Console
+
+    from simulations.paper_tables import streaming_table4, table4_counts
+
+    if unknown := values.keys() - {"buckets", "release"}:
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(unknown))
+        raise typer.BadParameter(f"{names}: the table says that itself; leave it out")
+    with _counting(json_target) as show:
+        cells = streaming_table4(
+            buckets=values.get("buckets", 0),
+            release=values.get("release", "backward"),
+            on_progress=lambda done, total: show("curves", done, total),
+        )
+    exact, near = table4_counts(cells)
+    is_met = exact >= _LEAST_EXACT and near >= _LEAST_NEAR
+    said = (
+        f"{'met' if is_met else 'MISSED'}: {exact} of {len(cells)} cells exact (required "
+        f">= {_LEAST_EXACT}), {near} within one grid step of 1.207x (required >= {_LEAST_NEAR})"
+    )
+    content = {
+        "command": "sim utilization --table streaming-table4",
+        "source": "Streaming DiLoCo (arXiv 2501.18512), Table 4",
+        "unit": "Gbit/s",
+        "exact": exact,
+        "within_one_grid_step": near,
+        "cells": [
+            {
+                "model": cell.model,
+                "method": cell.method,
+                "target": cell.target,
+                "paper": cell.paper,
+                "ours": cell.ours,
+                "ratio": cell.ratio,
+                "grid_steps": cell.grid_steps,
+            }
+            for cell in cells
+        ],
+    }
+    console = Console(quiet=json_target == "-")
+    console.print(_cells_table(cells))
+    console.print(
+        "Gbit/s: ours / Table 4 of arXiv 2501.18512, and the ratio where they differ",
+        style="dim",
+        highlight=False,
+    )
+    _write(content, json_target)
+    typer.echo(said, err=json_target == "-")
+    if require and not is_met:
+        raise typer.Exit(1)
+
+
+def _cells_table(cells: Sequence[Cell]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("model")
+    table.add_column("method")
+    targets = list(dict.fromkeys(cell.target for cell in cells))
+    for target in targets:
+        table.add_column(f"{target:.0%}", justify="right", overflow="fold")
+    for start in range(0, len(cells), len(targets)):
+        row = cells[start : start + len(targets)]
+        table.add_row(row[0].model, row[0].method, *map(_cell_text, row))
+    return table
+
+
+def _cell_text(cell: Cell) -> str:
+    both = f"{cell.ours:.1f}/{cell.paper:g}"
+    return f"{both} {cell.ratio:.2f}x" if cell.grid_steps else both
+
+
+def _plot(
+    scenarios: Sequence[Scenario], path: str, rounds: int, seed: int, json_target: str
+) -> None:
+    from simulations.utilization_plot import write_plot
+
+    with _counting(json_target) as show:
+        write_plot(
+            scenarios, Path(path), rounds=rounds, seed=seed, on_progress=lambda *at: show(*at)
+        )
+    typer.echo(f"picture: {path}", err=json_target == "-")
+
+
+def _scenarios(context: typer.Context, path: str) -> list[Scenario]:
+    from simulations.scenario import make_scenarios
+
+    return make_scenarios(path, _values(context))
+
+
+def _values(context: typer.Context) -> dict[str, Any]:
+    """Read flags as their keys' types; what cannot be read is refused by the key's own check."""
+    from simulations.scenario import Scenario
+
+    flags: dict[str, str] = dict(context.meta.get(_FLAGS, {}))
+    if (both := flags.pop("bits", None)) is not None:
+        flags = {"bits_up": both, "bits_down": both, **flags}
+    values: dict[str, Any] = {}
+    for key, text in flags.items():
+        kind = Scenario.model_fields[key].annotation
+        values[key] = text
+        if kind in (int, float):
+            with contextlib.suppress(ValueError):
+                values[key] = int(text) if kind is int else float(text)
+    return values
+
+
+def _shares(text: str) -> list[float]:
+    from diloco.errors import ConfigError
+
+    try:
+        shares = [float(word) for word in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share < 1 for share in shares):
+        raise ConfigError(f"--targets {text}: give shares in (0, 1) with commas, such as 0.5,0.9")
+    return shares
+
+
+def _show(
+    columns: Sequence[tuple[str, str, str]],
+    rows: Sequence[Mapping[str, Any]],
+    json_target: str,
+    content: Mapping[str, Any],
+) -> None:
+    """Print a table, figures to the right; None is a dash."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for _, heading, form in columns:
+        justify: JustifyMethod = "right" if form else "left"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not form)
+    for row in rows:
+        cells = [(row[key], form) for key, _, form in columns]
+        table.add_row(*("-" if value is None else format(value, form) for value, form in cells))
+    Console(quiet=json_target == "-").print(table)
+    _write(content, json_target)
+
+
+def _write(content: Mapping[str, Any], json_target: str) -> None:
+    text = json.dumps(content, indent=2)
+    if json_target == "-":
+        typer.echo(text)
+    elif json_target:
+        Path(json_target).write_text(text + "\n", encoding="utf-8")
+        typer.echo(f"figures: {json_target}")
+
+
+def _counting(json_target: str) -> contextlib.AbstractContextManager[Show]:
+    from rich.console import Console
+
+    from diloco.cli.progress import counting
+
+    return counting(Console(stderr=True, quiet=json_target == "-"))
