@@ -136,7 +136,8 @@ def validate(
     step trains on 16 bytes and sleeps until it has taken --step-time, so that two cores measure
     links, not each other. What hosts take is calibrated from four runs without a link, two a codec,
     never from a point. Some ten minutes on two cores without other work; what was measured stays in
-    --dir, so a sweep that died goes on where it was.
+    --dir, so a sweep that died goes on where it was, and the timeline of a point can be drawn:
+    diloco sim trace DIR/POINT/run --plot timeline.png.
 
     Read "blocked": seconds a round (H inner steps) for which training stood still, the median over
     rounds and islands, the first round left out; "busy": utilisation; "round": its seconds; "sim":
@@ -181,6 +182,10 @@ def validate(
             report = run_validation(sweep, on_progress=show, on_look=request.check)
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None
+    for row in report.rows:
+        if row["check"] != "ok":
+            said = f"{row['point']}: the emulated link is not as told, no figure: {row['check']}"
+            console.print(said, highlight=False, soft_wrap=True)
     if text := residual_text(report.setting["residual"]):
         console.print(text, highlight=False, soft_wrap=True)
     show_report(report, json_target, require=require)

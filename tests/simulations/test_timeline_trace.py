@@ -7,7 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.telemetry.events import Event, FragmentMerged, InnerStepDone, PhaseDone
@@ -144,3 +146,36 @@ def test_sums_are_shares_of_the_whole_time() -> None:
         {"island": "east", "kind": "compute", "times": 1, "seconds": 1.0, "share": 0.25},
         {"island": "east", "kind": "wait", "times": 1, "seconds": 3.0, "share": 0.75},
     ]
+
+
+def test_the_command_writes_trace_picture_and_sums_of_a_run_file(tmp_path: Path) -> None:
+    out, plot = tmp_path / "trace.json", tmp_path / "timeline.png"
+    words = ["sim", "trace", str(RUN), "--step-time", "5ms", "--link", "thin-5M-60ms"]
+    words += ["--out", str(out), "--plot", str(plot), "--rounds", "2", "--json", "-"]
+
+    done = CliRunner().invoke(app, words)
+
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert {row["island"] for row in told["sums"]} == {"east", "west", "syncer"}
+    assert json.loads(out.read_text())["traceEvents"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([str(RUN)], "nothing would be written"),
+        ([str(RUN), "--out", "t.json"], "--step-time is missing"),
+        ([str(RUN), "--plot", "t.gif"], "ends with .png"),
+        ([".", "--out", "t.json"], "is no run"),
+        ([".", "--out", "t.json", "--rounds", "3"], "of runs to simulate"),
+        ([str(RUN), "--out", "t.json", "--step-time", "5 apples"], "--step-time 5 apples"),
+    ],
+    ids=["nothing", "no step time", "gif", "no run", "rounds of a real run", "no duration"],
+)
+def test_the_command_refuses_what_it_cannot_do(words: list[str], text: str) -> None:
+    done = CliRunner().invoke(app, ["sim", "trace", *words])
+
+    assert isinstance(done.exception, ConfigError)
+    assert text in str(done.exception)
