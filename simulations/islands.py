@@ -375,11 +375,11 @@ class SimulatedIsland:
             yield self._engine.timeout(costs.call_s)
             yield self._network.cross(way.up, size.bytes_up, size.lanes)
             self.sums.bytes_up += size.bytes_up
-            self._span(p, "send", began)
             admission = yield from way.syncer.receive(self.name, self.incarnation, sent)
+            yield self._engine.timeout(way.down.link.delay_s)
+            self._span(p, "send", began)  # until it is answered, as a real run tells it
             if admission is not Admission.NOT_OPEN:
                 return
-            yield self._engine.timeout(way.down.link.delay_s)
             yield self._engine.any_of([self._news.next, self._engine.timeout(_NOT_OPEN_WAIT_S)])
 
     def _declining(self, p: int, sent: Outstanding) -> Steps:

@@ -135,9 +135,10 @@ def validate(
     links of 100 Mbit/s to 1 Gbit/s and 0 to 100 ms round trip, by codec, H, P and tau. An inner
     step trains on 16 bytes and sleeps until it has taken --step-time, so that two cores measure
     links, not each other. What hosts take is calibrated from four runs without a link, two a codec,
-    never from a point. Some ten minutes on two cores without other work; what was measured stays in
-    --dir, so a sweep that died goes on where it was, and the timeline of a point can be drawn:
-    diloco sim trace DIR/POINT/run --plot timeline.png.
+    never from a point. About a quarter of an hour on two cores without other work, which it needs:
+    commits of rounds are CPU and disk (a --dir in /dev/shm leaves the disk out). What was measured
+    stays in --dir, so a sweep that died goes on where it was, and the timeline of a point can be
+    drawn: diloco sim trace DIR/POINT/run --plot timeline.png.
 
     Read "blocked": seconds a round (H inner steps) for which training stood still, the median over
     rounds and islands, the first round left out; "busy": utilisation; "round": its seconds; "sim":
