@@ -140,10 +140,10 @@ class SimulatedIsland:
         """Stand at version 0 of every fragment; with the sums of the start before, if any."""
         self._engine, self._network, self.name = engine, network, name
         self._training, self._common, self._costs, self._record = training, common, costs, record
-        self.sums = Sums() if before is None else before.sums
+        self.sums: Sums = Sums() if before is None else before.sums
         self.rounds: list[Sums] = [] if before is None else before.rounds
-        self.incarnation = 1 if before is None else before.incarnation + 1
-        self.inner_step = 0 if before is None else before.inner_step
+        self.incarnation: int = 1 if before is None else before.incarnation + 1
+        self.inner_step: int = 0 if before is None else before.inner_step
         self._processes: list[simpy.Process] = []
         num_fragments = len(common.sizes)
         self._ledgers = [FragmentLedger(0, p) for p in range(num_fragments)]

@@ -150,7 +150,7 @@ class Network:
         sent = self.send(path, num_bytes, streams)
 
         def on_sent(_: simpy.Event) -> None:
-            self._engine.call_at(self._arrival(path), arrived.succeed)
+            self._engine.call_at(self._arrival(path), lambda: _trigger(arrived))
 
         assert sent.callbacks is not None
         sent.callbacks.append(on_sent)
@@ -229,6 +229,10 @@ class Network:
             if flow.bits <= flow.rate_bps * math.ulp(when) * 4:
                 flow.bits = 0.0
         self._share()
+
+
+def _trigger(event: simpy.Event) -> None:
+    event.succeed()
 
 
 def share_fairly(flows: Sequence[_Flow]) -> None:

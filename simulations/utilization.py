@@ -307,16 +307,17 @@ class _Simulation:
         if scenario.topology != "star":  # from one line into another
             down_bps = self._profile.down.bandwidth_bps
             up = replace(up, bandwidth_bps=min(up.bandwidth_bps, down_bps))
+        out, pipes = self._outs[island], tuple[Pipe, ...]()
         if scenario.topology == "sites":
             home = p % scenario.islands
             if home == island:
                 return None
-            pipes = (self._outs[island], self._ins[home])
+            pipes = (out, self._ins[home])
         elif scenario.topology == "star":
-            pipes = (self._outs[island], self._hub[0])
-        else:  # to the next one of a ring
-            pipes = (self._outs[island], self._ins[(island + 1) % scenario.islands])
-            if scenario.method == "data-parallel":  # which goes through its ranks, too
+            pipes = (out, self._hub[0])
+        else:  # to the next one of a ring, which for data parallel goes through its ranks, too
+            pipes = (out, self._ins[(island + 1) % scenario.islands])
+            if scenario.method == "data-parallel":
                 pipes = (*pipes, self._ranks[island])
         return Path(f"{island}-up-{p}", pipes, up, self._rtt_s, self._tcp)
 

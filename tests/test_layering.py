@@ -77,6 +77,24 @@ FORBIDDEN = [
         pytest.param(f"simulations.emulate.{name}", IMPURE, (), id=f"emulate.{name}-is-pure")
         for name in ("config", "kernel", "line", "network", "packets")
     ),
+    *(
+        pytest.param(f"simulations.{name}", IMPURE, (), id=f"simulations.{name}-is-pure")
+        for name in (
+            "actors",
+            "bandwidth",
+            "costs",
+            "decoupled",
+            "engine",
+            "islands",
+            "lives",
+            "network",
+            "paper_tables",
+            "run_model",
+            "scenario",
+            "utilization",
+            "wallclock",
+        )
+    ),
     # DCP's metadata is a pickle; its reader allows the records that it is made of, and no code.
     *(
         pytest.param(name, CODE_AS_DATA, ("diloco.launch.dcp",), id=f"{name}-unpickles-nothing")

@@ -28,7 +28,9 @@ JsonTarget = Annotated[
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of step times, jitter and loss.")]
 ScenarioPath = Annotated[
     str,
-    typer.Option("--scenario", metavar="FILE.toml", help="Table [scenario] with the same keys."),
+    typer.Option(
+        "--scenario", metavar="FILE.toml", help="A file whose table scenario has them; flags win."
+    ),
 ]
 
 #: Least of the 75 cells that are exact, and that are within one step of the grid.
@@ -61,14 +63,16 @@ def _scenario_options() -> list[Any]:
 
     def options() -> None: ...
 
-    described = {key: field.description or "" for key, field in Scenario.model_fields.items()}
-    described["bits"] = "bits_up and bits_down at once."
+    fields = Scenario.model_fields
+    described = {key: (field.description or "", field.default) for key, field in fields.items()}
+    described["bits"] = "bits_up and bits_down at once", ""
     parameters = []
-    for key, text in described.items():
+    for key, (text, default) in described.items():
         option = typer.Option(
             f"--{key.replace('_', '-')}",
             metavar="VALUE",
             help=text,
+            show_default=str(default) if default not in ("", 0) else False,
             rich_help_panel="Scenario",
             expose_value=False,
             callback=_keep_flag,
@@ -265,11 +269,12 @@ def _show_table(values: Mapping[str, Any], json_target: str, *, require: bool) -
     """Compute a paper's table, show it beside ours, and judge."""
     from rich.console import Console
 
+    from diloco.errors import ConfigError
     from simulations.paper_tables import streaming_table4, table4_counts
 
     if unknown := values.keys() - {"buckets", "release"}:
         names = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(unknown))
-        raise typer.BadParameter(f"{names}: the table says that itself; leave it out")
+        raise ConfigError(f"{names}: the table says that itself; leave it out")
     with _counting(json_target) as show:
         cells = streaming_table4(
             buckets=values.get("buckets", 0),
@@ -304,7 +309,7 @@ def _show_table(values: Mapping[str, Any], json_target: str, *, require: bool) -
     console = Console(quiet=json_target == "-")
     console.print(_cells_table(cells))
     console.print(
-        "Gbit/s: ours / Table 4 of arXiv 2501.18512, and the ratio where they differ",
+        "Gbit/s that each utilisation needs; paper: Table 4 of arXiv 2501.18512, to one decimal",
         style="dim",
         highlight=False,
     )
@@ -315,23 +320,26 @@ def _show_table(values: Mapping[str, Any], json_target: str, *, require: bool) -
 
 
 def _cells_table(cells: Sequence[Cell]) -> Table:
+    """Lay out three rows a model and method: the paper's figures, ours, and their ratio."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("model")
-    table.add_column("method")
+    for heading in ("model", "method", ""):
+        table.add_column(heading, no_wrap=True)
     targets = list(dict.fromkeys(cell.target for cell in cells))
     for target in targets:
-        table.add_column(f"{target:.0%}", justify="right", overflow="fold")
+        table.add_column(f"{target:.0%}", justify="right", no_wrap=True)
     for start in range(0, len(cells), len(targets)):
         row = cells[start : start + len(targets)]
-        table.add_row(row[0].model, row[0].method, *map(_cell_text, row))
+        table.add_row(row[0].model, row[0].method, "paper", *(f"{c.paper:.1f}" for c in row))
+        table.add_row("", "", "ours", *(f"{c.ours:.1f}" for c in row))
+        table.add_row("", "", "ratio", *(_ratio_text(c) for c in row))
     return table
 
 
-def _cell_text(cell: Cell) -> str:
-    both = f"{cell.ours:.1f}/{cell.paper:g}"
-    return f"{both} {cell.ratio:.2f}x" if cell.grid_steps else both
+def _ratio_text(cell: Cell) -> str:
+    style = "yellow" if cell.grid_steps else "dim"
+    return f"[{style}]{cell.ratio:.2f}[/{style}]"
 
 
 def _plot(
