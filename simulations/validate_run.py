@@ -182,17 +182,18 @@ def figures(telemetry_dir: Path, point: Point) -> Message:
     """Take the figures of a run out of its events; times in seconds.
 
     Returns:
-        Of the rounds after the first: `blocked_s` and `round_s` a round, the medians over rounds
-        and islands, and `rounds`, all of them by island; `step_s` by island, undisturbed;
-        `phases`: by phase its median duration a fragment, lanes together.
+        Of the rounds after the first: `blocked_s`, of every fragment the median over rounds and
+        islands, added up, so that what disturbs one wait disturbs no other; `round_s`, the median
+        over rounds and islands; `rounds`, blocked and wall seconds of all of them, by island;
+        `step_s` by island, undisturbed; `phases`: by phase its median duration a fragment, lanes
+        together.
     """
     events = {name: list(event_lines(telemetry_dir / f"events-{name}-0.jsonl")) for name in ISLANDS}
     rounds = {name: _rounds(its, point.inner_steps_per_round) for name, its in events.items()}
-    every = [each for its in rounds.values() for each in its]
     syncer = event_lines(telemetry_dir / "events-syncer.jsonl")
     return {
-        "blocked_s": statistics.median(blocked_s for blocked_s, _ in every),
-        "round_s": statistics.median(round_s for _, round_s in every),
+        "blocked_s": _blocked_s(events.values(), point.inner_steps_per_round),
+        "round_s": statistics.median(wall_s for its in rounds.values() for _, wall_s in its),
         "rounds": rounds,
         "step_s": {
             name: next(e["undisturbed_step_s"] for e in its if e["kind"] == "island_ended")
@@ -200,6 +201,15 @@ def figures(telemetry_dir: Path, point: Point) -> Message:
         },
         "phases": _phases(events.values(), syncer),
     }
+
+
+def _blocked_s(islands: Iterable[Sequence[Mapping[str, Any]]], period: int) -> float:
+    """Add up the median waits of every fragment, the first H inner steps left out."""
+    waits: dict[int, list[float]] = {}
+    for event in (event for events in islands for event in events):
+        if event["kind"] == "fragment_merged" and event["inner_step"] > period:
+            waits.setdefault(event["fragment_id"], []).append(event["blocked_s"])
+    return sum(statistics.median(each) for each in waits.values())
 
 
 def _rounds(events: Sequence[Mapping[str, Any]], period: int) -> list[tuple[float, float]]:

@@ -140,7 +140,7 @@ def validate(
     stays in --dir, so a sweep that died goes on where it was, and the timeline of a point can be
     drawn: diloco sim trace DIR/POINT/run --plot timeline.png.
 
-    Read "blocked": seconds a round (H inner steps) for which training stood still, the median over
+    Read "blocked": seconds a round (H inner steps) for which training stood still, medians over
     rounds and islands, the first round left out; "busy": utilisation; "round": its seconds; "sim":
     the simulator's word on the figure before. The bars: errors of blocked
     time of 10 % in the median and 25 % at worst, over at least 12 points. The last line says with

@@ -48,6 +48,7 @@ def test_rounds_are_measured_without_the_first_and_between_their_ends(tmp_path: 
         lines.append({**phase, "lane_id": 0, "unix_s": end - 2, "duration_s": 1.0})
         lines.append({**phase, "lane_id": 1, "unix_s": end - 1.5, "duration_s": number / 2})
         merged = {"kind": "fragment_merged", "inner_step": 2 * number, "blocked_s": blocked_s}
+        merged["fragment_id"] = 0
         lines.append({**merged, "unix_s": end})
     lines.append({"kind": "island_ended", "inner_step": 6, "undisturbed_step_s": 0.1, "unix_s": 31})
     for island in ("east", "west"):
