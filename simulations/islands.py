@@ -459,13 +459,14 @@ class SimulatedIsland:
         crossed_from = self._engine.now
         yield self._network.cross(way.down, num_bytes, size.lanes)
         calls = math.ceil(size.numel / MOST_TOGETHER)
-        spread_s = self._spread_s(crossed_from, way.down, num_bytes, calls)
+        # The syncer answers one after another, so that they begin and end to cross like that, too.
+        spread_s = max(0.0, self._engine.now - crossed_from - way.down.link.delay_s)
         way.syncer.fetched(self.name, p, version)
         self.sums.bytes_down += num_bytes
         self._span(p, "fetch", began)
         is_cheap = is_plain or self._common.plain_down
         rate_s = costs.plain_s if is_cheap else costs.stage_s * num_versions
-        yield from self._work(p, rate_s, spread_s, calls)
+        yield from self._work(p, rate_s + costs.carry_s, spread_s, calls)
         carried.staged_version = version
         self._news.set()
 

@@ -268,7 +268,7 @@ def _calibrated(sweep: Sweep, codec: str) -> HostCosts:
             plan = run_plan(run_config(setting, point, sweep.directory))
             numel = statistics.mean(fragment.padded_numel for fragment in plan.fragments)
             calibrations.append(Calibration(numel, measured["phases"]))
-    return host_costs(calibrations, codec=codec, num_islands=len(ISLANDS))
+    return host_costs(calibrations, num_islands=len(ISLANDS))
 
 
 def predict(

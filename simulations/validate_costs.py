@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from simulations.costs import HostCosts
 
 #: What an island waits for, one after the other, where nothing is hidden.
-_WAITED_FOR = ("encode", "send", "commit", "fetch", "decode")
+_WAITED_FOR = ("up", "commit", "down")
 _REST = "rest"
 
 
@@ -45,39 +45,38 @@ class _Line:
     rate_s: float
 
 
-def host_costs(calibrations: Sequence[Calibration], *, codec: str, num_islands: int) -> HostCosts:
+def host_costs(calibrations: Sequence[Calibration], *, num_islands: int) -> HostCosts:
     """Turn calibrations of a codec into the inputs of a simulation.
 
-    Of the islands' calls the syncer's part cannot be told from theirs: it is what a syncer takes
-    for a contribution, of all islands one after the other, as they share this machine. The same
-    goes for the merge, which is a part of the commit here.
+    Of the islands' calls the syncer's part cannot be told from theirs: up, it is what a syncer
+    takes for a contribution, of all islands one after the other, as they share this machine; down,
+    what a fetch carries and decodes. The merge is a part of the commit.
 
     Args:
-        calibrations: Runs whose fragments differ in size; of one alone nothing is constant.
-        codec: Up and down.
+        calibrations: Runs of one codec whose fragments differ in size; of one alone nothing is
+            constant.
         num_islands: That sent at the same time.
     """
     lines = {
-        phase: _line(calibrations, phase) for phase in (*_WAITED_FOR, "gather", "merge", _REST)
+        phase: _line(calibrations, phase)
+        for phase in (*_WAITED_FOR, "encode", "gather", "merge", _REST)
     }
-    up_s = lines["encode"].rate_s
-    down_s = lines["fetch"].rate_s + lines["decode"].rate_s + lines[_REST].rate_s
+    encode_s = lines["encode"].rate_s
+    down_s = lines["down"].rate_s + lines[_REST].rate_s
     return HostCosts(
         collect_s=lines["gather"].rate_s,
         distribute_s=lines["merge"].rate_s,
-        encode_s=up_s,
-        stage_s=down_s,
-        plain_s=(up_s + down_s) / 2 if codec == "float32" else 0.0,  # both ways the same
-        verify_s=lines["send"].rate_s / num_islands,
+        encode_s=encode_s,
+        stage_s=encode_s,
+        plain_s=encode_s,
+        carry_s=max(0.0, down_s - encode_s),
+        verify_s=max(0.0, lines["up"].rate_s - encode_s) / num_islands,
         decode_s=0.0,
         outer_s=0.0,
         publish_s=0.0,
         commit_s=lines["commit"].rate_s,
-        commit_round_s=lines["commit"].each_s
-        + lines["encode"].each_s
-        + lines["decode"].each_s
-        + lines[_REST].each_s,
-        call_s=(lines["send"].each_s + lines["fetch"].each_s) / 2,
+        commit_round_s=lines["commit"].each_s + lines[_REST].each_s,
+        call_s=(lines["up"].each_s + lines["down"].each_s) / 2,
     )
 
 

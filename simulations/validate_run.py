@@ -34,6 +34,9 @@ _MODEL = {"dim": 384, "num_layers": 6, "num_heads": 6, "num_kv_heads": 3, "ffn_d
 _SEQUENCE_LENGTH = 16
 _PROFILE = "validated"
 
+#: Phases that are one of several, as their lanes overlap.
+_JOINED = {"encode": "up", "send": "up", "fetch": "down", "decode": "down"}
+
 Message = dict[str, Any]  # JSON values
 
 
@@ -233,16 +236,19 @@ def _phases(
 ) -> dict[str, float]:
     """Give the median duration of every phase of a round, the first round left out.
 
-    Of a phase that lanes are in one after another that is from the first begin to the last end.
+    Of a phase that lanes are in that is from the first begin to the last end. They overlap: "up" is
+    from the first encoding to the answer to the last call, "down" from the first fetch to the last
+    decoding.
     """
     extents: dict[tuple[int, str, int, int], tuple[float, float]] = {}
     for number, events in enumerate(islands):
         for event in events:
             if event["kind"] == "phase" and event["version"] > 0:
-                key = (number, event["phase"], event["fragment_id"], event["version"])
                 end = event["unix_s"]
-                first, last = extents.get(key, (end, end))
-                extents[key] = min(first, end - event["duration_s"]), max(last, end)
+                for phase in {event["phase"], _JOINED.get(event["phase"], event["phase"])}:
+                    key = (number, phase, event["fragment_id"], event["version"])
+                    first, last = extents.get(key, (end, end))
+                    extents[key] = min(first, end - event["duration_s"]), max(last, end)
     durations: dict[str, list[float]] = {}
     for (_, phase, _, _), (begin, end) in extents.items():
         durations.setdefault(phase, []).append(end - begin)

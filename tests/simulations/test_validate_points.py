@@ -61,7 +61,9 @@ def test_rounds_are_measured_without_the_first_and_between_their_ends(tmp_path: 
     assert found["rounds"] == {name: [(1.0, 10.0), (2.0, 10.0)] for name in ("east", "west")}
     assert (found["blocked_s"], found["round_s"]) == (1.5, 10.0)
     assert found["step_s"] == {"east": 0.1, "west": 0.1}
-    assert found["phases"] == {"send": 1.5}, "from the first lane's begin to the last one's end"
+    assert found["phases"] == {"send": 1.5, "up": 1.5}, (
+        "from the first lane's begin to the last one's end"
+    )
 
 
 @pytest.mark.parametrize("codec", ["float32", "int4"])
@@ -70,11 +72,11 @@ def test_calibrated_costs_give_back_what_they_were_calibrated_by(codec: str) -> 
     measured = {}
     for num_fragments, numel in ((1, 9_933_696), (4, 9_933_696 / 4)):
         phase_s = 0.01 + 20e-9 * numel
-        phases = dict.fromkeys(("encode", "send", "commit", "fetch", "decode"), phase_s)
+        phases = {"encode": phase_s, "up": 2 * phase_s, "commit": phase_s, "down": 2 * phase_s}
         measured[num_fragments] = {**phases, "wait": 6 * phase_s, "gather": 0.0, "merge": 0.0}
     calibrations = [Calibration(9_933_696 / p, phases) for p, phases in measured.items()]
 
-    costs = host_costs(calibrations, codec=codec, num_islands=2)
+    costs = host_costs(calibrations, num_islands=2)
 
     for num_fragments, phases in measured.items():
         predicted = predict(SETTING, Point("", 0, codec, 8, num_fragments), costs, STEPS)
