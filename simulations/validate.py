@@ -194,7 +194,7 @@ def missing_points(sweep: Sweep) -> list[Point]:
 def forget(sweep: Sweep) -> None:
     """Take away what was measured of this sweep."""
     for point in (*sweep.calibrations, *sweep.points):
-        measured_path(sweep.directory, point).unlink(missing_ok=True)
+        measured_path(sweep.directory, sweep.setting_of(point), point).unlink(missing_ok=True)
 
 
 def _measure_missing(

@@ -128,14 +128,20 @@ def run_config(setting: Setting, point: Point, state_dir: Path) -> Config:
     )
 
 
-def measured_path(directory: Path, point: Point) -> Path:
+def run_path(directory: Path, setting: Setting, point: Point) -> Path:
+    """Directory of a point's run."""
+    return directory / (point.name + ("-emulated" if setting.is_emulated else ""))
+
+
+def measured_path(directory: Path, setting: Setting, point: Point) -> Path:
     """File of a point that was made."""
-    return directory / f"{point.name}.json"
+    run = run_path(directory, setting, point)
+    return run.with_name(f"{run.name}.json")
 
 
 def read_measured(directory: Path, setting: Setting, point: Point) -> Message | None:
     """Give what a point measured earlier, in the same setting; None: nothing."""
-    found: Message | None = read_json(measured_path(directory, point))
+    found: Message | None = read_json(measured_path(directory, setting, point))
     return found if found is not None and found["setting"] == asdict(setting) else None
 
 
@@ -149,7 +155,7 @@ def measure_point(
     Raises:
         IslandFailed: If the run failed; says what it printed last.
     """
-    place = directory / point.name
+    place = run_path(directory, setting, point)
     shutil.rmtree(place, ignore_errors=True)
     profile = place / "configs" / "links" / f"{_PROFILE}.toml"
     profile.parent.mkdir(parents=True)
@@ -174,7 +180,7 @@ def measure_point(
     }
     for heavy in ("syncer", "checkpoints"):
         shutil.rmtree(state_dir / heavy, ignore_errors=True)
-    write_json(measured_path(directory, point), found)
+    write_json(measured_path(directory, setting, point), found)
     return found
 
 

@@ -117,7 +117,7 @@ def test_a_sweep_goes_on_behind_what_was_measured_in_the_same_setting(tmp_path: 
     assert missing_points(sweep) == everything
 
     for point, setting in zip(everything, (SETTING, replace(SETTING, rounds=9)), strict=False):
-        write_json(measured_path(tmp_path, point), {"setting": asdict(setting)})
+        write_json(measured_path(tmp_path, setting, point), {"setting": asdict(setting)})
 
     assert missing_points(sweep) == everything[1:]
 
