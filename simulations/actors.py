@@ -178,11 +178,16 @@ class SimulatedSyncer:
         return reply if is_news(request, reply) else None
 
     def receive(
-        self, island: str, incarnation: int, sent: Outstanding
+        self, island: str, incarnation: int, sent: Outstanding, spread_s: float = 0.0
     ) -> Generator[simpy.Event, Any, Admission]:  # what it is sent is of the events' own types
-        """Take a contribution that has arrived whole; returns the answer to its last lane."""
+        """Take a contribution that has arrived whole; returns the answer to its last lane.
+
+        Lanes that came one after another, over the last `spread_s`, were verified meanwhile.
+        """
         served = self._served[sent.key.fragment_id]
-        yield from self._work(self._costs.verify_s * served.fragment.padded_numel)
+        fragment = served.fragment
+        verify_s = self._costs.verify_s * fragment.padded_numel
+        yield from self._work(left_over(verify_s, spread_s, len(fragment.lanes)))
         admission = Admission.ACCEPTED
         for lane in served.fragment.lanes:
             arrival = LaneArrival(
@@ -310,3 +315,14 @@ class SimulatedSyncer:
             yield self._engine.timeout(seconds)
         if fragment_id is not None:
             self._record(Span(self.name, None, fragment_id, "merge", began, self._engine.now))
+
+
+def left_over(seconds: float, spread_s: float, num_parts: int) -> float:
+    """Give what is left of some work when its last part has come.
+
+    Args:
+        seconds: All of it.
+        spread_s: Time over which the parts came, one after another.
+        num_parts: Of them the last is never done before.
+    """
+    return seconds - min(spread_s, seconds * (1 - 1 / num_parts))

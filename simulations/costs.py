@@ -26,6 +26,8 @@ class HostCosts:
         commit_s: Writing a version durably; 12 bytes a parameter at 1 GB/s.
         commit_round_s: Of one commit whatever its size, in seconds: flushes of the disk.
         call_s: Of one call whatever its size, in seconds, both ends.
+        carry_s: Carrying a version through both ends of a fetch: copies and checksums. No bench
+            tells it from the rest, `diloco sim validate` calibrates it.
     """
 
     collect_s: float = 0.7e-9
@@ -40,6 +42,7 @@ class HostCosts:
     commit_s: float = 12e-9
     commit_round_s: float = 5e-3
     call_s: float = 0.5e-3
+    carry_s: float = 0.0
 
 
 #: The defaults.

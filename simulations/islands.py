@@ -9,6 +9,7 @@ transfers and staging go on beside it, one thing at a time where one thread does
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import simpy
 
 from diloco.outer.schedule import Schedule
 from diloco.rounds.messages import outcome_of
+from diloco.rounds.publication import MOST_TOGETHER
 from diloco.rounds.terms import Admission
 from diloco.sync.agreement import Agreed
 from diloco.sync.carried import CarriedFragment
@@ -24,11 +26,12 @@ from diloco.sync.course import Entered, set_course
 from diloco.sync.ledger import FragmentLedger, Outstanding, Target, Verdict
 from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
 from protos import fragment_pb2 as wire
-from simulations.actors import SimulatedSyncer
+from simulations.actors import SimulatedSyncer, left_over
 from simulations.costs import HostCosts
 from simulations.engine import Engine, Signal, Steps
 from simulations.network import Network, Path
 from simulations.timeline import Span, SpanKind
+from transport.shaped import TURN_BYTES
 
 _NOT_OPEN_WAIT_S = 0.25
 _UNTIMED_POLL_S = 1.0
@@ -375,11 +378,12 @@ class SimulatedIsland:
             yield self._engine.timeout(costs.call_s)
             yield self._network.cross(way.up, size.bytes_up, size.lanes)
             self.sums.bytes_up += size.bytes_up
-            self._span(p, "send", began)
-            admission = yield from way.syncer.receive(self.name, self.incarnation, sent)
+            spread_s = self._spread_s(began + costs.call_s, way.up, size.bytes_up, size.lanes)
+            admission = yield from way.syncer.receive(self.name, self.incarnation, sent, spread_s)
+            yield self._engine.timeout(way.down.link.delay_s)
+            self._span(p, "send", began)  # until it is answered, as a real run tells it
             if admission is not Admission.NOT_OPEN:
                 return
-            yield self._engine.timeout(way.down.link.delay_s)
             yield self._engine.any_of([self._news.next, self._engine.timeout(_NOT_OPEN_WAIT_S)])
 
     def _declining(self, p: int, sent: Outstanding) -> Steps:
@@ -452,21 +456,35 @@ class SimulatedIsland:
         # An island that leaps takes the payloads of all the versions between.
         num_versions = version - carried.anchor_version
         num_bytes = size.float32_bytes if is_plain else size.bytes_down * num_versions
+        crossed_from = self._engine.now
         yield self._network.cross(way.down, num_bytes, size.lanes)
+        calls = math.ceil(size.numel / MOST_TOGETHER)
+        # The syncer answers one after another, so that they begin and end to cross like that, too.
+        spread_s = max(0.0, self._engine.now - crossed_from - way.down.link.delay_s)
         way.syncer.fetched(self.name, p, version)
         self.sums.bytes_down += num_bytes
         self._span(p, "fetch", began)
         is_cheap = is_plain or self._common.plain_down
-        yield from self._work(p, costs.plain_s if is_cheap else costs.stage_s * num_versions)
+        rate_s = costs.plain_s if is_cheap else costs.stage_s * num_versions
+        yield from self._work(p, rate_s + costs.carry_s, spread_s, calls)
         carried.staged_version = version
         self._news.set()
 
-    def _work(self, p: int, seconds: float) -> Steps:
-        """Have the threads beside training do something with a fragment."""
+    def _spread_s(self, began: float, path: Path, num_bytes: float, num_calls: int) -> float:
+        """Give the time over which calls ended that began to cross together.
+
+        They take turns on the link, so that all end within the last turn of each.
+        """
+        turns = math.ceil(num_bytes / num_calls / TURN_BYTES)
+        return max(0.0, self._engine.now - began - path.link.delay_s) / turns
+
+    def _work(self, p: int, rate_s: float, spread_s: float = 0.0, num_parts: int = 1) -> Steps:
+        """Have the threads beside training do something with a fragment; see `left_over`."""
         with self._io.request() as turn:
             yield turn
             began = self._engine.now
-            yield self._engine.timeout(seconds * self._common.sizes[p].numel * self.ranks_share)
+            seconds = rate_s * self._common.sizes[p].numel * self.ranks_share
+            yield self._engine.timeout(left_over(seconds, spread_s, num_parts))
         self._span(p, "encode", began)
 
     def _span(self, fragment: int | None, kind: SpanKind, began: float) -> None:

@@ -68,19 +68,26 @@ def check_text(check: Sequence[dict[str, Any]] | None) -> str:
     return f"MISSED: {', '.join(missed)}" if missed else f"{len(check)} ok"
 
 
-def run_watched(command: Sequence[str], log: Path, on_look: Callable[[], None]) -> tuple[int, str]:
+def run_watched(
+    command: Sequence[str],
+    log: Path,
+    on_look: Callable[[], None],
+    *,
+    directory: Path | None = None,
+) -> tuple[int, str]:
     """Run a command to its end; whatever ends us before ends it, in order, too.
 
     Args:
         command: Program and arguments.
         log: Where all that it prints goes.
         on_look: Called often; what it raises ends the command.
+        directory: That it runs in; None: this process's.
 
     Returns:
         Its exit code, and the last of what it printed.
     """
     with log.open("wb") as words:
-        process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, cwd=directory)
         try:
             while process.poll() is None:
                 on_look()

@@ -33,6 +33,7 @@ from diloco.cli import (
     sim,
     sim_goodput,
     sim_utilization,
+    sim_validate,
 )
 from diloco.errors import DilocoError
 from diloco.launch.logs import log_to
@@ -87,6 +88,7 @@ bench_inner.register(bench.bench)
 bench_race.register(bench.bench)
 sim_goodput.register(sim.sim)
 sim_utilization.register(sim.sim)
+sim_validate.register(sim.sim)
 
 
 def _flow(group: typer.Typer) -> None:

@@ -6,8 +6,9 @@
                         same
     DIR/fired.WHO.PID.json    what has taken effect here so far, by fault; there from the first
                               reading of the files above on
-    DILOCO_CHAOS_STEP_S=S    set beside it where times are judged: an inner step takes S seconds at
-                        least, asleep, so that training leaves cores to who comes back
+    DILOCO_CHAOS_STEP_S=S    set beside it where times are judged, and by `diloco sim validate`: an
+                        inner step takes S seconds at least, asleep, so that training leaves cores
+                        to who comes back
 
 Refused where a peer is beyond this machine's loopback: a run that others take part in is nothing to
 play with. Without the variable nothing here does anything.

@@ -229,15 +229,16 @@ def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[
 
     A line that a killed writer tore is left out too, with a warning.
     """
-    read = [event for path in sorted(directory.glob("events-*.jsonl")) for event in _whole(path)]
+    paths = sorted(directory.glob("events-*.jsonl"))
+    read = [event for path in paths for event in event_lines(path)]
     return {
         name: effective([event for event in read if event.get("island") == name])
         for name in islands
     }
 
 
-def _whole(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines."""
+def event_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of one file, as they are; a torn line is left out, with a warning."""
     for number, line in enumerate(path.read_text(errors="replace").split("\n"), start=1):
         try:
             event = json.loads(line)

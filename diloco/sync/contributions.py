@@ -30,7 +30,7 @@ from diloco.sync.captured import CapturedLanes
 from diloco.sync.carried import NOT_DURABLE, CarriedFragment, SentLane
 from diloco.sync.ledger import Outstanding, Verdict
 from diloco.sync.tasks import Tasks, wait_for
-from diloco.telemetry.events import Event, FragmentSent, OutcomeHeard
+from diloco.telemetry.events import Event, FragmentSent, OutcomeHeard, PhaseDone
 from protos import fragment_pb2 as wire
 
 logger = logging.getLogger(__name__)
@@ -95,11 +95,13 @@ class Contributions:
         norms = []
         try:
             for lane_id in carried.lanes:  # all of one lane while it is in the CPU's caches
+                began = _now()
                 delta = pseudo_gradient_(local[lane_id], carried.anchor[lane_id])
                 norms.append(l2_norm(delta))
                 if not math.isfinite(norms[-1]):
                     break
                 carried.sending[lane_id] = self._encode(carried, sent.key, lane_id, delta)
+                self._tell("encode", sent.key, lane_id, began)
         except CodecError as error:
             self._tasks.fail(error)
             return
@@ -187,6 +189,9 @@ class Contributions:
             lane.delta = delta.clone()  # the memory of `local` is used again
         return lane
 
+    def _tell(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
+        self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, _now() - began))
+
     def _decline_broken(self, carried: CarriedFragment, sent: Outstanding, norm: float) -> None:
         """Decline; end the island when its own numbers are broken three times in a row.
 
@@ -228,6 +233,7 @@ class Contributions:
             if carried.outcome is not None or lane.received_epoch >= self._epoch():
                 await news.wait()
                 continue
+            began = _now()
             reply = await self._calls.submit(
                 sent,
                 lane_id,
@@ -235,6 +241,7 @@ class Contributions:
                 digest=lane.digest,
                 payload=lane.payload,
             )
+            self._tell("send", sent.key, lane_id, began)
             if carried.outstanding is not sent or reply.syncer_epoch < self._epoch():
                 continue  # settled, or the word of a syncer that is gone
             self._take_submit_reply(carried, sent, lane_id, lane, reply)
@@ -273,6 +280,10 @@ class Contributions:
             if carried.outcome is None:
                 await self._calls.decline(sent.key, carried.decline_reason)
             await wait_for(news, _DECLINE_AGAIN_S)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _sent_event(sent: Outstanding, lanes_norm: float, declined: str = "") -> FragmentSent:

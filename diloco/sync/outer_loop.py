@@ -40,7 +40,7 @@ from diloco.sync.ledger import FragmentLedger, Outstanding, Settled, Target, Ver
 from diloco.sync.outer_state import LOOK_S, OuterState, Runner, StateKeeper
 from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
 from diloco.sync.shards import LaneShards
-from diloco.telemetry.events import Event, FragmentMerged, RoundExpiredSeen
+from diloco.telemetry.events import Event, FragmentMerged, PhaseDone, RoundExpiredSeen
 
 #: Inner steps whose median is told as the recent one.
 _RECENT_STEPS = 5
@@ -466,7 +466,10 @@ class OuterLoop:
             declined = "no tokens were counted since the last merge"
             self._runner.post(self._exchange.decline, sent, declined)
         else:
+            began = self._clock()
             local = self._shards.collect(p)
+            gathered_s = self._clock() - began
+            self._on_event(PhaseDone("gather", p, sent.key.version, -1, gathered_s))
             self._runner.post(self._exchange.send, sent, local)
             self._runner.post(self._shards.reuse, local)
 
@@ -488,6 +491,7 @@ class OuterLoop:
                 self._raise_failure(agreed)
         blocked_s = self._clock() - began
         self.blocked_s += blocked_s
+        self._on_event(PhaseDone("wait", ledger.fragment_id, sent.key.version, -1, blocked_s))
         assert standing.verdict is not None
         self._apply(ledger, standing, standing.verdict, blocked_s)
 
@@ -517,10 +521,13 @@ class OuterLoop:
         self.overwritten_steps += settled.overwritten_steps * self._shares[p]
         self.dropped_tokens += settled.dropped_tokens * self._shares[p]
         staged = self._exchange.staged(p)
+        began = self._clock()
         with record_function("diloco/merge"):
             self._shards.distribute(p, staged, local_mix)
+        merged_s = self._clock() - began
         self._anchors[p] = staged
         self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
+        self._on_event(PhaseDone("merge", p, ledger.version - 1, -1, merged_s))
         self._on_event(
             _merged_event(self.inner_step, ledger, verdict, sent, blocked_s, settled, view)
         )

@@ -29,7 +29,7 @@ from diloco.rounds.publication import (
     version_digest,
 )
 from diloco.sync.calls import SyncerCalls
-from diloco.telemetry.events import CaughtUp, DigestMismatch, Event, FragmentStaged
+from diloco.telemetry.events import CaughtUp, DigestMismatch, Event, FragmentStaged, PhaseDone
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
 
@@ -134,13 +134,14 @@ async def _stage_together(
     staged = {}
     if base is not None:
         with contextlib.suppress(VersionGone):  # then whole, or that is gone, too
-            stepped = await _stepped(calls, anchor, fragment, base, version, lane_ids)
+            stepped = await _stepped(calls, anchor, fragment, base, version, lane_ids, on_event)
             for lane_id in lane_ids:
                 if lane_id in stepped and lane_digest(stepped[lane_id]) == digests[lane_id]:
                     staged[lane_id] = stepped[lane_id]
                 else:
                     on_event(DigestMismatch(fragment.fragment_id, version, lane_id))
     missing = [lane_id for lane_id in lane_ids if lane_id not in staged]
+    began = _now()
     fetching = (
         fetch_lane(
             calls,
@@ -153,6 +154,8 @@ async def _stage_together(
         for lane_id in missing
     )
     staged.update(zip(missing, await asyncio.gather(*fetching), strict=True))
+    if missing:
+        on_event(_phase("fetch", fragment, version, missing, began))
     return staged, len(missing)
 
 
@@ -163,6 +166,7 @@ async def _stepped(
     base: int,
     version: int,
     lane_ids: Sequence[int],
+    on_event: Callable[[Event], None],
 ) -> dict[int, Tensor]:
     """Apply one payload after the other; lanes are left out that cannot be stepped.
 
@@ -172,11 +176,15 @@ async def _stepped(
     numel = sum(fragment.lanes[lane_id].numel for lane_id in lane_ids)
     values = {lane_id: anchor[lane_id] for lane_id in lane_ids}
     for step in range(base + 1, version + 1):
+        began = _now()
         reply, payload = await _fetch(
             calls, fragment.fragment_id, step, lane_ids, wire.FETCH_KIND_PAYLOAD, numel
         )
+        on_event(_phase("fetch", fragment, step, lane_ids, began))
+        began = _now()
         with record_function("diloco/decode"):
             steps = list(_steps(reply.codec, payload, values, fragment, lane_ids))
+        on_event(_phase("decode", fragment, step, lane_ids, began))
         values = {lane_id: stepped for lane_id, stepped in steps if stepped is not None}
     return values
 
@@ -257,3 +265,15 @@ def _steps(
             yield lane_id, apply_payload(its_codec, part, values[lane_id])
         except (DilocoError, KeyError):  # no codec, no payload, or no step before this one
             yield lane_id, None
+
+
+def _phase(
+    phase: str, fragment: Fragment, version: int, lane_ids: Sequence[int], began: float
+) -> PhaseDone:
+    """Tell of a phase that began then; `version` is the one that it makes."""
+    lane_id = lane_ids[0] if len(lane_ids) == 1 else -1
+    return PhaseDone(phase, fragment.fragment_id, version - 1, lane_id, _now() - began)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

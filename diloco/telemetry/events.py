@@ -83,6 +83,24 @@ class FragmentMerged(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseDone(Event):
+    """One phase of a round has ended on a rank, just now, after so many seconds.
+
+    `phase`: "gather" and "merge" are the training thread's between parameters and lanes, "wait" is
+    what it waited for an outcome; "encode" and "decode" are the codecs, "send" and "fetch" calls
+    to the syncer, until they are answered. `version` is the round's base; `lane_id` -1: all lanes
+    of the rank, or several together.
+    """
+
+    kind: ClassVar[str] = "phase"
+    phase: str
+    fragment_id: int
+    version: int
+    lane_id: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class RoundExpiredSeen(Event):
     """An attempt expired: nobody merges; from here only the tape reproduces the run."""
 

@@ -24,6 +24,7 @@ from diloco.telemetry.events import (
     IslandEnded,
     MemoryCopied,
     MemoryUsed,
+    PhaseDone,
     RoundExpiredSeen,
 )
 
@@ -59,8 +60,13 @@ class Metrics:
         self._times: Counter[str] = Counter()
 
     def row(self, event: Event) -> MetricsRow | None:
-        """Give the scalars of an event; None before any event has said an inner step."""
+        """Give the scalars of an event; None before any event has said an inner step.
+
+        None of phases, too: of those, a timeline is drawn (`diloco sim trace`).
+        """
         match event:
+            case PhaseDone():
+                return None
             case InnerStepDone():
                 scalars = self._of_inner_step(event)
             case FragmentSent():

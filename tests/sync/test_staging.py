@@ -13,7 +13,7 @@ from diloco.compression.base import to_bytes
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.rounds.publication import lane_digest, version_digest
 from diloco.sync.staging import stage_lanes
-from diloco.telemetry.events import DigestMismatch, Event, FragmentStaged
+from diloco.telemetry.events import DigestMismatch, Event, FragmentStaged, PhaseDone
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
 
@@ -60,7 +60,7 @@ def staged(syncer: Syncer, digests: Sequence[bytes], heard: list[Event]) -> dict
             version=1,
             digests=digests,
             codec="float32",
-            on_event=heard.append,
+            on_event=lambda e: None if isinstance(e, PhaseDone) else heard.append(e),
         )
     )
 

@@ -17,6 +17,7 @@ from diloco.telemetry.events import (
     IslandRejoined,
     MemoryCopied,
     MemoryUsed,
+    PhaseDone,
     RoundExpiredSeen,
     SyncerRestarted,
 )
@@ -140,6 +141,13 @@ def test_events_are_counted_and_stand_at_the_last_inner_step() -> None:
 
 def test_nothing_is_drawn_before_an_inner_step_is_known() -> None:
     assert Metrics().row(SyncerRestarted(2, 3)) is None
+
+
+def test_phases_are_for_timelines_not_for_scalars() -> None:
+    metrics = Metrics()
+    row(metrics, step(1))
+
+    assert metrics.row(PhaseDone("send", 0, 0, 3, 0.5)) is None
 
 
 def test_tokens_of_earlier_starts_are_on_the_axis() -> None:

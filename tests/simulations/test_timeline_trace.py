@@ -1,0 +1,181 @@
+"""Timelines: a real run's events and a simulation become the same spans, trace and picture."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco.cli.main import app
+from diloco.config.load import load_config
+from diloco.errors import ConfigError
+from diloco.telemetry.events import Event, FragmentMerged, InnerStepDone, PhaseDone
+from diloco.telemetry.round_events import RoundClosed
+from diloco.telemetry.sinks import JsonlSink
+from simulations.plots import timeline_figure
+from simulations.run_model import simulate_run
+from simulations.timeline import Span
+from simulations.trace import chrome_trace, run_spans, shown, sums_of, tracks_of
+
+RUN = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
+
+
+def write_events(path: Path, context: dict[str, object], told: list[tuple[float, Event]]) -> None:
+    times = iter([at for at, _ in told])
+    sink = JsonlSink(path, context, lambda: next(times))
+    sink.open()
+    for _, event in told:
+        sink.write(event)
+    sink.close()
+
+
+@pytest.fixture
+def telemetry(tmp_path: Path) -> Path:
+    step = InnerStepDone(1, 2.0, 1.0, 1e-3, 64, 0.5)
+    merged = FragmentMerged(1, 0, 1, "included", 0, 1.5, "", ("east",), False)
+    leader = [
+        (100.5, step),
+        (100.6, PhaseDone("gather", 0, 0, -1, 0.1)),
+        (100.8, PhaseDone("encode", 0, 0, 3, 0.125)),
+        (101.5, PhaseDone("send", 0, 0, 3, 0.5)),
+        (102.0, PhaseDone("fetch", 0, 0, -1, 0.25)),
+        (102.1, PhaseDone("decode", 0, 0, -1, 0.05)),
+        (102.1, PhaseDone("wait", 0, 0, -1, 1.5)),
+        (102.2, PhaseDone("merge", 0, 0, -1, 0.1)),
+        (102.2, merged),
+    ]
+    other = [(100.6, PhaseDone("gather", 0, 0, -1, 0.1)), (101.4, PhaseDone("send", 0, 0, 4, 0.5))]
+    closed = RoundClosed(
+        0, 0, 0, ("east",), ("east",), 1, 0.5, 0.0, 0.25, False, False, {}, {}, 64, ""
+    )
+    write_events(tmp_path / "events-east-0.jsonl", {"island": "east", "island_rank": 0}, leader)
+    write_events(tmp_path / "events-east-1.jsonl", {"island": "east", "island_rank": 1}, other)
+    write_events(tmp_path / "events-syncer.jsonl", {}, [(101.75, closed)])
+    return tmp_path
+
+
+def test_events_of_a_real_run_become_spans_from_its_first_instant(telemetry: Path) -> None:
+    spans = run_spans(telemetry)
+
+    assert [(s.island, s.kind, s.lane, s.fragment) for s in spans] == [
+        ("east", "compute", None, None),
+        ("east", "gather", None, 0),  # of the leader: ranks do it together
+        ("east", "wait", None, 0),
+        ("east", "encode", 3, 0),
+        ("east", "send", 4, 0),  # lanes are those of all ranks
+        ("east", "send", 3, 0),
+        ("syncer", "merge", None, 0),
+        ("east", "fetch", None, 0),
+        ("east", "encode", None, 0),
+        ("east", "merge", None, 0),
+    ]
+    assert spans[0].begin_s == 0.0
+    assert spans[2].begin_s == pytest.approx(0.6)
+    assert (spans[6].begin_s, spans[6].end_s) == pytest.approx((1.5, 1.75))
+
+
+def test_a_directory_without_events_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"coordinator\.state_dir of a run that has trained"):
+        run_spans(tmp_path)
+
+
+def test_a_simulated_run_has_the_same_tracks_and_none_overlaps_itself() -> None:
+    config = load_config(RUN, ["transport.link=thin-5M-60ms"])
+    spans = simulate_run(config, step_s={"east": 0.005, "west": 0.007}).spans
+
+    tracks = tracks_of(spans)
+
+    assert list(tracks) == ["east", "west", "syncer"]
+    assert list(tracks["west"]) == ["training", "fragment 0", "fragment 1"]
+    for rows in tracks.values():
+        for name, row in rows.items():
+            for before, after in pairwise(sorted(row, key=lambda span: span.begin_s)):
+                assert after.begin_s >= before.end_s - 1e-9, f"{name}: {before} {after}"
+
+
+def test_a_trace_names_its_tracks_and_keeps_every_span(telemetry: Path) -> None:
+    spans = run_spans(telemetry)
+
+    trace = json.loads(json.dumps(chrome_trace(spans, run="demo")))
+
+    drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert sorted(e["ts"] for e in drawn) == pytest.approx([s.begin_s * 1e6 for s in spans])
+    assert sum(e["dur"] for e in drawn) == pytest.approx(
+        sum(s.end_s - s.begin_s for s in spans) * 1e6
+    )
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    assert list(names.values()) == [
+        *("training", "fragment 0", "fragment 0 lane 3", "fragment 0 lane 4"),
+        "fragment 0",  # of the syncer, which does not train
+    ]
+    (sent,) = (event for event in drawn if event["args"] == {"fragment": 0, "lane": 4})
+    assert names[sent["pid"], sent["tid"]] == "fragment 0 lane 4"
+
+
+def test_a_picture_has_a_panel_a_place_and_a_row_a_fragment(telemetry: Path) -> None:
+    figure = timeline_figure(run_spans(telemetry), "demo")
+
+    assert [axes.get_ylabel() for axes in figure.axes] == ["east", "syncer"]
+    rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes]
+    assert rows == [["training", "fragment 0"], ["fragment 0"]]
+
+
+def test_a_window_keeps_what_it_touches_and_an_empty_one_is_refused() -> None:
+    spans = [Span("east", None, None, "compute", begin, begin + 1.0) for begin in (0.0, 1.5, 3.0)]
+
+    assert shown(spans, 1.2, 2.0) == spans[1:2]
+    assert shown(spans, 0.0, None) == spans
+    with pytest.raises(ConfigError, match="the run is from 0 to 4 s"):
+        shown(spans, 9.0, None)
+
+
+def test_sums_are_shares_of_the_whole_time() -> None:
+    spans = [
+        Span("east", None, None, "compute", 0.0, 1.0),
+        Span("east", None, 0, "wait", 1.0, 4.0),
+    ]
+
+    assert sums_of(spans) == [
+        {"island": "east", "kind": "compute", "times": 1, "seconds": 1.0, "share": 0.25},
+        {"island": "east", "kind": "wait", "times": 1, "seconds": 3.0, "share": 0.75},
+    ]
+
+
+def test_the_command_writes_trace_picture_and_sums_of_a_run_file(tmp_path: Path) -> None:
+    out, plot = tmp_path / "trace.json", tmp_path / "timeline.png"
+    words = ["sim", "trace", str(RUN), "--step-time", "5ms", "--link", "thin-5M-60ms"]
+    words += ["--out", str(out), "--plot", str(plot), "--rounds", "2", "--json", "-"]
+
+    done = CliRunner().invoke(app, words)
+
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert {row["island"] for row in told["sums"]} == {"east", "west", "syncer"}
+    assert json.loads(out.read_text())["traceEvents"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([str(RUN)], "nothing would be written"),
+        ([str(RUN), "--out", "t.json"], "--step-time is missing"),
+        ([str(RUN), "--plot", "t.gif"], "ends with .png"),
+        ([".", "--out", "t.json"], "is no run"),
+        ([".", "--out", "t.json", "--rounds", "3"], "of runs to simulate"),
+        ([str(RUN), "--out", "t.json", "--step-time", "5 apples"], "--step-time 5 apples"),
+    ],
+    ids=["nothing", "no step time", "gif", "no run", "rounds of a real run", "no duration"],
+)
+def test_the_command_refuses_what_it_cannot_do(words: list[str], text: str) -> None:
+    done = CliRunner().invoke(app, ["sim", "trace", *words])
+
+    assert isinstance(done.exception, ConfigError)
+    assert text in str(done.exception)
