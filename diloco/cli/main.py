@@ -25,6 +25,7 @@ from diloco.cli import (
     emulate,
     export,
     island,
+    lab,
     local,
     operate,
     repair,
@@ -75,6 +76,7 @@ for subject in (
     doctor,
     bench,
     sim,
+    lab,
     chaos,
     configuration,
 ):
