@@ -74,6 +74,7 @@ class LoopbackResult:
         dropped_tokens: Of each, by share of the parameters.
         num_rounds: Published versions of all fragments, flushes left out.
         num_solo: Those of them that one island alone made.
+        num_syncer_starts: Of the syncer, the first one counted.
         digests: Of the published parameters, one a fragment.
     """
 
@@ -84,6 +85,7 @@ class LoopbackResult:
     dropped_tokens: Mapping[str, float]
     num_rounds: int
     num_solo: int
+    num_syncer_starts: int
     digests: tuple[str, ...]
 
 
@@ -177,6 +179,7 @@ async def _run(
         {island.name: island.outer.dropped_tokens for island in islands},
         len(versions),
         sum(count == 1 for count in versions.values()),
+        host.num_starts,
         islands[0].outer.digests,
     )
 
@@ -195,12 +198,12 @@ class _SyncerHost:
         self._config, self._plan, self._directory = config, plan, directory
         self._network, self._on_record = network, on_record
         self._incarnations = _Incarnations()
-        self._epoch = 0
+        self.num_starts = 0
         self._running: tuple[Syncer, Server] | None = None
 
     async def start(self) -> None:
         config, plan = self._config, self._plan
-        self._epoch += 1
+        self.num_starts += 1
         syncer = Syncer(
             plan,
             build_syncer_rules(config, timeline=0),
@@ -208,7 +211,7 @@ class _SyncerHost:
                 FragmentStore(self._directory, part, config.outer.retained_versions)
                 for part in plan.fragments
             ],
-            syncer_epoch=self._epoch,
+            syncer_epoch=self.num_starts,
             incarnations=self._incarnations,
             is_granted=lambda _: True,
             worker=_InlineWorker(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from simulations.lab.config import Flags
+    from simulations.lab.results import Found
     from simulations.lab.run import Result
 
 _RUN = "run"
@@ -207,3 +209,108 @@ def _summary(result: Result) -> str:
         f"{result['rounds']} rounds, {result['failures']} failures; "
         f"{result['wall_s']:.1f} s here, {rate:.1f} inner steps a second"
     )
+
+
+@lab.command()
+def suite(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Only these experiments; none: all."),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="One seed, short runs, fewer rows: under six minutes."),
+    ] = False,
+    out: Annotated[
+        str,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Where RESULTS.md and plots/ go; empty: runs/lab-suite.",
+        ),
+    ] = "",
+    cache: CacheDir = _CACHE,
+    processes: Processes = 0,
+    json_target: JsonTarget = "",
+    require: Annotated[
+        bool, typer.Option("--require", help="Exit with 1 if a claim did not reproduce.")
+    ] = False,
+) -> None:
+    """Run the experiments of configs/simulations/suite and write what reproduced.
+
+    Each is a claim of a paper: loss by H, by islands, by codec, by tau and alpha, by outer learning
+    rate, by quorum and grace, by failures. Rows train a byte model of 0.13M parameters with three
+    seeds, about an hour on two CPUs without other work. Finished points are kept: a suite that was
+    killed goes on, and one that was changed trains what has changed.
+
+    Read "found": excess of the held-out loss, paired by seed; the verdict is computed from it, and
+    RESULTS.md says why we think that a claim did not reproduce.
+    """
+    from diloco.bench.report import usable_cpus
+    from diloco.cli.bench import bench_console
+    from diloco.cli.progress import counting
+    from simulations.lab.cache import Cache
+    from simulations.lab.experiment import FULL, QUICK, load_experiments
+    from simulations.lab.results import table_of, write_results
+    from simulations.lab.suite import run_suite
+
+    began, size = time.monotonic(), QUICK if quick else FULL
+    experiments = load_experiments(names or [], size, is_quick=quick)
+    console = bench_console(json_target)
+    with counting(console) as show:
+        found, num_cached = run_suite(
+            experiments, Cache(cache), num_processes=processes or usable_cpus(), show=show
+        )
+    words = ["diloco lab suite", *(["--quick"] if quick else []), *(names or [])]
+    target = Path(out) if out else Path("runs") / "lab-suite"
+    path = write_results(found, size, target, " ".join(words))
+    verdicts = [(each, verdict) for each in found for verdict in each.verdicts]
+    if json_target != "-":
+        _show_verdicts(found)
+        console.print(
+            f"{path}; {num_cached} points were found in {cache}; {time.monotonic() - began:.0f} s",
+            highlight=False,
+            soft_wrap=True,
+        )
+    text = json.dumps(
+        {
+            "experiments": {each.experiment.name: table_of(each) for each in found},
+            "verdicts": [
+                {
+                    "experiment": each.experiment.name,
+                    "targets": list(each.experiment.config.targets),
+                    "claim": verdict.check.says,
+                    "found": verdict.found,
+                    "verdict": verdict.word,
+                }
+                for each, verdict in verdicts
+            ],
+            "wall_s": time.monotonic() - began,
+        },
+        indent=2,
+    )
+    if json_target == "-":
+        typer.echo(text)
+    elif json_target:
+        Path(json_target).write_text(text + "\n", encoding="utf-8")
+    if require and any(verdict.has_held is False for _, verdict in verdicts):
+        raise typer.Exit(1)
+
+
+def _show_verdicts(found: Sequence[Found]) -> None:
+    """Print a line a claim."""
+    from rich.console import Console
+    from rich.table import Table
+
+    styles = {"reproduced": "green", "not reproduced": "red", "not run": "dim"}
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("target", "claim", "found", "verdict"):
+        table.add_column(heading, overflow="fold")
+    for each in found:
+        targets = ", ".join(each.experiment.config.targets)
+        for verdict in each.verdicts:
+            word = f"[{styles[verdict.word]}]{verdict.word}[/]"
+            table.add_row(targets, verdict.check.says, verdict.found, word)
+        for part in each.experiment.config.not_run:
+            table.add_row(targets, part.what, "", "[dim]not run[/]")
+    Console().print(table)

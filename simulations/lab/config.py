@@ -148,9 +148,10 @@ class FailuresConfig(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of the contributions that the network loses until their round is over; "
-        "flushes arrive. Needs outer.merge on_arrival: others wait for all",
+        description="Share of the contributions that do not get through for an outage; flushes do. "
+        "With outer.merge on_arrival and a grace below the outage their rounds close without them",
     )
+    outage: Step = Field(default="10s", description="How long such a contribution is held up")
 
     @field_validator("mean_repair", "shape", "keeps_optimizer", "syncer_mean_repair")
     @classmethod
@@ -160,6 +161,13 @@ class FailuresConfig(Section):
         between = info.data.get(f"{prefix}mean_time_between")
         if between == "" and not is_default:
             raise ValueError(f"has no effect without {prefix}mean_time_between")
+        return value
+
+    @field_validator("outage")
+    @classmethod
+    def _check_outage(cls, value: str, info: ValidationInfo) -> str:
+        if value != cls.model_fields["outage"].default and info.data.get("dropped") == 0:
+            raise ValueError("has no effect without dropped")
         return value
 
 

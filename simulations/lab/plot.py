@@ -18,6 +18,8 @@ SMALL, TITLE, DPI = 8.0, 10.0, 150
 _STYLES = ("-", "--", ":")
 #: Most lines that a legend still names.
 _MOST_NAMED = 24
+#: Ends of lines that differ by more make a logarithmic axis.
+_FAR = 10.0
 _PANELS = (("tokens", "tokens"), ("virtual_s", "virtual time [s]"), ("megabytes", "moved [MB]"))
 
 
@@ -37,14 +39,18 @@ def lab_figure(results: Sequence[Result]) -> Figure:
             groups.setdefault(label_of(result["swept"]), []).append(result)
     figure = Figure(figsize=(11.0, 4.2), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, len(_PANELS), sharey=True)
+    ends: list[list[float]] = [[] for _ in _PANELS]
     for number, (label, group) in enumerate(groups.items()):
-        for axes, (key, _) in zip(panels, _PANELS, strict=True):
+        for axes, (key, _), longest in zip(panels, _PANELS, ends, strict=True):
             xs, losses = _means(group, key)
             style = _STYLES[number // len(COLOURS) % len(_STYLES)]
             colour = COLOURS[number % len(COLOURS)]
             axes.plot(xs, losses, style, color=colour, linewidth=1.2, label=label)
-    for axes, (_, title) in zip(panels, _PANELS, strict=True):
+            longest.append(xs[-1])
+    for axes, (_, title), longest in zip(panels, _PANELS, ends, strict=True):
         dress(axes, title)
+        if longest and max(longest) > _FAR * min(longest) > 0:
+            axes.set_xscale("log")
     panels[0].set_ylabel("held-out loss [nats a byte]", fontsize=SMALL)
     if 1 < len(groups) <= _MOST_NAMED:
         handles, labels = panels[0].get_legend_handles_labels()

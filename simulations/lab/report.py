@@ -18,6 +18,11 @@ READING_COLUMNS = (
     Column("loss", "held out, nats/byte", ".4f"),
 )
 
+#: Keys of a summary that a run has only if it came to its end.
+_FIGURES = (
+    "loss", "deviation", "virtual_s", "megabytes", "busy_percent", "failures", "dropped_percent",
+)  # fmt: skip
+
 
 def reading_rows(result: Result) -> list[dict[str, Any]]:
     """Give the readings of a point as rows."""
@@ -40,6 +45,7 @@ def point_columns(results: Sequence[Result]) -> list[Column]:
         Column("megabytes", "MB moved", ",.1f"),
         Column("busy_percent", "busy, %", ".1f"),
         Column("failures", "failures", ".1f"),
+        Column("dropped_percent", "dropped, %", ".1f"),
         Column("ended", "ended by"),
     ]
 
@@ -63,8 +69,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     whole = [result for result in results if not result["ended"]]
     ended = "; ".join(sorted({r["ended"].partition(":")[0] for r in results if r["ended"]}))
     if not whole:
-        empty = ("loss", "deviation", "virtual_s", "megabytes", "busy_percent", "failures")
-        return {**dict.fromkeys(empty), "seeds": 0, "losses": {}, "ended": ended}
+        return {**dict.fromkeys(_FIGURES), "seeds": 0, "losses": {}, "ended": ended}
     loss = Spread.of([result["loss"] for result in whole])
 
     def mean(of: Any) -> float:
@@ -77,7 +82,8 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "virtual_s": mean(lambda result: result["virtual_s"]),
         "megabytes": mean(lambda result: (result["bytes_up"] + result["bytes_down"]) / 1e6),
         "busy_percent": 100 * mean(lambda result: min(result["busy"].values())),
-        "failures": mean(lambda result: result["failures"]),
+        "failures": mean(lambda result: result["failures"] + result["syncer_failures"]),
+        "dropped_percent": 100 * mean(lambda result: result["dropped_tokens"] / result["tokens"]),
         "losses": {str(result["seed"]): result["loss"] for result in whole},
         "ended": ended,
     }

@@ -59,6 +59,7 @@ def run_point(point: Point, start: Path | None, on_step: OnStep = lambda: None) 
         "fingerprint": point.fingerprint(),
         "seed": point.seed,
         "swept": dict(point.swept),
+        "planned_tokens": point.config.run.inner_steps * point.tokens_per_inner_step,
         **result,
         "wall_s": time.perf_counter() - began,
     }
@@ -184,6 +185,7 @@ def _run_diloco(point: Point, start: Path | None, on_step: OnStep) -> Result:
             "steps": dict(done.steps),
             "busy": dict(done.busy),
             "rounds": done.num_rounds,
+            "syncer_failures": done.num_syncer_starts - 1,
             "solo_rounds": done.num_solo,
             "dropped_tokens": sum(done.dropped_tokens.values()),
             "digests": list(done.digests),
@@ -243,12 +245,10 @@ def _run_data_parallel(point: Point, start: Path | None, on_step: OnStep) -> Res
     now, num_bytes, busy_s = 0.0, 0, 0.0
     losses = _losses(point, lambda: now, on_step)
     training = _union_training(point, start, _heard_by(losses, "all"))
+    crossed_s, crossed = surroundings.all_reduce(4 * training.num_parameters)
     for inner_step in range(lab.warm_steps, config.run.inner_steps):
         computed_s = max(surroundings.step_s(name, inner_step) for name in names)
         num_tokens = training.inner_step(inner_step, inner_step)
-        crossed_s, crossed = surroundings.all_reduce_s(
-            now + computed_s, 4 * training.num_parameters
-        )
         now += computed_s + crossed_s
         busy_s += computed_s
         num_bytes += crossed * len(names)
@@ -261,6 +261,7 @@ def _run_data_parallel(point: Point, start: Path | None, on_step: OnStep) -> Res
         "steps": dict.fromkeys(names, steps),
         "busy": dict.fromkeys(names, busy_s / now),
         "rounds": 0,
+        "syncer_failures": 0,
         "solo_rounds": 0,
         "dropped_tokens": 0.0,
         "digests": [],

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from simulations.lab.cache import Cache
@@ -158,38 +159,40 @@ def _train_beside(
     num_processes: int,
     show: Callable[[int, int], None],
 ) -> None:
-    """Give every point to a process, the longest first; those that wait for a start come after."""
+    """Give every point to a process, the longest first; those that wait for a start come after.
+
+    One that fails keeps no other one from being finished, and is raised at the end.
+    """
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)
     total = sum(map(_num_steps, points)) + sum(p.lab.warm_steps for p in starts)
+    waiting: dict[Path | None, list[Point]] = {}
+    for point in sorted(points, key=_num_steps, reverse=True):
+        waiting.setdefault(cache.start(point), []).append(point)
+    errors: list[BaseException] = []
     with ProcessPoolExecutor(num_processes, context, prepare_process, (done,)) as pool:
         try:
             founding = {
                 pool.submit(write_start_in_process, cache, point): cache.start(point)
                 for point in starts
             }
-            awaited = set(founding.values())
-            ordered = sorted(points, key=_num_steps, reverse=True)
-            training: list[Future[None]] = [
-                pool.submit(train_in_process, cache, point)
-                for point in ordered
-                if cache.start(point) not in awaited or cache.start(point) is None
-            ]
-            while founding or training:
+            ready = [path for path in waiting if path not in founding.values()]
+            training: set[Future[None]] = set()
+            while founding or training or ready:
+                for path in ready:
+                    for point in waiting[path]:
+                        training.add(pool.submit(train_in_process, cache, point))
                 wait([*founding, *training], _LOOK_S, FIRST_COMPLETED)
                 show(min(done.value, total), total)
-                for future in [future for future in founding if future.done()]:
-                    future.result()
-                    path = founding.pop(future)
-                    training += [
-                        pool.submit(train_in_process, cache, point)
-                        for point in ordered
-                        if cache.start(point) == path
-                    ]
-                finished = [future for future in training if future.done()]
-                for future in finished:
-                    future.result()
-                training = [future for future in training if future not in finished]
+                ended = [future for future in (*founding, *training) if future.done()]
+                whole = [future for future in ended if future.exception() is None]
+                errors += [e for e in (future.exception() for future in ended) if e is not None]
+                ready = [founding[future] for future in whole if future in founding]
+                for future in ended:
+                    founding.pop(future, None)
+                    training.discard(future)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    if errors:
+        raise errors[0]

@@ -6,10 +6,12 @@ first decides nothing.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Iterator
 
+from diloco.baseline.time_model import Reduction
 from protos import fragment_pb2 as wire
 from simulations.lab.config import FailuresConfig
 from simulations.lab.point import Point
@@ -49,10 +51,11 @@ class Surroundings:
         transport = plain
         if island in self._links:
             transport = ShapedTransport(transport, *self._links[island])
-        if self._point.lab.failures.dropped:
-            transport = LosingTransport(
-                transport, self._point.seed, island, self._point.lab.failures.dropped
-            )
+        failures = self._point.lab.failures
+        if failures.dropped:
+            outage_s = parse_duration(failures.outage)
+            rng_name = f"{self._point.seed}/dropped/{island}"
+            transport = LosingTransport(transport, rng_name, failures.dropped, outage_s)
         return transport
 
     def lives(self, island: str) -> Iterator[tuple[float, float]]:
@@ -68,49 +71,50 @@ class Surroundings:
         between, repair = failures.syncer_mean_time_between, failures.syncer_mean_repair
         return _lives(rng, failures, between, repair)
 
-    def all_reduce_s(self, now: float, num_bytes: int) -> tuple[float, int]:
-        """Cross all links once, both ways at the same time, as a ring does.
+    def all_reduce(self, num_bytes: int) -> tuple[float, int]:
+        """Sum a vector over all islands by a ring over their links, through where they meet.
 
-        A ring over M islands is a reduce-scatter and an all-gather: in each of them every island
-        sends and receives (M - 1) / M of the vector, in M - 1 parts that follow one another, the
-        last of which has crossed M - 1 links.
+        The slowest direction of any link bounds the ring, and the longest way a hop.
 
         Args:
-            now: Virtual seconds.
-            num_bytes: Of the whole vector.
+            num_bytes: Of the vector.
 
         Returns:
-            Seconds until all islands have the sum, and the bytes that an island sends (and gets).
+            Virtual seconds, and the bytes that an island sends (and gets): 2 (M - 1) / M of it.
         """
         num_islands = len(self._mean_s)
         share = 2 * num_bytes * (num_islands - 1) // num_islands
-        if not share or not self._links:
+        ways = [(up.link, down.link) for up, down in self._links.values()]
+        if not ways:
             return 0.0, share
-        ends = []
-        for up, down in self._links.values():
-            sent, _ = up.reserve(now, share)
-            received, _ = down.reserve(now, share)
-            hops = 2 * (num_islands - 1) * (up.link.delay_s + down.link.delay_s)
-            ends.append(max(sent, received) + hops)
-        return max(ends) - now, share
+        ring = Reduction(
+            num_islands=num_islands,
+            num_ranks=1,
+            num_bytes=num_bytes,
+            wan_bps=min(min(up.bandwidth_bps, down.bandwidth_bps) for up, down in ways),
+            rtt_s=2 * max(up.delay_s + down.delay_s for up, down in ways),
+        )
+        return ring.flat_s, share
 
     def _rng(self, *what: object) -> random.Random:
         return random.Random("/".join(map(str, (self._point.seed, *what))))
 
 
 class LosingTransport:
-    """A way on which some contributions are lost until their round is over.
+    """A way on which some contributions do not get through for a while.
 
-    Every call that carries a part of such a contribution breaks, and is made again in vain. Which
-    ones, the seed says by island and round; flushes always arrive.
+    Every call that carries a part of such a contribution breaks, and is made again, until the
+    outage that began with its first call is over. Which ones, the name says with the round's;
+    flushes always get through.
     """
 
-    def __init__(self, inner: Transport, seed: int, island: str, share: float) -> None:
-        """Wrap `inner`; `share` in [0, 1) of the contributions is lost."""
+    def __init__(self, inner: Transport, name: str, share: float, outage_s: float) -> None:
+        """Wrap `inner`; `share` in [0, 1) of the contributions is held up for `outage_s`."""
         self._inner = inner
-        self._seed = seed
-        self._island = island
+        self._name = name
         self._share = share
+        self._outage_s = outage_s
+        self._ends: dict[str, float] = {}
 
     @property
     def peer(self) -> str:
@@ -130,7 +134,7 @@ class LosingTransport:
         """Call `method`; see `contracts.Transport`.
 
         Raises:
-            PeerReset: If it is a part of a contribution that is lost.
+            PeerReset: If it is a part of a contribution that does not get through now.
         """
         if method == _SUBMIT and self._is_lost(wire.SubmitHeader.FromString(header)):
             raise PeerReset("lost on purpose", peer=self.peer, method=method)
@@ -151,8 +155,11 @@ class LosingTransport:
         if header.is_flush:
             return False
         key = header.key
-        name = f"{self._island}/{key.fragment_id}/{key.version}/{key.attempt}"
-        return random.Random(f"{self._seed}/dropped/{name}").random() < self._share
+        name = f"{self._name}/{key.fragment_id}/{key.version}/{key.attempt}"
+        if random.Random(name).random() >= self._share:
+            return False
+        now = asyncio.get_running_loop().time()
+        return now < self._ends.setdefault(name, now + self._outage_s)
 
 
 def _mean_step_s(point: Point, island: str, slot: int) -> float:

@@ -15,7 +15,7 @@ from simulations.lab.config import Flags
 from simulations.lab.point import Point, open_text, points_of
 from simulations.lab.run import Result, run_point, write_start
 
-BASE = Path(__file__).resolve().parents[2] / "configs" / "simulations" / "base.toml"
+BASE = Path(__file__).resolve().parents[2] / "configs" / "simulations" / "run.toml"
 #: A model of 21,000 parameters on sequences of 16 bytes.
 TINY = (
     "model.dim=32",
@@ -86,6 +86,7 @@ def test_a_syncer_that_is_killed_again_and_again_changes_no_bit_of_what_is_learn
 
     killed = run_point(tiny(failures__syncer_mean_time_between="5s"), None)
 
+    assert (undisturbed["syncer_failures"], killed["syncer_failures"] > 1) == (0, True)
     assert killed["digests"] == undisturbed["digests"]
     assert killed["virtual_s"] > undisturbed["virtual_s"]
 
@@ -100,6 +101,30 @@ def test_links_cost_time_and_change_no_bit_of_what_is_learnt() -> None:
     crossing_s = 2 * (32 * thin["parameters"] / 1e6 + 0.1)
     assert thin["virtual_s"] > free["virtual_s"] + 4 * crossing_s
     assert thin["virtual_s"] < free["virtual_s"] + 1.3 * 4 * crossing_s + 2
+
+
+def test_data_parallel_sends_its_gradients_at_every_step() -> None:
+    links = {"link__bandwidth": "1Mbit/s", "link__round_trip": "100ms"}
+
+    result = run_point(tiny(method="data_parallel", num_islands=3, **links), None)
+
+    # A ring of three: 2 * 2 / 3 of 32 bits a parameter, and four hops of a whole way, 100 ms.
+    step_s = 1 + 2 * 2 / 3 * 32 * result["parameters"] / 1e6 + 4 * 0.1
+    assert result["virtual_s"] == pytest.approx(24 * step_s)
+    assert result["bytes_up"] == pytest.approx(24 * 2 * 2 * 4 * result["parameters"], abs=24 * 3)
+
+
+def test_islands_may_differ_in_tokens(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    of_all = BASE.read_text().partition("[islands.all]")[0]
+    island = "[islands.{}]\nranks = 1\ntokens_per_inner_step = {}\n"
+    run.write_text(of_all + island.format("big", 128) + island.format("small", 64))
+    point = tiny(run=str(run), num_islands=0, tokens_per_inner_step=0)
+
+    result = run_point(point, None)
+
+    assert result["tokens"] == 24 * (128 + 64)
+    assert result["steps"] == {"big": 24, "small": 24}
 
 
 def test_islands_that_fail_come_back_and_the_run_ends() -> None:
@@ -118,6 +143,15 @@ def test_a_lost_contribution_is_waited_for_no_longer_than_the_grace() -> None:
     assert (whole["solo_rounds"], whole["dropped_tokens"]) == (0, 0)
     assert lossy["solo_rounds"] > 0
     assert lossy["dropped_tokens"] > 0
+
+
+def test_a_scheduled_run_waits_for_contributions_that_are_held_up() -> None:
+    whole = run_point(tiny(), None)
+
+    lossy = run_point(tiny(failures__dropped=0.5, failures__outage="4s"), None)
+
+    assert lossy["digests"] == whole["digests"]
+    assert lossy["virtual_s"] >= whole["virtual_s"] + 4
 
 
 def test_warm_points_go_on_where_data_parallel_stood(tmp_path: Path) -> None:
@@ -142,7 +176,8 @@ BAD: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "unknown profile": ((), {"link": {"profile": "moon"}}, "link.profile: .*moon"),
     "negative skew": ((), {"step": {"skew": -1.0}}, "step.skew: -1.0: .*allowed: >= 0"),
     "shape without failures": ((), {"failures": {"shape": 2.0}}, "failures.shape: .*no effect"),
-    "dropped of a scheduled run": ((), {"failures": {"dropped": 0.5}}, "failures.dropped = 0.5"),
+    "all dropped": ((), {"failures": {"dropped": 1.0}}, "failures.dropped: 1.0: .*allowed: .*< 1"),
+    "an outage of nothing": ((), {"failures": {"outage": "9s"}}, "failures.outage: .*no effect"),
     "tokens that cannot be shared": (
         (), {"tokens_per_inner_step": 97}, "tokens_per_inner_step = 97: .*nearest is 96",
     ),

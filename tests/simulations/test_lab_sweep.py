@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,13 +41,16 @@ def lab_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.timeout(240)
 def test_a_sweep_that_was_killed_loses_no_finished_point(lab_file: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     command = [sys.executable, "-m", "diloco", "lab", str(lab_file), "--cache", str(cache)]
     sweep = subprocess.Popen([*command, "--processes", "1"], stdout=subprocess.DEVNULL)
-    _wait_for(lambda: len(list(cache.glob("*.json"))) >= 2)
-    sweep.send_signal(signal.SIGKILL)
-    sweep.wait()
+    try:
+        _wait_for(lambda: len(list(cache.glob("*.json"))) >= 2)
+    finally:
+        sweep.send_signal(signal.SIGKILL)
+        sweep.wait()
     kept = {path: path.stat().st_mtime_ns for path in cache.glob("*.json")}
     assert 2 <= len(kept) < 6
 
@@ -57,9 +61,9 @@ def test_a_sweep_that_was_killed_loses_no_finished_point(lab_file: Path, tmp_pat
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
-def _wait_for(condition: object, at_most_s: float = 50.0) -> None:
+def _wait_for(condition: Callable[[], bool], at_most_s: float = 150.0) -> None:
     until = time.monotonic() + at_most_s
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < until, "nothing was finished in time"
         time.sleep(0.02)
 
