@@ -53,7 +53,7 @@ _CODE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Point:
     """One run of a laboratory.
 
@@ -104,8 +104,9 @@ class Point:
     def deciding(self) -> dict[str, Any]:
         """Say everything that decides its figures, as JSON values."""
         links = {name: self.link_of(name) for name in self.config.islands}
+        config = self.config.model_dump(mode="json")
         return {
-            **{name: self.config.model_dump(mode="json")[name] for name in _DECIDING},
+            **{name: config[name] for name in _DECIDING},
             "islands": {
                 name: island.tokens_per_inner_step for name, island in self.config.islands.items()
             },
@@ -116,21 +117,26 @@ class Point:
 
     def fingerprint(self) -> str:
         """Name its figures: blake3 of all that decides them, in hex."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
         return _digest(self.deciding())
 
     def start_fingerprint(self) -> str:
         """Name the state after its warm steps, which points that differ in nothing else share."""
-        config = union_config(self.config)
+        return self._start_fingerprint
+
+    @functools.cached_property
+    def _start_fingerprint(self) -> str:
+        config = union_config(self.config).model_dump(mode="json")
+        is_apart = self.lab.data.split == "topics" or not is_even(self.config)
+        sizes = sorted(island.tokens_per_inner_step for island in self.config.islands.values())
         return _digest(
             {
-                **{
-                    name: config.model_dump(mode="json")[name] for name in ("run", "model", "inner")
-                },
-                "data": config.data.model_dump(mode="json"),
+                **{name: config[name] for name in ("run", "model", "inner", "data")},
                 "split": self.lab.data.split,
-                "islands": sorted(i.tokens_per_inner_step for i in self.config.islands.values())
-                if self.lab.data.split == "topics" or not is_even(self.config)
-                else self.tokens_per_inner_step,
+                "islands": sizes if is_apart else self.tokens_per_inner_step,
                 "warm_steps": self.lab.warm_steps,
                 "threads": self.lab.threads,
                 **_environment(self),
@@ -194,7 +200,7 @@ def open_text(config: Config) -> Data:
             "data": config.data.model_dump(mode="json"),
             "vocab_size": config.model.vocab_size,
             "seed": config.run.seed,
-            "max_islands": config.max_islands,
+            "slots": 0 if config.data.source == "stdlib" else config.max_islands,
         },
         sort_keys=True,
     )
