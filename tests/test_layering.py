@@ -114,6 +114,10 @@ FORBIDDEN = [
             "wallclock",
         )
     ),
+    *(
+        pytest.param(f"simulations.lab.{name}", IMPURE, (), id=f"lab.{name}-is-pure")
+        for name in ("batches", "config", "losses", "verdicts")
+    ),
     # DCP's metadata is a pickle; its reader allows the records that it is made of, and no code.
     *(
         pytest.param(name, CODE_AS_DATA, ("diloco.launch.dcp",), id=f"{name}-unpickles-nothing")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
@@ -12,6 +15,7 @@ from diloco.inner.families import initialise_, insist_on_names, shape_of
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.parallelize import parallelize
 from diloco.inner.pipeline import build_part, parts_of
+from diloco.inner.state import load_moments_, load_parameters_, training_tensors
 from diloco.inner.trainer import InnerTrainer
 
 
@@ -70,3 +74,27 @@ def own_batches(
         dp_coordinate=mesh.dp_coordinate if mesh else 0,
         dp_size=mesh.dp_size if mesh else 1,
     )
+
+
+def save_training(trainer: InnerTrainer, path: Path) -> None:
+    """Write weights and moments."""
+    sections = training_tensors(trainer.model, trainer.optimizer)
+    save_file(
+        {
+            f"{section}/{name}": tensor.detach().contiguous()
+            for section, tensors in sections.items()
+            for name, tensor in tensors.items()
+        },
+        path,
+    )
+
+
+def load_training(trainer: InnerTrainer, path: Path, inner_step: int) -> None:
+    """Read what `save_training` wrote after so many inner steps."""
+    tensors = load_file(path)
+
+    def read(section: str, name: str) -> Tensor:
+        return tensors[f"{section}/{name}"]
+
+    load_parameters_(trainer.model, read)
+    load_moments_(trainer.model, trainer.optimizer, read, step=inner_step)

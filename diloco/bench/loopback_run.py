@@ -1,15 +1,19 @@
 """Islands of one process: real syncer, exchanges and outer loops over a loopback network.
 
-Nothing is shaped and the clock is virtual: an inner step of an island takes the virtual seconds
-that it is given, whatever it takes to compute. Islands take turns in one thread; what they exchange
-are the bytes that a wire would carry, through the same code.
+The clock is virtual: an inner step of an island takes the virtual seconds that it is given,
+whatever it takes to compute. Islands take turns in one thread; what they exchange are the bytes
+that a wire would carry, through the same code. What the network does to them, and who fails when,
+is the caller's `World`; by default nothing is shaped and nobody fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
+import math
 import random
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -26,7 +30,9 @@ from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards, tensor_specs
+from diloco.telemetry.events import Event
 from protos.control_pb2 import ROLE_ISLAND, Grant
+from transport.contracts import Server, Transport
 from transport.loopback import LoopbackNetwork, run_virtual
 
 _T = TypeVar("_T")
@@ -68,6 +74,8 @@ class LoopbackResult:
         dropped_tokens: Of each, by share of the parameters.
         num_rounds: Published versions of all fragments, flushes left out.
         num_solo: Those of them that one island alone made.
+        num_syncer_starts: Of the syncer, the first one counted.
+        digests: Of the published parameters, one a fragment.
     """
 
     figure: float
@@ -77,6 +85,32 @@ class LoopbackResult:
     dropped_tokens: Mapping[str, float]
     num_rounds: int
     num_solo: int
+    num_syncer_starts: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What befalls the islands of a run and their syncer.
+
+    Args:
+        step_s: Virtual seconds of an island's inner step, after so many completed ones.
+        way: Gives an island's way to the syncer, around the one that takes no time.
+        lives: Of an island: virtual seconds until it fails and from then until its next start,
+            again and again; when they end it lives on.
+        syncer_lives: The same of the syncer, which goes on from what it has written.
+        on_failure: Hears that an island has failed, by name, with the outer loop that is no more.
+        on_step: Hears of every inner step: island, its outer loop, tokens.
+        on_event: Hears every event of an island.
+    """
+
+    step_s: Callable[[str, int], float] = lambda island, inner_step: _STEP_S
+    way: Callable[[str, Transport], Transport] = lambda island, plain: plain
+    lives: Callable[[str], Iterable[tuple[float, float]]] = lambda island: ()
+    syncer_lives: Iterable[tuple[float, float]] = ()
+    on_failure: Callable[[str, OuterLoop], None] = lambda island, outer: None
+    on_step: Callable[[str, OuterLoop, int], None] = lambda island, outer, num_tokens: None
+    on_event: Callable[[str, Event], None] = lambda island, event: None
 
 
 def run_islands(
@@ -85,7 +119,7 @@ def run_islands(
     *,
     directory: Path,
     start_step: int,
-    step_s: Callable[[str, int], float] = lambda island, inner_step: _STEP_S,
+    world: World | None = None,
 ) -> LoopbackResult:
     """Train all islands of a run to its end, flush, and evaluate what is published.
 
@@ -94,9 +128,12 @@ def run_islands(
         trainings: One for each of `config.islands`, by name.
         directory: Empty; where the syncer keeps its records.
         start_step: Inner steps completed before: the schedule goes on from there.
-        step_s: Virtual seconds of an island's inner step, after so many completed ones.
+        world: What befalls them; None: nothing does, and an inner step takes a second.
+
+    Raises:
+        DilocoError: If the run cannot go on, as when its rounds expire again and again.
     """
-    return run_virtual(_run(config, trainings, directory, start_step, step_s))
+    return run_virtual(_run(config, trainings, directory, start_step, world or World()))
 
 
 async def _run(
@@ -104,20 +141,21 @@ async def _run(
     trainings: Mapping[str, Training],
     directory: Path,
     start_step: int,
-    step_s: Callable[[str, int], float],
+    world: World,
 ) -> LoopbackResult:
     network = LoopbackNetwork()
     names = tuple(sorted(config.islands))
     plan = build_plan(config.outer, tensor_specs(trainings[names[0]].parameters))
     records: list[Mapping[str, Any]] = []
-    syncer = _build_syncer(config, plan, directory, records.append)
-    await syncer.start()
-    server = network.server(_SYNCER, syncer.handlers)
-    await server.start()
-    islands = [_Island(config, name, plan, trainings[name], network, start_step) for name in names]
+    host = _SyncerHost(config, plan, directory, network, records.append)
+    await host.start()
+    keeping = asyncio.create_task(host.live(world.syncer_lives))
+    islands = [
+        _Island(config, name, plan, trainings[name], network, start_step, world) for name in names
+    ]
     clock = asyncio.get_running_loop().time
     began = clock()
-    await asyncio.gather(*(island.run(step_s) for island in islands))
+    await asyncio.gather(*(island.run() for island in islands))
     virtual_s = clock() - began
     digests = {island.outer.digests for island in islands}
     assert len(digests) == 1, f"islands ended with different parameters: {digests}"
@@ -125,8 +163,9 @@ async def _run(
         figure = trainings[names[0]].evaluate()
     for island in islands:
         await island.exchange.stop()
-    await server.stop(0)
-    await syncer.stop()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    await host.stop()
     versions = {
         (r["fragment_id"], r["version"]): len(r["contributors"])
         for r in records
@@ -140,27 +179,68 @@ async def _run(
         {island.name: island.outer.dropped_tokens for island in islands},
         len(versions),
         sum(count == 1 for count in versions.values()),
+        host.num_starts,
+        islands[0].outer.digests,
     )
 
 
-def _build_syncer(
-    config: Config, plan: Plan, directory: Path, on_record: Callable[[Mapping[str, Any]], None]
-) -> Syncer:
-    return Syncer(
-        plan,
-        build_syncer_rules(config, timeline=0),
-        [FragmentStore(directory, part, config.outer.retained_versions) for part in plan.fragments],
-        syncer_epoch=1,
-        incarnations=_NoIncarnations(),
-        is_granted=lambda _: True,
-        worker=_InlineWorker(),
-        on_record=on_record,
-        on_change=lambda: None,
-    )
+class _SyncerHost:
+    """The syncer, started again and again on what it has written."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        directory: Path,
+        network: LoopbackNetwork,
+        on_record: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._config, self._plan, self._directory = config, plan, directory
+        self._network, self._on_record = network, on_record
+        self._incarnations = _Incarnations()
+        self.num_starts = 0
+        self._running: tuple[Syncer, Server] | None = None
+
+    async def start(self) -> None:
+        config, plan = self._config, self._plan
+        self.num_starts += 1
+        syncer = Syncer(
+            plan,
+            build_syncer_rules(config, timeline=0),
+            [
+                FragmentStore(self._directory, part, config.outer.retained_versions)
+                for part in plan.fragments
+            ],
+            syncer_epoch=self.num_starts,
+            incarnations=self._incarnations,
+            is_granted=lambda _: True,
+            worker=_InlineWorker(),
+            on_record=self._on_record,
+            on_change=lambda: None,
+            unix_clock=asyncio.get_running_loop().time,
+        )
+        await syncer.start()
+        server = self._network.server(_SYNCER, syncer.handlers)
+        await server.start()
+        self._running = syncer, server
+
+    async def stop(self) -> None:
+        """Drop it, with all that was not durable."""
+        if self._running is not None:
+            (syncer, server), self._running = self._running, None
+            await server.stop(0)
+            await syncer.stop()
+
+    async def live(self, lives: Iterable[tuple[float, float]]) -> None:
+        for lives_s, away_s in lives:
+            await asyncio.sleep(lives_s)
+            await self.stop()
+            await asyncio.sleep(away_s)
+            await self.start()
 
 
 class _Island:
-    """One island, of one rank."""
+    """One island, of one rank, through all its starts."""
 
     def __init__(
         self,
@@ -170,24 +250,61 @@ class _Island:
         training: Training,
         network: LoopbackNetwork,
         start_step: int,
+        world: World,
     ) -> None:
         self.name = name
         self.busy_s = self.trained_s = 0.0
+        self._config, self._plan = config, plan
         self._training = training
+        self._network = network
         self._start_step = start_step
+        self._world = world
         self._runner = _LoopRunner()
-        shards = LaneShards(plan, training.parameters, group=None)
+        self._num_starts = 0
+        self._began_s: float | None = None
+
+    async def run(self) -> None:
+        """Live, fail and come back to the end of the run."""
+        last_inner_step = self._start_step
+        for lives_s, away_s in itertools.chain(self._world.lives(self.name), [(math.inf, 0.0)]):
+            self._start()
+            life = asyncio.create_task(self._live(last_inner_step))
+            try:
+                await asyncio.wait({life}, timeout=None if lives_s == math.inf else lives_s)
+            finally:
+                is_over = life.done()
+                life.cancel()
+            if is_over:
+                life.result()
+                break
+            await asyncio.wait({life})
+            last_inner_step = self.outer.inner_step
+            self._world.on_failure(self.name, self.outer)
+            await self.exchange.stop()
+            await asyncio.sleep(away_s)
+
+    def _start(self) -> None:
+        """Build what a start of an island has: its way to the syncer, and its outer loop."""
+        config, plan = self._config, self._plan
+        self._num_starts += 1
+        shards = LaneShards(plan, self._training.parameters, group=None)
+        on_event = functools.partial(self._world.on_event, self.name)
         self.exchange = Exchange(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
             ways=[
                 SyncerWay(
                     [fragment.fragment_id for fragment in plan.fragments],
-                    control=network.connect(_SYNCER),
-                    data=network.connect(_SYNCER),
+                    control=self._world.way(self.name, self._network.connect(_SYNCER)),
+                    data=self._world.way(self.name, self._network.connect(_SYNCER)),
                 )
             ],
-            grant=Grant(run=config.run.name, island=name, incarnation=1, roles=[ROLE_ISLAND]),
+            grant=Grant(
+                run=config.run.name,
+                island=self.name,
+                incarnation=self._num_starts,
+                roles=[ROLE_ISLAND],
+            ),
             rules=ExchangeRules(
                 uplink_codec=config.outer.uplink,
                 error_feedback=config.outer.error_feedback,
@@ -197,8 +314,8 @@ class _Island:
                 on_arrival=config.outer.is_on_arrival,
                 is_carried=config.outer.late == "carry",
             ),
-            rng=random.Random(name),
-            on_event=lambda _: None,
+            rng=random.Random(self.name),
+            on_event=on_event,
         )
         self.outer = OuterLoop(
             plan,
@@ -210,26 +327,28 @@ class _Island:
             timeline=0,
             local_mix=config.outer.local_mix,
             clock=asyncio.get_running_loop().time,
-            on_event=lambda _: None,
-            start_step=start_step,
+            on_event=on_event,
+            start_step=self._start_step,
             arrival=Arrival(config.total_tokens, is_carried=config.outer.late == "carry")
             if config.outer.is_on_arrival
             else None,
         )
 
-    async def run(self, step_s: Callable[[str, int], float]) -> None:
+    async def _live(self, last_inner_step: int) -> None:
         await self._runner.drive(
-            self.outer.starting(overwrite_initial=False, last_inner_step=self._start_step)
+            self.outer.starting(overwrite_initial=False, last_inner_step=last_inner_step)
         )
-        outer, clock = self.outer, asyncio.get_running_loop().time
-        began = clock()
+        outer, clock, world = self.outer, asyncio.get_running_loop().time, self._world
+        if self._began_s is None:
+            self._began_s = clock()
         while not outer.is_over:
-            takes_s = step_s(self.name, outer.inner_step)
+            takes_s = world.step_s(self.name, outer.inner_step)
             await asyncio.sleep(takes_s)
             self.busy_s += takes_s
             num_tokens = self._training.inner_step(outer.inner_step, outer.schedule_step)
             await self._runner.drive(outer.stepping(num_tokens))
-        self.trained_s = clock() - began
+            world.on_step(self.name, outer, num_tokens)
+        self.trained_s = clock() - self._began_s
         await self._runner.drive(self.outer.finishing())
 
 
@@ -251,11 +370,14 @@ class _InlineWorker:
         return work()
 
 
-class _NoIncarnations:
-    """Nothing outlives this syncer."""
+class _Incarnations:
+    """What outlives the syncer's process besides its records."""
+
+    def __init__(self) -> None:
+        self._saved: dict[str, int] = {}
 
     def load(self) -> dict[str, int]:
-        return {}
+        return dict(self._saved)
 
     def store(self, incarnations: dict[str, int]) -> None:
-        pass
+        self._saved = dict(incarnations)

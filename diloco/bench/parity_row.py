@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diloco.bench.counted_process import count_one
-from diloco.bench.island_trainer import island_trainer
+from diloco.bench.island_trainer import island_trainer, load_training, save_training
 from diloco.bench.loopback_run import run_islands
 from diloco.compression.blocks import BLOCK_NUMEL
 from diloco.config.schema import Config
 from diloco.data.batches import Data
 from diloco.data.open import open_data
-from diloco.inner.state import load_moments_, load_parameters_, training_tensors
 from diloco.sync.shards import canonical_parameters
 
 #: Names of islands, by slot.
@@ -196,26 +194,11 @@ class RowTraining:
 
     def save(self, path: Path) -> None:
         """Write weights and moments."""
-        sections = training_tensors(self._trainer.model, self._trainer.optimizer)
-        save_file(
-            {
-                f"{section}/{name}": tensor.detach().contiguous()
-                for section, tensors in sections.items()
-                for name, tensor in tensors.items()
-            },
-            path,
-        )
+        save_training(self._trainer, path)
 
     def load(self, path: Path, inner_step: int) -> None:
         """Read what `save` wrote after so many inner steps."""
-        tensors = load_file(path)
-
-        def read(section: str, name: str) -> Tensor:
-            return tensors[f"{section}/{name}"]
-
-        model, optimizer = self._trainer.model, self._trainer.optimizer
-        load_parameters_(model, read)
-        load_moments_(model, optimizer, read, step=inner_step)
+        load_training(self._trainer, path, inner_step)
 
 
 def open_row_data(task: Task, seed: int) -> Data:

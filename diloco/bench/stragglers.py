@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from diloco.bench.loopback_run import LoopbackResult, run_islands
+from diloco.bench.loopback_run import LoopbackResult, World, run_islands
 from diloco.bench.parity_row import SLOT, RowTraining, Task, open_row_data, row_config
 from diloco.bench.report import Column, Report, Requirement
 from diloco.errors import ConfigError
@@ -151,7 +151,7 @@ def train_row(setting: Setting, name: str, seed: int) -> LoopbackResult:
             trainings,
             directory=Path(directory),
             start_step=0,
-            step_s=step_s,
+            world=World(step_s=step_s),
         )
 
 

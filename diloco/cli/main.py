@@ -25,6 +25,7 @@ from diloco.cli import (
     emulate,
     export,
     island,
+    lab,
     local,
     operate,
     plan,
@@ -80,6 +81,7 @@ for subject in (
     doctor,
     bench,
     sim,
+    lab,
     chaos,
     configuration,
 ):

@@ -70,13 +70,21 @@ def load_config(
     return _validated(raw, f"cannot load {path}", Config)
 
 
-def load_section(path: str | Path, section: type[S]) -> S:
+def load_section(path: str | Path | None, section: type[S], overrides: Sequence[str] = ()) -> S:
     """Read another kind of file, whose root is `section`, with the same care.
+
+    Args:
+        path: TOML file; None: overrides alone say all.
+        section: Root of that kind.
+        overrides: As of `load_config`.
 
     Raises:
         ConfigError: If the file cannot be read, is no TOML, or has problems: one a line.
     """
-    return _validated(_read(path, section), f"cannot load {path}", section)
+    raw = {} if path is None else _read(path, section)
+    for text in overrides:
+        _override(raw, text, section)
+    return _validated(raw, f"cannot load {path or 'what the flags say'}", section)
 
 
 def config_of(values: Mapping[str, Any], attempt: str) -> Config:
@@ -228,16 +236,16 @@ def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _override(raw: dict[str, Any], text: str) -> None:
+def _override(raw: dict[str, Any], text: str, root: type[classes.Section] = Config) -> None:
     """Set one ``a.b=value`` in a raw configuration, in place."""
     key, sign, value = text.partition("=")
     path = tuple(key.strip().split("."))
     if not sign or not all(path):
         raise ConfigError(f"--set {text}: write KEY=VALUE, such as run.inner_steps=100")
-    if classes.field_at(Config, path) is None:
-        raise ConfigError(f"--set {text}: {_unknown_key(Config, path)}")
+    if classes.field_at(root, path) is None:
+        raise ConfigError(f"--set {text}: {_unknown_key(root, path)}")
     islands = raw.get("islands")
-    is_inside = path[0] == "islands" and len(path) > 2
+    is_inside = root is Config and path[0] == "islands" and len(path) > 2
     if is_inside and isinstance(islands, dict) and path[1] not in islands:
         names = ", ".join(sorted(islands))
         raise ConfigError(

@@ -1,0 +1,147 @@
+"""The suite of the laboratory: its files, its verdicts, and the document that it writes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.config.load import section_with
+from diloco.errors import ConfigError
+from simulations.lab.experiment import (
+    DIRECTORY,
+    FULL,
+    QUICK,
+    Experiment,
+    ExperimentConfig,
+    Size,
+    load_experiments,
+)
+from simulations.lab.point import points_of
+from simulations.lab.results import Found, write_results
+from simulations.lab.run import Result
+from simulations.lab.verdicts import judge
+
+#: Targets that small runs can check.
+TARGETS = {"B1", "B2", "B3", "B4", "B5", "B6", "B8", "B9", "B10", "B11", "B12"}
+
+
+def result(seed: int, loss: float | None, **more: Any) -> Result:
+    return {
+        "seed": seed, "loss": loss, "ended": "", "digests": ["d"], "norm_ratio": None,
+        "virtual_s": 10.0, "bytes_up": 10**6, "bytes_down": 10**6, "busy": {"a": 1.0, "b": 0.5},
+        "failures": 0, "syncer_failures": 0, "dropped_tokens": 0.0, "tokens": 100,
+        "parameters": 1000, "planned_tokens": 100, "fingerprint": f"{seed}/{loss}", "wall_s": 1.0,
+        "readings": [{"tokens": 80, "loss": 5.0}, {"tokens": 100, "loss": loss}], **more,
+    }  # fmt: skip
+
+
+def experiment(**check: Any) -> ExperimentConfig:
+    rows = [
+        {"name": "one", "x": 1.0, "series": "s"},
+        {"name": "two", "x": 2.0, "series": "s"},
+        {"name": "low", "x": 1.0, "series": "t"},
+        {"name": "high", "x": 2.0, "series": "t"},
+    ]
+    values = {
+        "title": "Loss by x", "targets": ["B1"], "claim": "c", "source": "s", "base": "one",
+        "axis": "x", "rows": rows, "checks": [{"says": "it holds", "why": "for reasons", **check}],
+    }  # fmt: skip
+    return section_with(values, ExperimentConfig, "cannot make it")
+
+
+ROWS = {
+    "one": [result(1, 2.0), result(2, 4.0)],
+    "two": [result(1, 2.2), result(2, 4.2, digests=["e"])],
+    "low": [result(1, 3.0), result(2, 3.0)],
+    "high": [result(1, None, ended="QuorumLost: gone"), result(2, 2.0)],
+}
+
+VERDICTS: dict[str, tuple[dict[str, Any], bool | None, str]] = {
+    "excess is paired by seed": (
+        {"kind": "excess", "row": "two", "at_most": 7.6}, True, r"\+7.50 \+- 3.54 %",
+    ),
+    "excess over another row": ({"kind": "excess", "row": "low", "base": "two", "at_most": 0.0},
+        False, r"low over two: \+3.9"),
+    "a run that ended early has diverged": (
+        {"kind": "excess", "row": "high", "at_most": 50.0}, False, "diverged",
+    ),
+    "at least": ({"kind": "excess", "row": "high", "at_least": 3.0}, True, "diverged"),
+    "at equal tokens, between readings": (
+        {"kind": "figure", "row": "low", "figure": "at_tokens", "at_most": 4.0}, True, "4.000",
+    ),
+    "a figure": ({"kind": "figure", "row": "one", "figure": "busy_percent", "at_least": 51.0},
+        False, "50.000"),
+    "rising": ({"kind": "rising", "rows": ["one", "two"]}, True, "one 3.0000, two 3.2000"),
+    "not rising": ({"kind": "rising", "rows": ["two", "one"]}, False, ""),
+    "not rising within slack": ({"kind": "rising", "rows": ["two", "one"], "slack": 7.0}, True, ""),
+    "other bits": ({"kind": "equal", "rows": ["one", "two"]}, False, "1 of 2 seeds"),
+    "the same bits": ({"kind": "equal", "rows": ["one", "low"]}, True, "2 of 2 seeds"),
+    "the best does not rise": ({"kind": "best", "series": ["s", "t"]}, False, "s: 1, t: 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "has_held", "found"), VERDICTS.values(), ids=VERDICTS)
+def test_verdicts_are_computed_from_figures(
+    check: dict[str, Any], has_held: bool | None, found: str
+) -> None:
+    (verdict,) = judge(experiment(**check), ROWS)
+
+    assert verdict.has_held is has_held, verdict
+    assert re.search(found, verdict.found)
+
+
+def test_a_claim_whose_rows_were_left_out_is_not_judged() -> None:
+    (verdict,) = judge(experiment(kind="excess", row="two", at_most=1.0), {"one": ROWS["one"]})
+
+    assert (verdict.has_held, verdict.word) == (None, "not run")
+
+
+def test_the_document_has_figures_verdicts_and_reasons(tmp_path: Path) -> None:
+    config = experiment(kind="excess", row="two", at_most=1.0)
+    found = Found(Experiment("by-x", config, {}), ROWS)
+
+    path = write_results([found], Size(8, 4, 64, (1, 2)), tmp_path, "diloco lab suite")
+
+    text = path.read_text()
+    assert "| two | 2 | 3.2000 +- 1.4142 | +7.50 +- 3.54 % | 2.0 | 10 | 50.0 |" in text
+    assert "**not reproduced**: it holds. two over one: +7.50 +- 3.54 %." in text
+    assert "Why we think so: for reasons" in text
+    assert "ended by QuorumLost" in text
+    assert (tmp_path / "plots" / "by-x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_that_is_no_row_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checks\.0: .*moon.*rows: one, two"):
+        experiment(kind="excess", row="moon")
+
+
+def test_shipped_experiments_cover_every_target_and_can_be_planned() -> None:
+    experiments = load_experiments([], QUICK, is_quick=True)
+
+    assert {target for each in experiments for target in each.config.targets} == TARGETS
+    for each in experiments:
+        assert each.config.checks or each.config.not_run
+        assert len({point.fingerprint() for row in each.points.values() for point in row}) > 0 or (
+            not each.config.rows
+        )
+    assert len(FULL.seeds) >= 3
+    with pytest.raises(ConfigError, match="moon: no such experiment; there are codecs"):
+        load_experiments(["moon"], QUICK, is_quick=True)
+
+
+def test_shipped_laboratories_can_be_planned() -> None:
+    for path in DIRECTORY.glob("*.toml"):
+        if path.name != "run.toml":
+            assert points_of(path)
+
+
+@pytest.mark.parametrize("path", sorted(DIRECTORY.glob("suite/*.toml")), ids=lambda path: path.stem)
+def test_rows_that_are_not_quick_are_whole_too(path: Path) -> None:
+    one_seed = Size(FULL.inner_steps, FULL.warm_steps, FULL.tokens_per_inner_step, (1,))
+
+    (loaded,) = load_experiments([path.stem], one_seed, is_quick=False)
+
+    assert list(loaded.points) == [row.name for row in loaded.config.rows]
