@@ -161,14 +161,13 @@ def _build(shape: TransformersShape) -> Any:  # transformers' classes are made a
     # What config.json leaves out, dropout say, transformers fills in.
     for problem in content_problems(config.to_dict()):
         raise ConfigError(f"model.{problem}")
-    # Others have `is_decoder` in their files, too, and no use for it.
-    if getattr(type(config), "is_decoder", True) is False and not config.is_decoder:
-        raise ConfigError(
-            f'model.hf_config.is_decoder = false: a "{config.model_type}" lets tokens see those '
-            f"after them unless it is true; set model.hf_config.is_decoder = true"
-        )
     with _refusing(config.model_type), accelerate.init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise ConfigError(
+            f'model.hf_config of model_type "{config.model_type}": tokens would see those after '
+            f"them; set model.hf_config.is_decoder = true, or take a causal model"
+        )
     model.tie_weights()
     return model
 

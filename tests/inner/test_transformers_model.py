@@ -190,8 +190,9 @@ def test_a_model_that_sees_later_tokens_unless_told_is_refused() -> None:
     ernie = {"model_type": "ernie", "pad_token_id": 0, **no_dropout}
 
     with pytest.raises(ConfigError, match=r"set model\.hf_config\.is_decoder = true"):
-        build_model(shape(HF_GPT2, **{**ernie, "hidden_size": 64, "intermediate_size": 210}))
-    build_model(shape(HF_LLAMA, is_decoder=False))  # which says nothing of a decoder
+        build_model(shape(HF_LLAMA, **ernie))
+    build_model(shape(HF_LLAMA, **ernie, is_decoder=True))
+    build_model(shape(HF_LLAMA, model_type="gpt_neox"))  # is_decoder is false there, too
 
 
 def test_sizes_that_transformers_validates_itself_are_refused_as_a_mistake() -> None:
