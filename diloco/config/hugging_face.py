@@ -216,7 +216,8 @@ def content_problems(content: Mapping[str, Any]) -> Iterator[str]:
     if content.get("auto_map") is not None:
         yield f"hf_config.auto_map is set: the model has {_NO_CODE}"
     for key, value in content.items():
-        is_share = "drop" in key and not key.startswith("summary_")
+        # Heads of classifiers, which no causal model has, have dropout of their own.
+        is_share = "drop" in key and not key.startswith(("summary_", "classifier_"))
         if is_share and isinstance(value, int | float) and value > 0:
             yield (
                 f"hf_config.{key} = {value}: dropout is not supported, the same values must come "
