@@ -157,8 +157,14 @@ def test_operations_are_those_of_the_built_in_decoder_of_the_same_sizes() -> Non
             {"tp": 2},
             'has the style "rowwise_split_input" for model.layers.0.self_attn.o_proj',
         ),
+        (
+            HF_LLAMA,
+            {"model_type": "lfm2", "layer_types": ["conv"] * 4},
+            {"tp": 2},
+            "has the convolution model.layers.0.conv.conv",
+        ),
     ],
-    ids=["no-plan", "heads", "vocabulary", "unknown-style"],
+    ids=["no-plan", "heads", "vocabulary", "unknown-style", "convolution"],
 )
 def test_a_mesh_that_the_models_plan_is_not_for_is_refused(
     model: dict[str, Any], changes: dict[str, Any], mesh: dict[str, int], part: str
