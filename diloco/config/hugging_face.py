@@ -129,21 +129,21 @@ def content_of(hf_config: Mapping[str, str]) -> dict[str, Any]:
     return {key: json.loads(text) for key, text in hf_config.items()}
 
 
-def differences(hf_config: Mapping[str, str], content: Mapping[str, Any]) -> list[str]:
-    """Name what of a config.json is another model than `hf_config`.
+def differences(content: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Name what of `other` is another model than `content`.
 
-    Only keys that both have count: versions of transformers write more or fewer of the others. Ids
-    of tokens and dropout are no part of what weights fit.
+    Keys that only one of them has are unknown to transformers. Ids of tokens and dropout are no
+    part of what weights fit.
 
     Args:
-        hf_config: Of [model].
-        content: Parsed, of the weights.
+        content: Of [model], with all that transformers fills in.
+        other: Of the weights, filled in likewise.
     """
     return [
-        f"{key} = {_text(content[key])} (here {text})"
-        for key, text in hf_config.items()
-        if key in content and _text(content[key]) != text
-        if not key.endswith("token_id") and "drop" not in key
+        f"{key} = {_text(other[key])} (here {_text(value)})"
+        for key, value in sorted(content.items())
+        if key in other and _text(other[key]) != _text(value)
+        if key not in _NEUTRAL and not key.endswith("token_id") and "drop" not in key
     ]
 
 
@@ -205,12 +205,19 @@ def content_problems(content: Mapping[str, Any]) -> Iterator[str]:
             )
     if content.get("is_encoder_decoder"):
         yield "hf_config.is_encoder_decoder = true: only causal models are trained; take one"
+    for key, value in (("is_causal", False), ("use_bidirectional_attention", True)):
+        if content.get(key) in (value, "all"):
+            yield (
+                f"hf_config.{key} = {_text(content[key])}: tokens would see those after them; set "
+                f"model.hf_config.{key} = {_text(not value)}"
+            )
     if content.get("quantization_config") is not None:
         yield "hf_config.quantization_config is set: take the model before it was quantised"
     if content.get("auto_map") is not None:
         yield f"hf_config.auto_map is set: the model has {_NO_CODE}"
     for key, value in content.items():
-        is_share = "drop" in key and not key.startswith("summary_")
+        # Heads of classifiers, which no causal model has, have dropout of their own.
+        is_share = "drop" in key and not key.startswith(("summary_", "classifier_"))
         if is_share and isinstance(value, int | float) and value > 0:
             yield (
                 f"hf_config.{key} = {value}: dropout is not supported, the same values must come "

@@ -157,28 +157,57 @@ class TransformersModel(nn.Module):
 
 def _build(shape: TransformersShape) -> Any:  # transformers' classes are made at run time
     transformers, accelerate = map(importlib.import_module, ("transformers", "accelerate"))
-    content = content_of(dict(shape.hf_config))
+    config = _filled(content_of(dict(shape.hf_config)))
+    # What config.json leaves out, dropout say, transformers fills in.
+    for problem in content_problems(config.to_dict()):
+        raise ConfigError(f"model.{problem}")
+    with _refusing(config.model_type), accelerate.init_empty_weights(include_buffers=False):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise ConfigError(
+            f'model.hf_config of model_type "{config.model_type}": tokens would see those after '
+            f"them; set model.hf_config.is_decoder = true, or take a causal model"
+        )
+    model.tie_weights()
+    return model
+
+
+def filled_content(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Write out a config.json: keys of older versions as this one has them, and all defaults.
+
+    Raises:
+        ConfigError: If transformers cannot read it.
+    """
+    filled: dict[str, Any] = _filled(content).to_dict()
+    return filled
+
+
+def _filled(content: Mapping[str, Any]) -> Any:
+    transformers = importlib.import_module("transformers")
     kind = content["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f'model.hf_config.model_type = "{kind}" is unknown to transformers '
             f"{transformers.__version__}: install a newer one, or take another model"
         )
-    with _warnings_only():
-        try:
-            config = transformers.CONFIG_MAPPING[kind].from_dict(content)
-            # What config.json leaves out, dropout say, transformers fills in.
-            for problem in content_problems(config.to_dict()):
-                raise ConfigError(f"model.{problem}")
-            with accelerate.init_empty_weights(include_buffers=False):
-                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f'model.hf_config of model_type "{kind}": transformers {transformers.__version__} '
-                f"makes no causal model of it: {error}"
-            ) from error
-    model.tie_weights()
-    return model
+    with _refusing(kind):
+        return transformers.CONFIG_MAPPING[kind].from_dict(dict(content))
+
+
+@contextlib.contextmanager
+def _refusing(kind: str) -> Iterator[None]:
+    """Tell of what transformers cannot make a model of as of a mistake in the configuration."""
+    transformers = importlib.import_module("transformers")
+    errors = importlib.import_module("huggingface_hub.errors")
+    mistakes = (TypeError, ValueError, KeyError, AttributeError, errors.StrictDataclassError)
+    try:
+        with _warnings_only():
+            yield
+    except mistakes as error:
+        raise ConfigError(
+            f'model.hf_config of model_type "{kind}": transformers {transformers.__version__} '
+            f"makes no causal model of it: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -252,6 +281,9 @@ def initialise_transformers_(model: TransformersModel, seed: int) -> None:
     Args:
         model: Materialised; parameters may be plain tensors or DTensors, float32.
         seed: Seed of the run.
+
+    Raises:
+        ConfigError: If the rule leaves values out.
     """
     targets = canonical_parameters(model)
     fresh = TransformersModel(model.shape).decoder
@@ -274,11 +306,18 @@ def _draw_like(
     """Apply the rule of `decoder`'s class to a unit with memory, and keep what is ours of it."""
     named = {f"{path}.{name}": parameter for name, parameter in unit.named_parameters()}
     named = {name: p for name, p in named.items() if not p.is_meta}
+    for values in named.values():
+        values.fill_(torch.nan)  # what the rule forgets is found below
     digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
     with torch.random.fork_rng(devices=[]), _SameEverywhere(seed, named):
         torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         unit.apply(decoder._init_weights)
     for name, values in named.items():
+        if values.isnan().any():
+            raise ConfigError(
+                f"{type(decoder).__name__} of transformers says no initial values of {name}: begin "
+                f"with weights (run.warm_start), or take another model"
+            )
         if name in targets:  # of tied ones the first
             write_stored_(targets[name], values.detach())
 

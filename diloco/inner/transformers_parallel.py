@@ -55,8 +55,8 @@ def insist_on_tp_plan(model: TransformersModel, tp: int, *, keeps_logits_split: 
         keeps_logits_split: Whether each rank is to keep its part of the logits.
 
     Raises:
-        ConfigError: If the model has no plan, or one with an unknown style, or `tp` does not divide
-            heads and widths.
+        ConfigError: If the model has no plan, or one with an unknown style, or convolutions, or
+            `tp` does not divide heads and widths.
     """
     if tp == 1:
         return
@@ -70,6 +70,11 @@ def insist_on_tp_plan(model: TransformersModel, tp: int, *, keeps_logits_split: 
             raise ConfigError(
                 f'mesh.tp = {tp}: the plan of {kind} has the style "{style}" for {path}, and '
                 f"{', '.join(_STYLES)} and {_PARTIAL} are known; {_REMEDY}"
+            )
+    for path, module in model.decoder.named_modules():
+        if isinstance(module, nn.Conv1d):  # kernels read its weight past the module's own code
+            raise ConfigError(
+                f"mesh.tp = {tp}: {kind} has the convolution {path}, which is not split; {_REMEDY}"
             )
     if keeps_logits_split and plan.get("lm_head") not in _GATHERED:
         raise ConfigError(

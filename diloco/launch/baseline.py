@@ -130,6 +130,17 @@ def _insist_on_hop(config: Config, options: BaselineOptions) -> None:
             f"--hop {options.hop}: the ring of {FLAT} goes through all ranks over the transport; "
             f"leave it out, or take {HIERARCHICAL}"
         )
+    if config.transport.certs:
+        raise ConfigError(
+            f'--hop {options.hop}: transport.certs = "{config.transport.certs}" encrypts what goes '
+            f"over the transport, and nothing of a process group: leave it out (--set "
+            f"transport.certs=) inside one cluster, and --hop between clusters"
+        )
+    if options.streams != BaselineOptions(options.name).streams:
+        raise ConfigError(
+            f"--streams {options.streams}: a process group sums one chunk after the other: leave "
+            f"it out, or --hop {options.hop}"
+        )
     if config.transport.link:
         raise ConfigError(
             f'--hop {options.hop}: transport.link = "{config.transport.link}" shapes what goes '

@@ -31,10 +31,11 @@ from diloco.config.hugging_face import content_of
 from diloco.config.load import load_config
 from diloco.durable import sync_directory, write_durably
 from diloco.errors import ConfigError
-from diloco.inner.families import parameter_shapes
+from diloco.inner.families import build_model, parameter_shapes
 from diloco.inner.hugging_face import StoredTensor, config_json, stored_tensors
 from diloco.inner.model import LlamaShape
 from diloco.inner.torchtitan import to_torchtitan, torchtitan_names
+from diloco.inner.transformers_model import TransformersModel
 from diloco.launch.published import Published, PublishedFragment, read_published
 from diloco.launch.state_dir import StateDir
 
@@ -262,7 +263,10 @@ def _model_config(published: Published) -> dict[str, Any]:
     shape, model = published.shape, published.config.model
     if isinstance(shape, LlamaShape):
         return config_json(shape, max_sequence_length=model.max_sequence_length)
-    return {**content_of(model.hf_config), "dtype": "float32"}
+    built = build_model(shape)
+    assert isinstance(built, TransformersModel)
+    kind = type(built.decoder).__name__  # which servers choose the code by
+    return {**content_of(model.hf_config), "architectures": [kind], "dtype": "float32"}
 
 
 def _manifest(export: Export, published: Published, at_step: int | None) -> dict[str, Any]:

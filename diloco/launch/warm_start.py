@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diloco.config.hugging_face import differences
+from diloco.config.hugging_face import content_of, differences
 from diloco.config.model import ModelConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -38,7 +38,7 @@ from diloco.inner.hugging_face import StoredTensor, read_ours, read_shape, store
 from diloco.inner.model import LlamaShape
 from diloco.inner.state import INNER_OPTIMIZER
 from diloco.inner.torchtitan import from_torchtitan, torchtitan_names
-from diloco.inner.transformers_model import TransformersModel, TransformersShape
+from diloco.inner.transformers_model import TransformersModel, TransformersShape, filled_content
 from diloco.launch.checkpoints import Checkpoint, valid_steps
 from diloco.launch.published import read_published
 from diloco.launch.state_dir import StateDir
@@ -175,7 +175,12 @@ def _from_model(directory: Path, source: str, shape: Shape) -> WarmStart:
 def _from_same_model(directory: Path, source: str, shape: TransformersShape) -> WarmStart:
     """Read a model of transformers into itself: names are the same, but for the base's prefix."""
     path = directory / "config.json"
-    problems = differences(dict(shape.hf_config), _read_json(path))
+    # Filled in by one transformers, so that a default which one of them leaves out counts, too.
+    ours, theirs = content_of(dict(shape.hf_config)), _read_json(path)
+    try:
+        problems = differences(*map(filled_content, (ours, {"model_type": "", **theirs})))
+    except ConfigError as error:
+        raise ConfigError(f"warm start from {source}, {path}: {error}") from error
     if problems:
         raise ConfigError(
             f"warm start from {source}: it is another model than [model]; set there what it has, "
@@ -184,7 +189,7 @@ def _from_same_model(directory: Path, source: str, shape: TransformersShape) -> 
     weights, expected, model = _Weights(directory), parameter_shapes(shape), build_model(shape)
     assert isinstance(model, TransformersModel)
     buffers = {name.removeprefix("decoder.") for name, _ in model.named_buffers()}
-    ours: dict[str, str] = {}  # our name -> the one in the files
+    names: dict[str, str] = {}  # our name -> the one in the files
     found: dict[str, tuple[int, ...]] = {}
     for name, size in weights.shapes.items():
         prefixed = f"{model.decoder.base_model_prefix}.{name}"
@@ -199,9 +204,9 @@ def _from_same_model(directory: Path, source: str, shape: TransformersShape) -> 
                 )
             continue
         known = tied or known
-        ours[known], found[known] = name, size
+        names[known], found[known] = name, size
     _insist_on_tensors(found, expected, source)
-    return WarmStart(source, 0, False, "", 0, None, lambda section, name: weights.read(ours[name]))
+    return WarmStart(source, 0, False, "", 0, None, lambda section, name: weights.read(names[name]))
 
 
 def _drop_tied_head(found: dict[str, tuple[int, ...]], weights: _Weights, source: str) -> None:

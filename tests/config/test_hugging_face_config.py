@@ -98,6 +98,8 @@ def test_a_key_of_config_json_may_be_another(tmp_path: Path) -> None:
         ((), {"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ((), {"auto_map": {"AutoModel": "x.py"}}, "its own code, which is never run"),
         ((), {"is_encoder_decoder": True}, "only causal models"),
+        ((), {"is_causal": False}, "see those after them; set model.hf_config.is_causal = true"),
+        ((), {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = false"),
         ((), {"hidden_size": "absent"}, "no number called hidden_size or n_embd or d_model"),
         ((), {"model_type": "absent"}, "hf_config lacks model_type"),
         (("model.dim=64",), {}, "dim = 64, but the model's config.json says 48: leave it out"),

@@ -157,8 +157,14 @@ def test_operations_are_those_of_the_built_in_decoder_of_the_same_sizes() -> Non
             {"tp": 2},
             'has the style "rowwise_split_input" for model.layers.0.self_attn.o_proj',
         ),
+        (
+            HF_LLAMA,
+            {"model_type": "lfm2", "layer_types": ["conv"] * 4},
+            {"tp": 2},
+            "has the convolution model.layers.0.conv.conv",
+        ),
     ],
-    ids=["no-plan", "heads", "vocabulary", "unknown-style"],
+    ids=["no-plan", "heads", "vocabulary", "unknown-style", "convolution"],
 )
 def test_a_mesh_that_the_models_plan_is_not_for_is_refused(
     model: dict[str, Any], changes: dict[str, Any], mesh: dict[str, int], part: str
@@ -183,6 +189,41 @@ def test_dropout_that_only_transformers_knows_of_is_refused_by_its_key() -> None
 
     with pytest.raises(ConfigError, match=r"model\.hf_config\.resid_pdrop = 0\.1: dropout"):
         build_model(shape_of(ModelConfig.model_validate(table)))
+
+
+def test_a_model_that_sees_later_tokens_unless_told_is_refused() -> None:
+    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    ernie = {"model_type": "ernie", "pad_token_id": 0, **no_dropout}
+
+    with pytest.raises(ConfigError, match=r"set model\.hf_config\.is_decoder = true"):
+        build_model(shape(HF_LLAMA, **ernie))
+    build_model(shape(HF_LLAMA, **ernie, is_decoder=True))
+    build_model(shape(HF_LLAMA, model_type="gpt_neox"))  # is_decoder is false there, too
+
+
+def test_sizes_that_transformers_validates_itself_are_refused_as_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="makes no causal model of it"):
+        build_model(shape(HF_LLAMA, hidden_size=66))
+
+
+def test_values_that_the_models_rule_leaves_out_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = build_model(shape(HF_LLAMA))
+    assert isinstance(made, TransformersModel)
+    made.to_empty(device="cpu")
+    rule = type(made.decoder)._init_weights
+
+    def forgetful(self: Any, module: Any) -> None:
+        if "Norm" not in type(module).__name__:
+            rule(self, module)
+
+    monkeypatch.setattr(type(made.decoder), "_init_weights", forgetful)
+
+    with pytest.raises(
+        ConfigError, match=r"no initial values of model\.layers\.0\.input_layernorm"
+    ):
+        initialise_(made, 3)
 
 
 def test_what_is_no_causal_model_is_refused_by_its_type() -> None:

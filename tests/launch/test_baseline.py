@@ -27,6 +27,7 @@ ISLANDS = {"east": "", "west": ""}
         (ISLANDS, BaselineOptions("post-local-sgd", parallel_steps=8), "give at most 7"),
         (ISLANDS, BaselineOptions("flat", hop="nccl"), "--hop nccl is unknown: choose transport, "),
         (ISLANDS, BaselineOptions("flat", hop="gloo"), "--hop gloo: the ring of flat goes through"),
+        (ISLANDS, BaselineOptions("hierarchical", streams=4, hop="gloo"), "--streams 4: a process"),
         (
             {"east": "dp_shard = 2", "west": ""},
             BaselineOptions("hierarchical"),
@@ -44,6 +45,18 @@ def test_what_a_baseline_cannot_be_is_refused_with_a_remedy(tmp_path, islands, o
 
     with pytest.raises(ConfigError, match=said):
         insist_on_baseline(config, options)
+
+
+@pytest.mark.parametrize("key", ["link", "certs"])
+def test_what_a_process_group_would_silently_do_without_is_refused(tmp_path, key):
+    config = load_config(write_run(tmp_path, ISLANDS), [])
+    transport = config.transport.model_copy(update={key: "given"})
+
+    with pytest.raises(ConfigError, match=f'--hop gloo: transport.{key} = "given"'):
+        insist_on_baseline(
+            config.model_copy(update={"transport": transport}),
+            BaselineOptions("hierarchical", hop="gloo"),
+        )
 
 
 def test_a_batch_that_ranks_cannot_divide_is_refused_with_the_nearest(tmp_path):

@@ -136,6 +136,21 @@ def test_weights_of_another_model_are_refused_by_the_key_and_by_the_tensor(tmp_p
     assert "model.norm.weight is missing, must be (32,)" in told
 
 
+def test_weights_of_another_function_are_refused_where_a_default_or_an_old_key_says_it(
+    tmp_path: Path,
+) -> None:
+    run_file, other = write(tmp_path, "llama"), tmp_path / "other"
+    model("llama", rms_norm_eps=1e-5).save_pretrained(other)
+    content = json.loads((tmp_path / "model" / "config.json").read_text())
+    kept = {key: value for key, value in content.items() if key != "rms_norm_eps"}
+
+    (tmp_path / "model" / "config.json").write_text(json.dumps(kept))
+    assert "rms_norm_eps = 1e-05 (here 1e-06)" in refusal(run_file, other)
+    kept.pop("rope_parameters")
+    (other / "config.json").write_text(json.dumps({**kept, "rope_theta": 5e5}))
+    assert '"rope_theta":500000.0' in refusal(run_file, other)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_what_transformers_loads_and_a_run_begins_from(
     tmp_path: Path, kind: str
@@ -152,6 +167,8 @@ def test_an_export_is_what_transformers_loads_and_a_run_begins_from(
     expected.tie_weights()
     assert torch.equal(logits(run), expected(torch.arange(32)[None] * 7 % 256).logits)
     assert made.num_parameters == expected.num_parameters()
+    told = json.loads((run / "config.json").read_text())
+    assert told["architectures"] == [type(expected).__name__]
     again = of_transformers(write_run(tmp_path / "next", {"east": ""}), run)
     found = find_warm_start(load_config(again, [f"run.warm_start={run}"]))
     assert found is not None
