@@ -13,8 +13,15 @@ from diloco.rounds.rules import SyncerRules
 from diloco.rounds.timing import TimingRules
 from simulations.actors import SimulatedSyncer
 from simulations.costs import FREE
-from simulations.engine import Engine
-from simulations.islands import Exchanging, FragmentSize, SimulatedIsland, StepDraws, Training
+from simulations.engine import Engine, Steps
+from simulations.islands import (
+    Exchanging,
+    FragmentSize,
+    SimulatedIsland,
+    StepDraws,
+    Sums,
+    Training,
+)
 from simulations.network import Network, Path, Pipe, Tcp
 from simulations.scenario import Scenario
 from simulations.timeline import Span
@@ -50,7 +57,7 @@ class Pace:
 def decoupled_pace(
     scenario: Scenario, profile: LinkProfile, plan: Plan, seed: int, rounds: int
 ) -> tuple[Pace, float]:
-    """Simulate so many times H inner steps.
+    """Simulate so many times H inner steps of the slowest island.
 
     Returns:
         What was done, and the versions over those on lines of unlimited bandwidth.
@@ -111,14 +118,21 @@ def _simulate(
             )
         )
     syncer.found(names, names)
-    period_s = scenario.inner_steps_per_round * scenario.step_s
+    slowest_s = scenario.step_s * (1 + scenario.step_skew)
+    period_s = scenario.inner_steps_per_round * slowest_s
     end_s = rounds * period_s
+
+    def train(island: SimulatedIsland) -> Steps:
+        """Train to the end, and for two rounds at least; returns what was done by then."""
+        yield from island.train(lambda: engine.now >= end_s and len(island.rounds) > 1)
+        return island.sums.copy(engine.now)
+
     for island in islands:
         island.start()
-    ends = [engine.process(island.train(lambda: engine.now >= end_s)) for island in islands]
+    ends = [engine.process(train(island)) for island in islands]
     engine.run(engine.all_of(ends))
     first = [island.rounds[0] for island in islands]
-    last = [island.sums.copy(engine.now) for island in islands]
+    last: list[Sums] = [end.value for end in ends]
     pairs = list(zip(first, last, strict=True))
     shares = [(b.compute_s - a.compute_s) / (b.at_s - a.at_s) for a, b in pairs]
     return Pace(

@@ -103,6 +103,23 @@ def test_slow_islands_hold_up_those_that_wait_and_not_those_that_do_not() -> Non
     assert free.utilisation > 0.999
 
 
+@pytest.mark.parametrize("skew", [0.7, 5.0])
+def test_islands_that_do_not_wait_are_counted_until_each_has_ended(skew: float) -> None:
+    """The slow one ends up to a step after the other, and makes two rounds however slow it is."""
+    free = simulate(
+        scenario(
+            method="decoupled",
+            inner_steps_per_round=8,
+            num_fragments=4,
+            step_skew=skew,
+            bandwidth="1Tbit/s",
+        )
+    )
+
+    assert free.utilisation > 0.999
+    assert free.round_s == pytest.approx(8 * (1 + skew))
+
+
 def test_a_syncer_a_site_moves_what_reduce_scatter_and_all_gather_do() -> None:
     """M = 4, P = 4: three quarters of the fragments go up from each site, as many versions out."""
     common: dict[str, Any] = {"layers": 12, "islands": 4, "bits_up": 16.0, "step_time": "1s"}
