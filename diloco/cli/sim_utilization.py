@@ -180,6 +180,9 @@ def bandwidth(
     from simulations.bandwidth import GRID, bandwidth_curve, needed_bps, on_grid
 
     shares = _shares(targets)
+    if said := {"bandwidth", "bandwidth_down"} & context.meta.get(_FLAGS, {}).keys():
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(said))
+        raise ConfigError(f"{names}: is what is looked for, both ways at once; leave it out")
     if grid_rule not in ("below", "reaching"):
         raise ConfigError(f"--grid-rule {grid_rule}: choose below or reaching")
     rows: list[dict[str, Any]] = []
