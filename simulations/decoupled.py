@@ -122,25 +122,25 @@ def _simulate(
     period_s = scenario.inner_steps_per_round * slowest_s
     end_s = rounds * period_s
 
+    last: dict[str, Sums] = {}
+
     def train(island: SimulatedIsland) -> Steps:
-        """Train to the end, and for two rounds at least; returns what was done by then."""
+        """Train to the end, and for two rounds at least; keep what was done by then."""
         yield from island.train(lambda: engine.now >= end_s and len(island.rounds) > 1)
-        return island.sums.copy(engine.now)
+        last[island.name] = island.sums.copy(engine.now)
 
     for island in islands:
         island.start()
     ends = [engine.process(train(island)) for island in islands]
     engine.run(engine.all_of(ends))
-    first = [island.rounds[0] for island in islands]
-    last: list[Sums] = [end.value for end in ends]
-    pairs = list(zip(first, last, strict=True))
+    pairs = [(island.rounds[0], last[island.name]) for island in islands]
     shares = [(b.compute_s - a.compute_s) / (b.at_s - a.at_s) for a, b in pairs]
     return Pace(
         utilisation=min(1.0, sum(shares) / len(shares)),
         round_s=max((b.at_s - a.at_s) / (b.inner_steps - a.inner_steps) for a, b in pairs)
         * scenario.inner_steps_per_round,
-        bits_up=8 * max(b.bytes_up for b in last) / rounds,
-        bits_down=8 * max(b.bytes_down for b in last) / rounds,
+        bits_up=8 * max(b.bytes_up for _, b in pairs) / rounds,
+        bits_down=8 * max(b.bytes_down for _, b in pairs) / rounds,
         versions=sum(period_s < each.published_s <= end_s for each in syncer.publications),
         spans=tuple(spans),
     )
