@@ -423,8 +423,12 @@ def _write(content: Mapping[str, Any], json_target: str) -> None:
 
 
 def _counting(json_target: str) -> contextlib.AbstractContextManager[Show]:
+    """Show the work on the way to figures; refuses a place that they cannot be written to."""
     from rich.console import Console
 
     from diloco.cli.progress import counting
+    from diloco.errors import ConfigError
 
+    if json_target not in ("", "-") and not Path(json_target).parent.is_dir():
+        raise ConfigError(f"--json {json_target}: there is no directory {Path(json_target).parent}")
     return counting(Console(stderr=True, quiet=json_target == "-"))
