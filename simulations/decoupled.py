@@ -13,8 +13,15 @@ from diloco.rounds.rules import SyncerRules
 from diloco.rounds.timing import TimingRules
 from simulations.actors import SimulatedSyncer
 from simulations.costs import FREE
-from simulations.engine import Engine
-from simulations.islands import Exchanging, FragmentSize, SimulatedIsland, StepDraws, Training
+from simulations.engine import Engine, Steps
+from simulations.islands import (
+    Exchanging,
+    FragmentSize,
+    SimulatedIsland,
+    StepDraws,
+    Sums,
+    Training,
+)
 from simulations.network import Network, Path, Pipe, Tcp
 from simulations.scenario import Scenario
 from simulations.timeline import Span
@@ -50,7 +57,7 @@ class Pace:
 def decoupled_pace(
     scenario: Scenario, profile: LinkProfile, plan: Plan, seed: int, rounds: int
 ) -> tuple[Pace, float]:
-    """Simulate so many times H inner steps.
+    """Simulate so many times H inner steps of the slowest island.
 
     Returns:
         What was done, and the versions over those on lines of unlimited bandwidth.
@@ -111,22 +118,29 @@ def _simulate(
             )
         )
     syncer.found(names, names)
-    period_s = scenario.inner_steps_per_round * scenario.step_s
+    slowest_s = scenario.step_s * (1 + scenario.step_skew)
+    period_s = scenario.inner_steps_per_round * slowest_s
     end_s = rounds * period_s
+
+    last: dict[str, Sums] = {}
+
+    def train(island: SimulatedIsland) -> Steps:
+        """Train to the end, and for two rounds at least; keep what was done by then."""
+        yield from island.train(lambda: engine.now >= end_s and len(island.rounds) > 1)
+        last[island.name] = island.sums.copy(engine.now)
+
     for island in islands:
         island.start()
-    ends = [engine.process(island.train(lambda: engine.now >= end_s)) for island in islands]
+    ends = [engine.process(train(island)) for island in islands]
     engine.run(engine.all_of(ends))
-    first = [island.rounds[0] for island in islands]
-    last = [island.sums.copy(engine.now) for island in islands]
-    pairs = list(zip(first, last, strict=True))
+    pairs = [(island.rounds[0], last[island.name]) for island in islands]
     shares = [(b.compute_s - a.compute_s) / (b.at_s - a.at_s) for a, b in pairs]
     return Pace(
         utilisation=min(1.0, sum(shares) / len(shares)),
         round_s=max((b.at_s - a.at_s) / (b.inner_steps - a.inner_steps) for a, b in pairs)
         * scenario.inner_steps_per_round,
-        bits_up=8 * max(b.bytes_up for b in last) / rounds,
-        bits_down=8 * max(b.bytes_down for b in last) / rounds,
+        bits_up=8 * max(b.bytes_up for _, b in pairs) / rounds,
+        bits_down=8 * max(b.bytes_down for _, b in pairs) / rounds,
         versions=sum(period_s < each.published_s <= end_s for each in syncer.publications),
         spans=tuple(spans),
     )

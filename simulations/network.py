@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 import simpy
 
-from diloco.baseline.time_model import tcp_bps
+from diloco.baseline.time_model import MSS_BYTES, PACKET_BYTES, tcp_bps
+from diloco.errors import ConfigError
 from simulations.engine import Engine
 from transport.link import Link
 from transport.shaped import TURN_BYTES
@@ -47,6 +48,18 @@ class Outage:
     begin_s: float
     end_s: float
 
+    def __post_init__(self) -> None:
+        """Refuse what has no length.
+
+        Raises:
+            ConfigError: Naming both moments and their range.
+        """
+        if not 0 <= self.begin_s < self.end_s < math.inf:
+            raise ConfigError(
+                f"outage [{self.begin_s}, {self.end_s}) s must begin at 0 or later, have a length "
+                "and an end"
+            )
+
 
 class Pipe:
     """Something of a capacity that transfers share."""
@@ -56,12 +69,12 @@ class Pipe:
         self.name = name
         self.bandwidth_bps = bandwidth_bps
         self.carried_bits = 0.0
-        self.is_down = False
+        self.outages_now = 0
 
     @property
     def capacity_bps(self) -> float:
         """What it carries now."""
-        return 0.0 if self.is_down else self.bandwidth_bps
+        return 0.0 if self.outages_now else self.bandwidth_bps
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +95,16 @@ class Path:
     rtt_s: float
     tcp: Tcp | None = None
 
+    @property
+    def header_factor(self) -> float:
+        """What crosses the pipes over the payload: headers of TCP."""
+        return 1.0 if self.tcp is None else PACKET_BYTES / MSS_BYTES
+
     def ceiling_bps(self, streams: int) -> float:
-        """Most that a transfer of so many connections gets of an empty path."""
+        """Most that a transfer of so many connections gets of an empty path, headers included."""
         if self.tcp is None:
             return math.inf
-        return tcp_bps(
+        return self.header_factor * tcp_bps(
             self.link.bandwidth_bps,
             rtt_s=self.rtt_s,
             loss=self.tcp.loss,
@@ -128,15 +146,15 @@ class Network:
         return rates
 
     def go_down(self, pipe: Pipe, outages: Iterable[Outage]) -> None:
-        """Have a pipe go down and come back."""
+        """Have a pipe go down and come back, when the last of outages that overlap has ended."""
         for outage in outages:
-            self._engine.call_at(outage.begin_s, lambda: self._switch(pipe, is_down=True))
-            self._engine.call_at(outage.end_s, lambda: self._switch(pipe, is_down=False))
+            self._engine.call_at(outage.begin_s, lambda: self._switch(pipe, 1))
+            self._engine.call_at(outage.end_s, lambda: self._switch(pipe, -1))
 
     def send(self, path: Path, num_bytes: float, streams: int = 1) -> simpy.Event:
         """Put bytes on a path; the event is triggered when the last of them has left."""
         self._settle()
-        bits = 8.0 * (num_bytes + self._lost_bytes(path, num_bytes))
+        bits = 8.0 * (num_bytes + self._lost_bytes(path, num_bytes)) * path.header_factor
         flow = _Flow(
             path.name, path.pipes, bits, streams, path.ceiling_bps(streams), self._engine.event()
         )
@@ -180,9 +198,9 @@ class Network:
         self._delivered[path.name] = arrival
         return arrival
 
-    def _switch(self, pipe: Pipe, *, is_down: bool) -> None:
+    def _switch(self, pipe: Pipe, outages: int) -> None:
         self._settle()
-        pipe.is_down = is_down
+        pipe.outages_now += outages
         self._share_soon()
 
     def _settle(self) -> None:

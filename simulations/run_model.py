@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.inner.model import LlamaShape, build_model
+from diloco.inner.families import build_model, shape_of
 from diloco.launch.build import build_syncer_rules, link_profile
 from diloco.launch.traffic import fragment_bytes
 from diloco.outer.assignment import assign_fragments
@@ -210,7 +210,7 @@ def simulate_run(
 
 def run_plan(config: Config) -> Plan:
     """Cut the run's model into fragments; allocates no parameter."""
-    model = build_model(LlamaShape.from_config(config.model))
+    model = build_model(shape_of(config.model))
     return build_plan(config.outer, tensor_specs(canonical_parameters(model)))
 
 

@@ -51,27 +51,44 @@ _WHOLE = (*_EVERY_STEP, "diloco")
 _OF_LINK = ("bandwidth", "bandwidth_down", "rtt", "jitter", "loss")
 _OF_RINGS = ("ranks", "inside_bandwidth")
 _OF_RELEASE = ("buckets", "release")
+#: Longest step or delay, where a sum of many still has its digits: 1000 h.
+_LONGEST_S = 3.6e6
 
 
-def _text(parse: Callable[[object], object]) -> BeforeValidator:
-    """Accept what `parse` reads, keep the text; empty passes where the default is empty."""
+def _text(accept: Callable[[object], None]) -> BeforeValidator:
+    """Keep the text of what `accept` does not refuse; empty passes where the default is empty."""
 
     def check(value: Any) -> Any:
         if value != "":
-            parse(value)
+            accept(value)
         return value
 
     return BeforeValidator(check)
 
 
-def _duration(value: object) -> float:
-    return parse_duration(value, is_positive=True)
+def _check_step(value: object) -> None:
+    if not 1e-6 <= parse_duration(value, is_positive=True) <= _LONGEST_S:
+        raise ValueError("must be in 1 us to 1000 h")
 
 
-StepTime: TypeAlias = Annotated[str, Field(min_length=1), _text(_duration)]
-Delay: TypeAlias = Annotated[str, Field(min_length=1), _text(parse_duration)]
-Bandwidth: TypeAlias = Annotated[str, _text(parse_bandwidth)]
-Size: TypeAlias = Annotated[str, _text(parse_bytes)]
+def _check_delay(value: object) -> None:
+    if parse_duration(value) > _LONGEST_S:
+        raise ValueError("must be at most 1000 h")
+
+
+def _check_rate(value: object) -> None:
+    if not 1 <= parse_bandwidth(value) <= 1e17:
+        raise ValueError("must be in 1 bit/s to 1e5 Tbit/s")
+
+
+def _check_size(value: object) -> None:
+    parse_bytes(value, is_positive=True)
+
+
+StepTime: TypeAlias = Annotated[str, Field(min_length=1), _text(_check_step)]
+Delay: TypeAlias = Annotated[str, Field(min_length=1), _text(_check_delay)]
+Bandwidth: TypeAlias = Annotated[str, _text(_check_rate)]
+Size: TypeAlias = Annotated[str, _text(_check_size)]
 
 
 class Scenario(Section):

@@ -40,7 +40,7 @@ class Utilisation:
         utilisation: Share of the time in inner steps, mean over islands.
         stall_s: Seconds a round for which the slowest island stood still.
         round_s: Wall time of a round.
-        bits_up: Payload that an island sends a round.
+        bits_up: Payload that the busiest island's line sends a round, its own syncer's included.
         bits_down: Payload that it receives.
         pace: Versions that were published over those that the schedule has; 1 where islands wait.
         spans: What happened when, of the whole simulation.
@@ -265,7 +265,10 @@ class _Simulation:
             yield turn
             sent_bits = self._sent_bits(bits, piece.numel)
             self._bits_up[island] += sent_bits
-            self._bits_down[island] += sent_bits if scenario.topology == "allreduce" else 0.0
+            if scenario.topology == "allreduce":
+                self._bits_down[island] += sent_bits
+            elif scenario.topology == "sites":
+                self._bits_down[p % scenario.islands] += sent_bits
             yield self._network.send(path, sent_bits / 8, scenario.streams)
 
     def _sent_bits(self, bits: float, numel: float) -> float:
@@ -332,6 +335,8 @@ class _Simulation:
             down = Path(f"{island}-down", pipes, self._profile.down, self._rtt_s, self._tcp)
             bits, began = numel * scenario.down_bits, self._engine.now
             self._bits_down[island] += bits
+            if scenario.topology == "sites":
+                self._bits_up[home] += bits
             yield self._network.cross(down, bits / 8, scenario.streams)
             self._span(island, p, "fetch", began)
         exchange.done[island].succeed()

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.baseline.time_model import Reduction, tcp_bps
+from diloco.baseline.time_model import MSS_BYTES, PACKET_BYTES, Reduction, tcp_bps
 from simulations.scenario import Scenario
 from transport.link import Link
 
@@ -160,7 +160,7 @@ def applies(scenario: Scenario) -> str:
         return "syncers share the islands' lines"
     if scenario.step_noise or scenario.step_skew:
         return "steps vary"
-    if scenario.profile.up.jitter_s or scenario.profile.up.loss or scenario.profile.down.loss:
+    if any(link.jitter_s or link.loss for link in (scenario.profile.up, scenario.profile.down)):
         return "transfers vary"
     if scenario.overlap_steps >= scenario.inner_steps_per_round // scenario.fragments:
         return "several fragments are on their way at once"
@@ -224,6 +224,8 @@ def _arrived_s(scenario: Scenario, released: Sequence[float], numel: float) -> f
         return _reduced_s(scenario, released, up_bits, min(up_bps, down_bps), rtt_s)
     if scenario.topology == "star":
         shared = scenario.syncer_bps / islands
+        if scenario.has_tcp:
+            shared *= MSS_BYTES / PACKET_BYTES
         left_s = _left_s(released, up_bits / min(up_bps, shared))
         return left_s + down_bits / min(down_bps, shared) + rtt_s
     # Reduce-scatter in the bits of contributions, all-gather in those of what is published.

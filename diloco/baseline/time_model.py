@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-#: TCP payload of a packet of 1500 bytes.
-MSS_BYTES = 1448
+#: An IP packet, and the TCP payload of it.
+PACKET_BYTES, MSS_BYTES = 1500, 1448
 #: Of Mathis: delayed acknowledgements are not in it.
 _MATHIS = 1.22
 
@@ -120,7 +120,7 @@ def tcp_bps(
         streams: Connections at once, at least 1.
         window_bytes: Most that one connection has on its way.
     """
-    bound = link_bps * MSS_BYTES / 1500
+    bound = link_bps * MSS_BYTES / PACKET_BYTES
     if rtt_s > 0:
         bound = min(bound, streams * 8 * window_bytes / rtt_s)
     if loss > 0 and rtt_s > 0:

@@ -180,6 +180,9 @@ def bandwidth(
     from simulations.bandwidth import GRID, bandwidth_curve, needed_bps, on_grid
 
     shares = _shares(targets)
+    if said := {"bandwidth", "bandwidth_down"} & context.meta.get(_FLAGS, {}).keys():
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(said))
+        raise ConfigError(f"{names}: is what is looked for, both ways at once; leave it out")
     if grid_rule not in ("below", "reaching"):
         raise ConfigError(f"--grid-rule {grid_rule}: choose below or reaching")
     rows: list[dict[str, Any]] = []
@@ -420,8 +423,12 @@ def _write(content: Mapping[str, Any], json_target: str) -> None:
 
 
 def _counting(json_target: str) -> contextlib.AbstractContextManager[Show]:
+    """Show the work on the way to figures; refuses a place that they cannot be written to."""
     from rich.console import Console
 
     from diloco.cli.progress import counting
+    from diloco.errors import ConfigError
 
+    if json_target not in ("", "-") and not Path(json_target).parent.is_dir():
+        raise ConfigError(f"--json {json_target}: there is no directory {Path(json_target).parent}")
     return counting(Console(stderr=True, quiet=json_target == "-"))

@@ -21,6 +21,7 @@ from diloco.launch.export import export_run
 from diloco.launch.forecast import forecast
 from diloco.launch.inputs import open_inputs
 from diloco.launch.warm_start import find_warm_start
+from simulations.run_model import run_plan
 from tests.launch.stored_run import random_parameters, store_run
 from tests.run_files import of_transformers, run_to_end, write_run
 
@@ -198,3 +199,11 @@ def test_islands_of_two_shapes_train_it_from_its_weights(tmp_path: Path) -> None
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
     assert logits(tmp_path / "out").isfinite().all()
     assert not torch.equal(logits(tmp_path / "out"), logits(tmp_path / "model"))
+
+
+def test_what_is_simulated_is_the_model_of_transformers(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "gpt2"))
+
+    tensors = {entry.name for each in run_plan(config).fragments for entry in each.entries}
+
+    assert tensors == set(parameter_shapes(shape_of(config.model)))

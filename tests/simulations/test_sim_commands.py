@@ -85,10 +85,12 @@ def test_a_missed_bar_is_the_last_line_and_exit_1() -> None:
     [
         pytest.param("bandwidth --targets 0.5,1", "--targets 0.5,1", id="targets"),
         pytest.param("bandwidth --layers many", 'scenario.layers: "many": must be', id="type"),
+        pytest.param("bandwidth --bandwidth-down 1Mbit/s", "is what is looked for", id="sought"),
         pytest.param("bandwidth --grid-rule best", "choose below or reaching", id="rule"),
         pytest.param("utilization --table nix", "choose streaming-table4", id="table"),
         pytest.param("utilization --require", "add --table streaming-table4", id="require"),
         pytest.param("utilization --plot x.txt", "ends with .png", id="plot"),
+        pytest.param("utilization --json no/x.json", "there is no directory no", id="json"),
         pytest.param("utilization --scenario no.toml", "cannot read no.toml", id="file"),
         pytest.param("utilization --table streaming-table4 --layers 3", "--layers", id="of-table"),
     ],

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.errors import ConfigError
 from simulations.engine import Engine
 from simulations.lives import Weibull, draw_absences
 from simulations.network import Network, Outage, Path, Pipe, Tcp
@@ -79,6 +80,27 @@ def test_an_outage_delays_what_is_on_its_way_by_its_length() -> None:
     network.go_down(pipe, [Outage(0.5, 3.0)])
 
     assert arrivals_on(engine, network, (0.0, path("a", pipe), 1e6, 1)) == pytest.approx([3.5])
+
+
+def test_outages_that_overlap_are_one_and_those_without_a_length_are_refused() -> None:
+    engine = Engine(0)
+    network, pipe = Network(engine), Pipe("p", 8e6)
+    network.go_down(pipe, [Outage(0.5, 3.0), Outage(1.0, 2.0)])
+
+    assert arrivals_on(engine, network, (0.0, path("a", pipe), 1e6, 1)) == pytest.approx([3.5])
+    for begin_s, end_s in ((2.0, 1.0), (-1.0, 1.0), (0.0, math.nan), (0.0, math.inf)):
+        with pytest.raises(ConfigError, match="must begin at 0 or later"):
+            Outage(begin_s, end_s)
+
+
+def test_headers_take_their_share_of_a_line_however_many_transfers_share_it() -> None:
+    pipe = Pipe("p", 8e6)
+
+    alone = arrivals((0.0, path("a", pipe, tcp=Tcp()), 1e6, 1))
+    both = arrivals(*((0.0, path(name, pipe, tcp=Tcp()), 0.5e6, 1) for name in "ab"))
+
+    assert alone == pytest.approx([1500 / 1448])
+    assert both == pytest.approx([1500 / 1448] * 2)
 
 
 @pytest.mark.parametrize(

@@ -103,15 +103,32 @@ def test_slow_islands_hold_up_those_that_wait_and_not_those_that_do_not() -> Non
     assert free.utilisation > 0.999
 
 
+@pytest.mark.parametrize("skew", [0.7, 5.0])
+def test_islands_that_do_not_wait_are_counted_until_each_has_ended(skew: float) -> None:
+    """The slow one ends up to a step after the other, and makes two rounds however slow it is."""
+    free = simulate(
+        scenario(
+            method="decoupled",
+            inner_steps_per_round=8,
+            num_fragments=4,
+            step_skew=skew,
+            bandwidth="1Tbit/s",
+        )
+    )
+
+    assert free.utilisation > 0.999
+    assert free.round_s == pytest.approx(8 * (1 + skew))
+
+
 def test_a_syncer_a_site_moves_what_reduce_scatter_and_all_gather_do() -> None:
-    """M = 4, P = 4: three quarters of the fragments go up from each site, as many versions out."""
-    common: dict[str, Any] = {"layers": 12, "islands": 4, "bits_up": 16.0, "step_time": "1s"}
+    """M = P = 4: three quarters of the fragments go up from each site, as many versions out."""
+    common: dict[str, Any] = {"layers": 12, "num_fragments": 4, "islands": 4, "step_time": "1s"}
 
     sites = simulate(scenario(topology="sites", **common))
-    star = simulate(scenario(topology="star", **common))
+    ring = simulate(scenario(topology="allreduce", **common))
 
-    assert sites.bits_up == pytest.approx(0.75 * star.bits_up)
-    assert sites.bits_down == pytest.approx(0.75 * star.bits_down)
+    assert sites.bits_up == sites.bits_down == pytest.approx(1.5 * 16e9)
+    assert ring.bits_up == ring.bits_down == pytest.approx(1.5 * 16e9)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -195,6 +212,10 @@ def test_no_bandwidth_makes_up_for_delay() -> None:
         pytest.param({"link": "nowhere"}, "scenario.link: ", id="profile"),
         pytest.param({"num_fragments": 25}, "lower num_fragments, or choose", id="fragments"),
         pytest.param({"method": "diloco", "num_fragments": 2}, "scenario.num_frag", id="whole"),
+        pytest.param({"tcp_window": "0B", "rtt": "1s"}, "scenario.tcp_window: ", id="window"),
+        pytest.param({"bandwidth": "1e-300bit/s"}, "1 bit/s to 1e5 Tbit/s", id="thin"),
+        pytest.param({"step_time": "1e300h"}, "1 us to 1000 h", id="long"),
+        pytest.param({"rtt": "1e9h"}, "at most 1000 h", id="far"),
         pytest.param({"step_time": "0s"}, "scenario.step_time: ", id="no-time"),
         pytest.param({"link": "metro-1G-5ms", "rtt": "1s"}, "scenario.rtt: ", id="link-and-rtt"),
         pytest.param({"ranks": 8}, "scenario.ranks: 8: is of gradients", id="useless"),
