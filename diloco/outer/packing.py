@@ -25,8 +25,8 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 #: A tensor that is cut between any rows: elements of a row, name, number of rows.
 _Sand: TypeAlias = tuple[int, str, int]
 
-#: What transformers calls the list of a decoder's layers.
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+#: The list of a decoder's layers, and what transformers calls it where there is none of that name.
+_LAYERS = (re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"(?:^|\.)(?:h|blocks)\.(\d+)\."))
 #: Names of tables of tokens and positions; GPT-2 has the short ones.
 _EMBEDDING = re.compile(r"embed|(?:^|\.)w[tp]e\.")
 
@@ -78,8 +78,10 @@ def _is_embedding(name: str) -> bool:
 
 def layer_of(name: str) -> int | None:
     """Return the index of the layer that a tensor is of, by its name; None: it is of none."""
-    match = _LAYER.search(name)
-    return None if match is None else int(match[1])
+    for pattern in _LAYERS:
+        if match := pattern.search(name):
+            return int(match[1])
+    return None
 
 
 def _whole(shapes: Shapes) -> list[Range]:

@@ -273,6 +273,7 @@ def test_an_island_says_where_it_stands_while_it_lives(
     monkeypatch.setattr("diloco.launch.island.run_island", run_island)
     monkeypatch.setattr(island, "_LINE_EVERY_S", 0.05)
     typed = typer.Typer()
+    typed.callback()(lambda: None)  # a group, of one command
     island.register(typed)
     run_file = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
 

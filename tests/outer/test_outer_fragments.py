@@ -16,6 +16,7 @@ from diloco.outer.fragments import (
     TensorSpec,
     make_plan,
 )
+from diloco.outer.packing import layer_of
 
 
 def specs(**shapes: tuple[int, ...]) -> list[TensorSpec]:
@@ -542,3 +543,12 @@ def test_balanced_is_within_a_third_of_the_optimum_over_all_cuts_between_rows(
     plan = make_plan(model, num_fragments=num_fragments)
 
     assert max(fragment.numel for fragment in plan.fragments) <= optimum * 4 / 3
+
+
+def test_layers_are_found_by_their_lists_names_and_those_called_layers_come_first() -> None:
+    found = {
+        "layers.3.w": 3, "model.layers.4.mlp.w": 4, "transformer.h.5.w": 5, "blocks.6.w": 6,
+        "blocks.1.layers.2.w": 2, "layers.w": None, "graph.7.w": None,
+    }  # fmt: skip
+
+    assert {name: layer_of(name) for name in found} == found

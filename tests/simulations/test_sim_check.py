@@ -134,7 +134,7 @@ def test_what_cannot_be_shown_is_refused_before_the_work(arguments: list[str], s
     assert said in str(result.exception)
 
 
-@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("goodput-*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("goodput/*.toml")), ids=lambda p: p.stem)
 def test_scenarios_of_the_repository_can_be_read(path: Path) -> None:
     assert load_goodput(path, {}).chips > 0
 
