@@ -212,6 +212,7 @@ def test_the_suggestion_is_the_best_of_trying_everything(
 
     found = Search(loads, inputs, GRID).suggest(PENALTIES, most_penalty)
 
+    assert found.is_own_known
     assert found.chosen.penalty <= most_penalty
     assert found.chosen.wall_s <= 1.001 * min(all_times.values())
     assert found.chosen.wall_s == all_times[found.chosen.setting]
@@ -243,6 +244,16 @@ def test_what_decides_is_what_the_time_hangs_on() -> None:
     assert not any(each.is_other for each in on_fat.influences)
     assert on_fat.influences[0].name == "inner step"
     assert on_fat.chosen.penalty == 0
+
+
+def test_a_loss_that_nobody_measured_is_not_made_up() -> None:
+    def coarse(overrides: Sequence[str]) -> Config:
+        return loads(("outer.uplink_codec=topk64", *overrides))
+
+    found = Search(coarse, assumed(1e6), GRID).suggest(PENALTIES, 0.02)
+
+    assert found.own.setting.uplink_codec == "topk64" and not found.is_own_known
+    assert found.own.setting not in [each.setting for each in found.front]
 
 
 def test_no_setting_within_the_bound_is_said() -> None:
