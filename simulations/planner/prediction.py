@@ -3,12 +3,12 @@
 Everything comes from the event simulation of the run itself (`simulations.run_model`); of a long
 run its beginning and its end are simulated, and the rounds between counted:
 
-    seconds = those of 4 rounds, the rest of the last one and the flush
+    seconds = those of 16 rounds, the rest of the last one and the flush
             + rounds left out * seconds of a steady round
 
-On arrival these are four times as many, as rounds differ, and tokens end a run: a steady round is
-then the time in which the tokens of H inner steps of every island are counted, a publication after
-the other; whoever is faster makes more of them, and not all are counted.
+On arrival tokens end a run: a steady round is then the time in which the tokens of H inner steps of
+every island are counted, by its publications; whoever is faster makes more of them, and not all
+are counted.
 
 Of a syncer: cores are its seconds of merging a round over those of H inner steps (of the fastest
 island on arrival, else of the slowest); memory
@@ -35,10 +35,9 @@ from simulations.bandwidth import at_bandwidth, needed_bps
 from simulations.planner.assumptions import Assumptions
 from simulations.run_model import SimulatedRun, fragment_sizes, simulate_run
 
-#: Of a run that is longer; the first warms up.
-ROUNDS = 4
-#: In place of each of these, on arrival.
-_ON_ARRIVAL = 4
+#: Of a run that is longer; the first warms up. With few of them what lasts for some rounds is taken
+#: for steady: 7 % of a run whose link is full with tau over H / P, if there are 4.
+ROUNDS = 16
 #: "Enough" bandwidth.
 ENOUGH = 0.99
 _STATE_BYTES, _SECOND_MOMENT_BYTES = 12, 4
@@ -164,8 +163,6 @@ def simulate_whole(
         ConfigError: If it is none that can be simulated, or would come to nothing.
     """
     period, inner_steps = config.outer.inner_steps_per_round, config.run.inner_steps
-    if config.outer.is_on_arrival:
-        rounds *= _ON_ARRIVAL
     left_out = max(0, inner_steps // period - rounds)
     shown = config.run.model_copy(update={"inner_steps": inner_steps - left_out * period})
     run = simulate_run(
