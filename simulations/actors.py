@@ -57,11 +57,15 @@ class _Served:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A version that was published, and when its round opened, closed, and was durable."""
+    """A version that was published, and when its round opened, closed, and was durable.
+
+    `tokens` are those that it counted.
+    """
 
     fragment_id: int
     version: int
     contributors: tuple[str, ...]
+    tokens: int
     opened_s: float
     closed_s: float
     published_s: float
@@ -286,7 +290,8 @@ class SimulatedSyncer:
         served.unfetched = set(served.contributors)
         served.sent_at_inner_step = max(each.sent_at_inner_step for each in close.contributors)
         served.is_flush = close.is_flush
-        served.merged_tokens += sum(each.weight_tokens for each in close.contributors)
+        tokens = sum(each.weight_tokens for each in close.contributors)
+        served.merged_tokens += tokens
         total = self._rules.total_tokens
         if total and served.merged_tokens >= total:
             rounds.end()
@@ -295,6 +300,7 @@ class SimulatedSyncer:
                 close.key.fragment_id,
                 close.key.version + 1,
                 served.contributors,
+                tokens,
                 opened_s,
                 closed_s,
                 self._engine.now,

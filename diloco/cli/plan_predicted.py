@@ -47,7 +47,8 @@ def show_suggestion(console: Console, suggestion: Suggestion, run: str) -> None:
         console.print(f"\ndiloco plan {run} {typed}", markup=False)
         console.print(
             f"ends after {format_duration(chosen.wall_s)} at {chosen.penalty:.2%} of the loss, as "
-            f"it is after {format_duration(own.wall_s)} at {own.penalty:.2%}."
+            f"it is after {format_duration(own.wall_s)} at "
+            f"{f'{own.penalty:.2%}' if suggestion.is_own_known else 'a loss that is not known'}."
         )
     else:
         console.print("\nThe run as it is ends as early as any, at no more loss.")
@@ -145,6 +146,8 @@ def _candidate_rows(suggestion: Suggestion) -> Rows:
     rows = [_candidate_row(each) for each in suggestion.front]
     if suggestion.own.setting not in [each.setting for each in suggestion.front]:
         rows.append(_candidate_row(suggestion.own))
+        if not suggestion.is_own_known:
+            rows[-1][-1] = "not known"
         rows[-1][-1] += " (as it is)"
     return columns, rows
 

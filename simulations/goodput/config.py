@@ -16,14 +16,11 @@ from diloco.config.classes import Range, Section
 from diloco.config.fields import MOST_STEPS, AutoPause, Deadline, Problem, several_problems
 from diloco.config.load import section_with, values_of
 from diloco.rounds.timing import TimingRules
-from simulations.goodput.failures import Fleet
+from simulations.goodput.failures import MOST_FAILURES, Fleet
 from simulations.goodput.learners import Learner
 from simulations.goodput.lifetimes import Lifetimes
 from simulations.goodput.rounds import Rounds
 from transport.units import parse_duration
-
-#: Failures that are simulated at most: some 150 bytes each.
-MOST_FAILURES = 2_000_000
 
 
 def _positive(text: object) -> float:

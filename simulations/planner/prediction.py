@@ -3,10 +3,15 @@
 Everything comes from the event simulation of the run itself (`simulations.run_model`); of a long
 run its beginning and its end are simulated, and the rounds between counted:
 
-    seconds = those of 4 rounds, the rest of the last one and the flush
+    seconds = those of 16 rounds, the rest of the last one and the flush
             + rounds left out * seconds of a steady round
 
-Of a syncer: cores are its seconds of merging a round over the seconds of H inner steps; memory
+On arrival tokens end a run: a steady round is then the time in which the tokens of H inner steps of
+every island are counted, by its publications; whoever is faster makes more of them, and not all
+are counted.
+
+Of a syncer: cores are its seconds of merging a round over those of H inner steps (of the fastest
+island on arrival, else of the slowest); memory
 
     (12 B, of adam 16) a parameter + 1.25 * 12 B a parameter of its largest fragment
     + 2 * what may be held of contributions (`coordinator.spool_memory`, or all that are under way)
@@ -25,12 +30,14 @@ from diloco.errors import ConfigError
 from diloco.launch.disk import forecast_disk
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Plan
+from simulations.actors import Publication
 from simulations.bandwidth import at_bandwidth, needed_bps
 from simulations.planner.assumptions import Assumptions
 from simulations.run_model import SimulatedRun, fragment_sizes, simulate_run
 
-#: Of a run that is longer; the first warms up.
-ROUNDS = 4
+#: Of a run that is longer; the first warms up. With few of them what lasts for some rounds is taken
+#: for steady: 7 % of a run whose link is full with tau over H / P, if there are 4.
+ROUNDS = 16
 #: "Enough" bandwidth.
 ENOUGH = 0.99
 _STATE_BYTES, _SECOND_MOMENT_BYTES = 12, 4
@@ -173,7 +180,31 @@ def simulate_whole(
             f"outer.round_deadline = {config.outer.round_deadline}, or send less "
             f"(outer.uplink_codec, outer.inner_steps_per_round)"
         )
-    return run, run.wall_s + left_out * run.seconds_per_round
+    if not left_out:
+        return run, run.wall_s
+    round_s = run.seconds_per_round
+    if config.outer.is_on_arrival:
+        round_s = _counted_s(config, run) or run.wall_s * period / shown.inner_steps
+    return run, run.wall_s + left_out * round_s
+
+
+def _counted_s(config: Config, run: SimulatedRun) -> float:
+    """Give the seconds in which the tokens of H inner steps of every island are counted.
+
+    All fragments count all tokens, each in rounds of its own: a mean over them, of the second half
+    of the time, as the first rounds are slower. 0: too little was published to know it.
+    """
+    seconds, tokens = 0.0, 0
+    published: dict[int, Publication] = {}
+    for each in run.publications:
+        if each.is_flush or each.published_s < run.wall_s / 2:
+            continue
+        if before := published.get(each.fragment_id):
+            seconds += each.published_s - before.published_s
+            tokens += each.tokens
+        published[each.fragment_id] = each
+    of_step = sum(island.tokens_per_inner_step for island in config.islands.values())
+    return config.outer.inner_steps_per_round * of_step * seconds / tokens if tokens else 0.0
 
 
 def enough_bandwidth(config: Config, plan: Plan, assumed: Assumptions) -> float | None:
@@ -209,7 +240,10 @@ def _syncers(
 ) -> tuple[SyncerPrediction, ...]:
     sizes = fragment_sizes(config, plan)
     total_up, total_down = (sum(s.bytes_up for s in sizes), sum(s.bytes_down for s in sizes))
-    trained_s = config.outer.inner_steps_per_round * max(assumed.step_s.values())
+    # On arrival the fastest island opens rounds, else all wait for the slowest.
+    step_s = (min if config.outer.is_on_arrival else max)(assumed.step_s.values())
+    trained_s = config.outer.inner_steps_per_round * step_s
+    round_s = trained_s if config.outer.is_on_arrival else run.seconds_per_round
     found = []
     for syncer_id, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers)):
         parameters = sum(plan.fragments[p].numel for p in own)
@@ -224,7 +258,7 @@ def _syncers(
                 cores=_merging_s(run, own, assumed.costs.commit_round_s) / trained_s,
                 memory_bytes=syncer_memory(config, plan, own),
                 store_bytes=disk.store_bytes,
-                written_bytes_per_s=written / run.seconds_per_round,
+                written_bytes_per_s=written / round_s,
                 mean_in_bps=share_up * sum(each.mean_up_bps for each in islands.values()),
                 mean_out_bps=share_down * sum(each.mean_down_bps for each in islands.values()),
                 peak_in_bps=_shared(assumed, [i.peak_up_bps for i in islands.values()], is_in=True),

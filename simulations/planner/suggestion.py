@@ -78,6 +78,8 @@ class Suggestion:
         front: Each earlier than all that cost less loss, the earliest first.
         influences: Of every input, that which changes most first.
         num_tried: Settings that were simulated.
+        is_own_known: Whether all that the run as it is costs of the loss was measured; else its
+            penalty says nothing.
     """
 
     own: Candidate
@@ -85,6 +87,7 @@ class Suggestion:
     front: tuple[Candidate, ...]
     influences: tuple[Influence, ...]
     num_tried: int
+    is_own_known: bool
 
 
 class Search:
@@ -129,6 +132,7 @@ class Search:
             front=_front(tried),
             influences=self._influences(penalties, most_penalty, chosen, tried),
             num_tried=len(self._taken),
+            is_own_known=penalties.knows(self._own),
         )
 
     def _try_all(

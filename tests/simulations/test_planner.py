@@ -100,6 +100,25 @@ def test_a_long_run_is_its_begin_its_end_and_equal_rounds(inner_steps: int) -> N
     assert shortened == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.parametrize("grace", ["0s", "1s"])
+def test_on_arrival_a_long_run_is_as_long_as_its_tokens_take(grace: str) -> None:
+    # Without grace most rounds count one island, and what others did meanwhile is lost.
+    config = run(inner_steps=400, preset="decoupled", overlap_steps=2, flush=True, grace=grace)
+    plan = run_plan(config)
+    inputs = replace(assumed(1e8, costs=MEASURED), step_s={"east": STEP_S, "west": 4 * STEP_S})
+
+    shortened, seconds = simulate_whole(config, plan, inputs)
+    whole, all_seconds = simulate_whole(config, plan, inputs, rounds=10**9)
+
+    assert shortened.whole["west"].inner_steps < 0.5 * whole.whole["west"].inner_steps
+    # A period of 16 rounds may hold half a publication more or less.
+    assert seconds == pytest.approx(all_seconds, rel=1 / 32)
+    # A round of all fragments is opened by the fastest.
+    slow = replace(FREE, publish_s=10 * STEP_S / sum(f.padded_numel for f in plan.fragments))
+    [syncer] = predict(config, plan, replace(inputs, costs=slow)).syncers
+    assert syncer.cores == pytest.approx(1.0)
+
+
 def test_enough_bandwidth_is_that_which_fits_into_the_overlap() -> None:
     config = run(overlap_steps=2)
     plan = run_plan(config)
@@ -193,6 +212,7 @@ def test_the_suggestion_is_the_best_of_trying_everything(
 
     found = Search(loads, inputs, GRID).suggest(PENALTIES, most_penalty)
 
+    assert found.is_own_known
     assert found.chosen.penalty <= most_penalty
     assert found.chosen.wall_s <= 1.001 * min(all_times.values())
     assert found.chosen.wall_s == all_times[found.chosen.setting]
@@ -224,6 +244,16 @@ def test_what_decides_is_what_the_time_hangs_on() -> None:
     assert not any(each.is_other for each in on_fat.influences)
     assert on_fat.influences[0].name == "inner step"
     assert on_fat.chosen.penalty == 0
+
+
+def test_a_loss_that_nobody_measured_is_not_made_up() -> None:
+    def coarse(overrides: Sequence[str]) -> Config:
+        return loads(("outer.uplink_codec=topk64", *overrides))
+
+    found = Search(coarse, assumed(1e6), GRID).suggest(PENALTIES, 0.02)
+
+    assert found.own.setting.uplink_codec == "topk64" and not found.is_own_known
+    assert found.own.setting not in [each.setting for each in found.front]
 
 
 def test_no_setting_within_the_bound_is_said() -> None:

@@ -124,10 +124,11 @@ def test_a_scheduled_scenario_counts_all_and_fits_a_narrow_terminal() -> None:
         (["--table", "table2"], "choose decoupled-table1"),
         (["--table", "decoupled-table1", "--chips", "5"], "chips would change nothing"),
         (["--plot", "goodput.gif"], "ends with .png"),
+        (["--failures-shape", "0.06"], "failures.shape = 0.06"),
     ],
-    ids=["table", "table-flag", "plot"],
+    ids=["table", "table-flag", "plot", "failures"],
 )
-def test_what_cannot_be_shown_is_refused_before_the_work(arguments: list[str], said: str) -> None:
+def test_what_cannot_be_shown_or_held_is_refused(arguments: list[str], said: str) -> None:
     result = sim("goodput", *arguments)
 
     assert isinstance(result.exception, ConfigError)
