@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from diloco.cli.options import JsonTarget, write_json
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
@@ -20,10 +20,6 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
-JsonTarget = Annotated[
-    str,
-    typer.Option("--json", metavar="PATH|-", help="Write the report as JSON; -: print only it."),
-]
 Require = Annotated[
     bool,
     typer.Option("--require", help="Exit with 1 if a figure misses its bar; the last line says."),
@@ -346,7 +342,6 @@ def show_report(report: Report, json_target: str, *, require: bool) -> None:
     """
     from rich.console import Console
 
-    text = json.dumps(report.as_dict(), indent=2)
     console = Console(quiet=json_target == "-")
     for title, rows in report.tables.items():
         console.print(report_table(report.columns, rows, title))
@@ -354,11 +349,7 @@ def show_report(report: Report, json_target: str, *, require: bool) -> None:
         missed = "yellow" if requirement.is_stretch else "red"
         style = "green" if requirement.is_met else missed
         console.print(requirement.as_text(), style=style, highlight=False, soft_wrap=True)
-    if json_target == "-":
-        typer.echo(text)
-    elif json_target:
-        Path(json_target).write_text(text + "\n", encoding="utf-8")
-        console.print(f"report: {json_target}", highlight=False)
+    write_json(report.as_dict(), json_target)
     if not require:
         return
     if not report.requirements:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli.bench import JsonTarget, Require, bench_console, show_report
+from diloco.cli.bench import Require, bench_console, show_report
+from diloco.cli.options import JsonTarget
 
 
 def register(bench: typer.Typer) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from diloco.cli.options import JsonTarget, write_json
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
@@ -25,12 +26,7 @@ def register(app: typer.Typer) -> None:
 
 def chaos(
     plan_file: PlanFile,
-    json_target: Annotated[
-        str,
-        typer.Option(
-            "--json", metavar="PATH|-", help="Write the report as JSON; -: print only it."
-        ),
-    ] = "",
+    json_target: JsonTarget = "",
     require: Annotated[
         bool,
         typer.Option(
@@ -77,11 +73,7 @@ def chaos(
         shutil.rmtree(directory)
     console = Console(quiet=json_target == "-")
     _show(report, console)
-    text = json.dumps(report.as_dict(), indent=2)
-    if json_target == "-":
-        typer.echo(text)
-    elif json_target:
-        Path(json_target).write_text(text + "\n", encoding="utf-8")
+    write_json(report.as_dict(), json_target)
     if is_kept:
         console.print(f"kept: {directory}", highlight=False, soft_wrap=True)
     _judge(report, require=require, is_quiet=json_target == "-")

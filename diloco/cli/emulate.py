@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from diloco.cli.options import JsonTarget, write_json
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
@@ -44,12 +45,7 @@ def emulate(
             "command: $SHELL.",
         ),
     ] = "",
-    json_target: Annotated[
-        str,
-        typer.Option(
-            "--json", metavar="PATH|-", help="Write what was asked, measured and carried; -: here."
-        ),
-    ] = "",
+    json_target: JsonTarget = "",
 ) -> None:
     """Run a command on an emulated network: a namespace an island, links as WAN.toml says.
 
@@ -82,10 +78,7 @@ def emulate(
     if emulation.ended:
         ended = ", ".join(map(str, emulation.ended))
         console.print(f"ended what still ran inside: processes {ended}")
-    if json_target == "-":
-        typer.echo(json.dumps(record, indent=2))
-    elif json_target:
-        Path(json_target).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(record, json_target)
     raise typer.Exit(code)
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diloco.cli.options import JsonTarget, write_json
+
 if TYPE_CHECKING:  # commands import what they need when they run
     from simulations.lab.config import Flags
     from simulations.lab.results import Found
@@ -39,9 +41,6 @@ lab = typer.Typer(
 
 CacheDir = Annotated[
     Path, typer.Option("--cache", metavar="DIR", help="Where finished points are kept and found.")
-]
-JsonTarget = Annotated[
-    str, typer.Option("--json", metavar="PATH|-", help="Write all figures as JSON; -: here.")
 ]
 Processes = Annotated[
     int,
@@ -132,14 +131,10 @@ def run_lab(
         write_plot(results, Path(plot))
     if json_target != "-":
         _show(results, finished.num_cached, plot, cache)
-    text = json.dumps(
+    write_json(
         as_json(points[0].lab.model_dump(mode="json"), results, finished.num_cached, wall_s),
-        indent=2,
+        json_target,
     )
-    if json_target == "-":
-        typer.echo(text)
-    elif json_target:
-        Path(json_target).write_text(text + "\n", encoding="utf-8")
 
 
 def _flags(
@@ -219,7 +214,7 @@ def suite(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="One seed, short runs, fewer rows: under six minutes."),
+        typer.Option("--quick", help="Two seeds, short runs, fewer rows: under six minutes."),
     ] = False,
     out: Annotated[
         str,
@@ -272,7 +267,7 @@ def suite(
             highlight=False,
             soft_wrap=True,
         )
-    text = json.dumps(
+    write_json(
         {
             "experiments": {each.experiment.name: table_of(each) for each in found},
             "verdicts": [
@@ -287,12 +282,8 @@ def suite(
             ],
             "wall_s": time.monotonic() - began,
         },
-        indent=2,
+        json_target,
     )
-    if json_target == "-":
-        typer.echo(text)
-    elif json_target:
-        Path(json_target).write_text(text + "\n", encoding="utf-8")
     if require and any(verdict.has_held is False for _, verdict in verdicts):
         raise typer.Exit(1)
 

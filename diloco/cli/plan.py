@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli.bench import JsonTarget, bench_console
-from diloco.cli.options import Overrides, RunFile
+from diloco.cli.bench import bench_console
+from diloco.cli.options import JsonTarget, Overrides, RunFile, write_json
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
@@ -285,7 +284,7 @@ def plan(
         schedule = build_schedule(config.outer, config.run.inner_steps)
         write_plot(config.run.name, schedule, planned.prediction, Path(plot))
         console.print(f"\npicture: {plot}", markup=False)
-    _write_json({**foreseen.as_dict(), **planned.as_dict()}, json_target, console)
+    write_json({**foreseen.as_dict(), **planned.as_dict()}, json_target)
     if planned.prediction is not None:
         insist_on_capacity(config, planned.prediction.syncers, capacity)
     with waiting(Console(stderr=True), "opening text and warm start"):
@@ -356,12 +355,3 @@ def _share(option: str, text: str) -> float:
     if not 0 < value < 1:
         raise ConfigError(f"{option} {text}: give a percentage over 0, such as 0.5%")
     return value
-
-
-def _write_json(content: Mapping[str, Any], target: str, console: Console) -> None:
-    text = json.dumps(content, indent=2, allow_nan=False)
-    if target == "-":
-        typer.echo(text)
-    elif target:
-        Path(target).write_text(text + "\n", encoding="utf-8")
-        console.print(f"\nplan: {target}", markup=False)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diloco.cli.options import JsonTarget, write_json
 from transport.units import format_bytes
 
 if TYPE_CHECKING:  # commands import what they need when they run
@@ -32,10 +32,6 @@ DECOUPLED_TABLE = "decoupled-table1"
 _OF_TABLE = ("failures.", "returns.", "duration", "seed")
 #: Of the columns of `diloco sim check`: target, what, published, allowed, ours, verdict.
 _CHECK_WIDTHS = (3, 33, 9, 8, 17, 4)
-
-JsonTarget = Annotated[
-    str, typer.Option("--json", metavar="PATH|-", help="Write the figures as JSON; -: print these.")
-]
 
 
 def register(sim: typer.Typer) -> None:
@@ -169,7 +165,7 @@ def goodput(
     if plot is not None:
         _draw(cells, result, plot, console)
     figures |= {"wall_s": wall_s, "peak_memory_bytes": peak_bytes}
-    _write_json(figures, json_target, console)
+    write_json(figures, json_target)
 
 
 def check(
@@ -206,7 +202,7 @@ def check(
     failed = [row for row in rows if not row.is_met]
     wall_s = time.monotonic() - began
     console.print(f"{len(rows) - len(failed)} of {len(rows)} rows pass ({wall_s:.1f} s)")
-    _write_json({"rows": [row.as_dict() for row in rows], "wall_s": wall_s}, json_target, console)
+    write_json({"rows": [row.as_dict() for row in rows], "wall_s": wall_s}, json_target)
     if failed:
         raise typer.Exit(1)
 
@@ -325,15 +321,6 @@ def _console(json_target: str) -> Console:
     from rich.console import Console
 
     return Console(quiet=json_target == "-", highlight=False)
-
-
-def _write_json(figures: Mapping[str, Any], target: str, console: Console) -> None:
-    text = json.dumps(figures, indent=2)
-    if target == "-":
-        typer.echo(text)
-    elif target:
-        Path(target).write_text(text + "\n", encoding="utf-8")
-        console.print(f"report: {target}", soft_wrap=True)
 
 
 def _peak_memory_bytes() -> int:

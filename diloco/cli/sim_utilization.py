@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 from typer.main import get_command
+
+from diloco.cli.options import JsonTarget, write_json
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import JustifyMethod
@@ -22,9 +23,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from simulations.paper_tables import Cell
     from simulations.scenario import Scenario
 
-JsonTarget = Annotated[
-    str, typer.Option("--json", metavar="PATH|-", help="Write the figures; -: print only them.")
-]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of step times, jitter and loss.")]
 ScenarioPath = Annotated[
     str,
@@ -316,7 +314,7 @@ def _show_table(values: Mapping[str, Any], json_target: str, *, require: bool) -
         style="dim",
         highlight=False,
     )
-    _write(content, json_target)
+    write_json(content, json_target)
     typer.echo(said, err=json_target == "-")
     if require and not is_met:
         raise typer.Exit(1)
@@ -410,25 +408,12 @@ def _show(
         cells = [(row[key], form) for key, _, form in columns]
         table.add_row(*("-" if value is None else format(value, form) for value, form in cells))
     Console(quiet=json_target == "-").print(table)
-    _write(content, json_target)
-
-
-def _write(content: Mapping[str, Any], json_target: str) -> None:
-    text = json.dumps(content, indent=2)
-    if json_target == "-":
-        typer.echo(text)
-    elif json_target:
-        Path(json_target).write_text(text + "\n", encoding="utf-8")
-        typer.echo(f"figures: {json_target}")
+    write_json(content, json_target)
 
 
 def _counting(json_target: str) -> contextlib.AbstractContextManager[Show]:
-    """Show the work on the way to figures; refuses a place that they cannot be written to."""
     from rich.console import Console
 
     from diloco.cli.progress import counting
-    from diloco.errors import ConfigError
 
-    if json_target not in ("", "-") and not Path(json_target).parent.is_dir():
-        raise ConfigError(f"--json {json_target}: there is no directory {Path(json_target).parent}")
     return counting(Console(stderr=True, quiet=json_target == "-"))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli.bench import JsonTarget, Require, bench_console, show_report
-from diloco.cli.options import Overrides
+from diloco.cli.bench import Require, bench_console, show_report
+from diloco.cli.options import JsonTarget, Overrides, write_json
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
@@ -243,7 +243,6 @@ def _show_sums(spans: Sequence[Span], json_target: str, written: str, kind: str)
     from simulations.trace import sums_of
 
     sums = sums_of(spans)
-    text = json.dumps({"kind": kind, "sums": sums}, indent=2)
     console: Console = Console(quiet=json_target == "-", highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("who", "what"):
@@ -256,7 +255,4 @@ def _show_sums(spans: Sequence[Span], json_target: str, written: str, kind: str)
     console.print(table)
     if written:
         console.print(f"written: {written}", soft_wrap=True)
-    if json_target == "-":
-        typer.echo(text)
-    elif json_target:
-        Path(json_target).write_text(text + "\n", encoding="utf-8")
+    write_json({"kind": kind, "sums": sums}, json_target)

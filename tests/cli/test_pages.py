@@ -53,3 +53,10 @@ def test_a_reader_that_has_enough_is_no_defect() -> None:
     _, said = plan.communicate(timeout=50)
 
     assert (plan.returncode, said) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_place_for_figures_that_is_not_there_is_refused_before_the_work() -> None:
+    page = CliRunner().invoke(app, ["sim", "check", "--json", "no/x.json"])
+
+    assert page.exit_code == 2
+    assert "no/x.json: there is no directory no" in page.output

@@ -90,7 +90,6 @@ def test_a_missed_bar_is_the_last_line_and_exit_1() -> None:
         pytest.param("utilization --table nix", "choose streaming-table4", id="table"),
         pytest.param("utilization --require", "add --table streaming-table4", id="require"),
         pytest.param("utilization --plot x.txt", "ends with .png", id="plot"),
-        pytest.param("utilization --json no/x.json", "there is no directory no", id="json"),
         pytest.param("utilization --scenario no.toml", "cannot read no.toml", id="file"),
         pytest.param("utilization --table streaming-table4 --layers 3", "--layers", id="of-table"),
     ],
