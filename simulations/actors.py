@@ -130,10 +130,6 @@ class SimulatedSyncer:
         """Whether every fragment has merged the run's tokens, where these end it."""
         return all(served.rounds.is_over for served in self._served.values())
 
-    def version(self, fragment_id: int) -> int:
-        """Newest version of a fragment."""
-        return self._served[fragment_id].rounds.version
-
     @property
     def states(self) -> list[wire.FragmentState]:
         """What islands see of every fragment."""

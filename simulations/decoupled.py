@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from diloco.config.outer import OuterConfig
 from diloco.outer.fragments import Plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
@@ -26,9 +27,15 @@ from simulations.network import Network, Path, Pipe, Tcp
 from simulations.scenario import Scenario
 from simulations.timeline import Span
 from transport.link import LinkProfile
+from transport.units import parse_duration
 
-#: Of the product's preset: share of the slack spent on stragglers, its cap, bounds of deadlines.
-_GRACE_SHARE, _GRACE_CAP_S, _DEADLINE_FLOOR_S, _DEADLINE_CAP_S = 0.5, 10.0, 5.0, 60.0
+_DEFAULTS = OuterConfig.model_fields
+#: Of a run file that says nothing: share of the slack spent on stragglers, its cap, deadlines.
+_GRACE_SHARE: float = _DEFAULTS["grace_share"].default
+_GRACE_CAP_S, _DEADLINE_FLOOR_S, _DEADLINE_CAP_S = (
+    parse_duration(_DEFAULTS[name].default)
+    for name in ("grace_cap", "round_deadline_floor", "round_deadline")
+)
 #: A line that is no bottleneck.
 _UNLIMITED_BPS = 1e18
 
@@ -110,7 +117,7 @@ def _simulate(
                 engine,
                 network,
                 name,
-                Training(tokens=1, ranks=1, step_s=draws, usual_step_s=step_s),
+                Training(tokens=1, ranks=1, step_s=draws),
                 common,
                 FREE,
                 {syncer: (up, down)},

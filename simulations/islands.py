@@ -19,9 +19,11 @@ import simpy
 from diloco.outer.schedule import Schedule
 from diloco.rounds.messages import outcome_of
 from diloco.rounds.publication import MOST_TOGETHER
+from diloco.rounds.syncer import UNTIMED_POLL_S
 from diloco.rounds.terms import Admission
 from diloco.sync.agreement import Agreed
 from diloco.sync.carried import CarriedFragment
+from diloco.sync.contributions import NOT_OPEN_WAIT_S
 from diloco.sync.course import Entered, set_course
 from diloco.sync.ledger import FragmentLedger, Outstanding, Target, Verdict
 from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
@@ -32,9 +34,6 @@ from simulations.engine import Engine, Signal, Steps
 from simulations.network import Network, Path
 from simulations.timeline import Span, SpanKind
 from transport.shaped import TURN_BYTES
-
-_NOT_OPEN_WAIT_S = 0.25
-_UNTIMED_POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,11 @@ class Training:
         tokens: Of an inner step.
         ranks: Which share its part of the costs.
         step_s: Draws the duration of the next inner step, in seconds.
-        usual_step_s: The mean of that, of undisturbed steps.
     """
 
     tokens: int
     ranks: int
     step_s: Callable[[], float]
-    usual_step_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +381,7 @@ class SimulatedIsland:
             self._span(p, "send", began)  # until it is answered, as a real run tells it
             if admission is not Admission.NOT_OPEN:
                 return
-            yield self._engine.any_of([self._news.next, self._engine.timeout(_NOT_OPEN_WAIT_S)])
+            yield self._engine.any_of([self._news.next, self._engine.timeout(NOT_OPEN_WAIT_S)])
 
     def _declining(self, p: int, sent: Outstanding) -> Steps:
         way = self._way_of[p]
@@ -405,7 +402,7 @@ class SimulatedIsland:
             step_s = self._step_s
             yield self._engine.timeout(way.up.link.delay_s + self._costs.call_s)
             way.syncer.stepped(self.name, step_s)
-            overdue = None if step_s else self._engine.timeout(_UNTIMED_POLL_S)
+            overdue = None if step_s else self._engine.timeout(UNTIMED_POLL_S)
             while True:
                 changed = way.syncer.changed.next
                 reply = way.syncer.answer(request, self.name, self.incarnation, keys)

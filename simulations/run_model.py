@@ -325,7 +325,7 @@ def _profiles(
 def _training(engine: Engine, config: Config, name: str, step_s: float, noise: float) -> Training:
     island = config.islands[name]
     draws = StepDraws(step_s, noise, engine.stream("step", name))
-    return Training(island.tokens_per_inner_step, island.ranks, draws, step_s)
+    return Training(island.tokens_per_inner_step, island.ranks, draws)
 
 
 class _Recorder:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import simpy
 
-from diloco.baseline.time_model import Reduction
+from diloco.baseline.time_model import MSS_BYTES, PACKET_BYTES, Reduction
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.schedule import Schedule
 from simulations.decoupled import decoupled_pace
@@ -147,7 +147,9 @@ class _Simulation:
         self._ins = [Pipe(f"{i}-down", profile.down.bandwidth_bps) for i in range(scenario.islands)]
         self._tcp = Tcp(scenario.tcp_loss, scenario.window_bytes) if scenario.has_tcp else None
         self._jitter = self._engine.stream("jitter")
-        self._ranks = [Pipe(f"{i}-ranks", scenario.inside_bps) for i in range(scenario.islands)]
+        # Inside an island a rate is of payload: the line's TCP headers take nothing of it.
+        inside_bps = scenario.inside_bps * (PACKET_BYTES / MSS_BYTES if self._tcp else 1.0)
+        self._ranks = [Pipe(f"{i}-ranks", inside_bps) for i in range(scenario.islands)]
         self.spans: list[Span] = []
         self._bits_up = [0.0] * scenario.islands
         self._bits_down = [0.0] * scenario.islands

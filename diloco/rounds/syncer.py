@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 _MAX_POLL_S = 60.0
 #: An island that cannot say yet how long its steps take is answered soon, so that it can: where
 #: times are measured nothing opens before.
-_UNTIMED_POLL_S = 1.0
+UNTIMED_POLL_S = 1.0
 _NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
 _NO_FRAGMENT = "this syncer has no such fragment"
 
@@ -410,7 +410,7 @@ class Syncer:
         if self._rules.timing is not None:
             # A poll is also a sign of life: one that is not answered for a lease would be none.
             most_s = min(most_s, self._rules.lease_s / 2)
-            most_s = most_s if request.step_s > 0 else min(most_s, _UNTIMED_POLL_S)
+            most_s = most_s if request.step_s > 0 else min(most_s, UNTIMED_POLL_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
                 while not is_news(request, self._poll_reply(request, keys)):

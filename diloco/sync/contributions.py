@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _DECLINED = "declined:"
 _MAX_BROKEN_IN_A_ROW = 3
-_NOT_OPEN_WAIT_S = 0.25
+NOT_OPEN_WAIT_S = 0.25
 _DECLINE_AGAIN_S = 1.0
 
 
@@ -246,7 +246,7 @@ class Contributions:
                 continue  # settled, or the word of a syncer that is gone
             self._take_submit_reply(carried, sent, lane_id, lane, reply)
             if reply.status == wire.SUBMIT_STATUS_NOT_OPEN:
-                await wait_for(news, _NOT_OPEN_WAIT_S)
+                await wait_for(news, NOT_OPEN_WAIT_S)
 
     def _take_submit_reply(
         self,

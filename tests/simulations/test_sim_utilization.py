@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
@@ -68,6 +68,19 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 @settings(deadline=None, max_examples=100)
 @given(scenarios())
+@example(  # headers of the line are none of the ranks inside, which are slower here
+    scenario(
+        method="data-parallel",
+        params=1e6,
+        layers=1,
+        step_time="1s",
+        islands=2,
+        bits_up=1.0,
+        bandwidth="1Mbit/s",
+        inside_bandwidth="500kbit/s",
+        tcp_window="10000B",
+    )
+)
 def test_events_and_closed_form_agree_where_both_apply(drawn: Scenario) -> None:
     assume(not wallclock.applies(drawn))
 
