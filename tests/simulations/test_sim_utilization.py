@@ -20,6 +20,11 @@ def scenario(**values: Any) -> Scenario:
     return Scenario.model_validate(values)
 
 
+def rate(bandwidth: float) -> str:
+    """Say a rate, within what a scenario takes."""
+    return f"{min(max(bandwidth, 1.0), 1e17):.0f}bit/s"
+
+
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
     """Draw settings of methods that wait; lines from far too thin to far too fat for the model."""
@@ -42,15 +47,15 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         "islands": draw(st.integers(2, 5)),
         "num_fragments": fragments if method == "streaming" else 0,
         "bits_up": bits,
-        "bandwidth": f"{bandwidth:.0f}bit/s",
-        "bandwidth_down": f"{bandwidth * draw(st.floats(0.5, 4.0)):.0f}bit/s",
+        "bandwidth": rate(bandwidth),
+        "bandwidth_down": rate(bandwidth * draw(st.floats(0.5, 4.0))),
         "rtt": f"{draw(st.floats(0.0, 0.5)) * step_s:.6f}s",
         "buckets": draw(st.sampled_from([0, 0, 1, 7])),
         "release": draw(st.sampled_from(["backward", "step"])),
     }
     if is_every_step:
         values["ranks"] = draw(st.integers(1, 8))
-        values["inside_bandwidth"] = f"{bandwidth * draw(st.floats(0.5, 20.0)):.0f}bit/s"
+        values["inside_bandwidth"] = rate(bandwidth * draw(st.floats(0.5, 20.0)))
     else:
         values["inner_steps_per_round"] = period
         values["fragment_pattern"] = draw(st.sampled_from(["strided", "sequential"]))
@@ -59,7 +64,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         if method == "streaming":
             values["overlap_steps"] = draw(st.integers(0, period - 1))
         if values["topology"] == "star" and draw(st.booleans()):
-            values["syncer_bandwidth"] = f"{bandwidth * draw(st.floats(0.3, 8.0)):.0f}bit/s"
+            values["syncer_bandwidth"] = rate(bandwidth * draw(st.floats(0.3, 8.0)))
     if draw(st.booleans()):
         values["tcp_window"] = f"{draw(st.integers(10_000, 10**9))}B"
         values["streams"] = draw(st.integers(1, 4))
