@@ -625,19 +625,32 @@ def _insist_on_whole(service: FragmentService) -> None:
 
 
 def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
-    """Whether a reply tells a carrier something that it does not know."""
+    """Whether a reply tells a carrier something that it does not know.
+
+    That the round of its own contribution has closed does not: it waits for the version. An answer
+    then would have its next poll under way when that is published, a round trip later.
+    """
     if request.known_epoch != reply.syncer_epoch or reply.is_fenced or reply.outcomes:
         return True
     if reply.HasField("fatal"):
         return True
-    known = {state.fragment_id: _what_changes(state) for state in request.known}
-    return any(_what_changes(state) != known.get(state.fragment_id) for state in reply.fragments)
+    known = {state.fragment_id: state for state in request.known}
+    sent = {(key.fragment_id, key.version, key.attempt) for key in request.outstanding}
+    for state in reply.fragments:
+        before = known.get(state.fragment_id)
+        if before is None:
+            return True
+        is_sent = (state.fragment_id, state.version, state.attempt) in sent
+        is_open = state.is_open or (is_sent and before.is_open)
+        if _what_changes(state, is_open) != _what_changes(before, before.is_open):
+            return True
+    return False
 
 
-def _what_changes(state: wire.FragmentState) -> tuple[bool | int, ...]:
+def _what_changes(state: wire.FragmentState, is_open: bool) -> tuple[bool | int, ...]:
     if state.is_damaged:
         return True, state.asked
-    return state.is_founded, state.version, state.attempt, state.is_open, state.wants_initial
+    return state.is_founded, state.version, state.attempt, is_open, state.wants_initial
 
 
 def _reply(message: Message) -> Reply:

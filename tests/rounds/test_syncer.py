@@ -126,6 +126,29 @@ def test_the_founder_is_asked_the_moment_the_last_island_has_joined(setting: Set
     assert run_virtual(scenario()) == 3.0
 
 
+def test_a_contributor_hears_of_the_version_and_not_of_the_close_before_it(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        run.worker = SlowWorker(before_s=5.0)
+        await run.start_syncer()
+        a, b = RawIsland(run, "a"), RawIsland(run, "b")
+        await asyncio.gather(a.poll(), b.poll())
+        await a.upload()
+        known = await a.poll()
+        asked = {"wait_s": 60.0, "known": known.fragments, "known_epoch": known.syncer_epoch}
+        await a.contribute()
+        contributor = asyncio.create_task(a.poll(KEY, **asked))
+        other = asyncio.create_task(a.poll(**asked))
+        await b.contribute()
+
+        assert not (await other).fragments[0].is_open
+        assert (await contributor).outcomes[0].kind == wire.OUTCOME_KIND_INCLUDED
+
+    run_virtual(scenario())
+
+
 def test_no_round_opens_before_version_0_is_durable(setting: Setting) -> None:
     async def scenario() -> None:
         run = VirtualRun(setting)
