@@ -57,6 +57,8 @@ class Setting:
         inner_steps_per_round: H.
         num_fragments: P of streaming.
         overlap_steps: tau of streaming.
+        momentum: Of the outer step; 0.9 is of the last ten rounds, and these runs have twenty from
+            their first inner step on.
         sequences: Of an island and inner step.
         sequence_length: Bytes.
         chunk: Of an all-reduce: small enough that phases overlap, and that filling the last one up
@@ -74,6 +76,7 @@ class Setting:
     inner_steps_per_round: int = 10
     num_fragments: int = 4
     overlap_steps: int = 2
+    momentum: float = 0.6
     sequences: int = 8
     sequence_length: int = 64
     chunk: str = "512KiB"
@@ -209,6 +212,7 @@ def race_config(setting: Setting, method: str, state_dir: Path, link: LinkRow | 
         "inner_steps_per_round": setting.inner_steps_per_round,
         "uplink_codec": "float32",
         "downlink_codec": "float32",
+        "optimizer": {"momentum": setting.momentum},
     }
     if method == STREAMING:
         outer |= {
