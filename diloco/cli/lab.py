@@ -175,17 +175,17 @@ def _show(results: list[Result], num_cached: int, plot: str, cache: Path) -> Non
     """Print the readings of one point, or the points of a sweep."""
     from rich.console import Console
 
-    from diloco.cli.bench import report_table
+    from diloco.cli.report_tables import print_rows
     from simulations.lab.report import READING_COLUMNS, point_columns, point_rows, reading_rows
 
     console = Console()
     if len(results) == 1:
-        console.print(report_table(READING_COLUMNS, reading_rows(results[0])))
+        print_rows(console, READING_COLUMNS, reading_rows(results[0]))
         console.print(_summary(results[0]), highlight=False, soft_wrap=True)
     else:
         columns, rows = point_columns(results), point_rows(results)
         shown = [c for c in columns if any(row[c.key] not in (None, "", 0.0) for row in rows)]
-        console.print(report_table(shown, rows))
+        print_rows(console, shown, rows)
     if num_cached:
         console.print(f"{num_cached} of the points were found in {cache}", highlight=False)
     if plot:
