@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.baseline.place import Member
-from diloco.bench.layouts import CASES, INNER_STEPS, Case
+from diloco.bench.layout_case import INNER_STEPS, Case
+from diloco.bench.layouts import CASES
 from diloco.bench.report import Column, Report, Requirement
 from diloco.config.compute import Precision
 from diloco.errors import ConfigError
