@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import blake3
-from google.protobuf.message import Message
 
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
@@ -33,6 +32,7 @@ from diloco.coordinator.round_journal import (
     read_record,
 )
 from diloco.errors import AggregationError, QuorumLost
+from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.refusals import Cause
@@ -189,7 +189,7 @@ class Decider:
         """Take the fragments from the plan, and what is durable of them from the journal."""
         if self._standings or not self._membership.plan_json:
             return
-        membership, now = self._membership, _now()
+        membership, now = self._membership, loop_now()
         for fragment in Plan.from_json(membership.plan_json).fragments:
             p = fragment.fragment_id
             rounds = AllReduceRounds(
@@ -227,7 +227,7 @@ class Decider:
     async def _poll(self, call: IncomingCall) -> Reply:
         request = wire.PollRequest.FromString(call.header)
         if not self._accepts(request.grant):
-            return _reply(wire.PollReply(is_fenced=True, message=_NOT_CURRENT))
+            return Reply.of(wire.PollReply(is_fenced=True, message=_NOT_CURRENT))
         if request.address != bounded_text(request.address):
             raise FrameError(
                 f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed, "
@@ -251,7 +251,7 @@ class Decider:
             async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
                 while not self._is_news(request, keys):
                     await self._changed.wait()
-        return _reply(self._poll_reply(request, keys))
+        return Reply.of(self._poll_reply(request, keys))
 
     def _is_news(self, request: wire.PollRequest, keys: Iterable[RoundKey]) -> bool:
         if (request.decider_id, request.sequence) != (self._id, self._sequence):
@@ -305,18 +305,18 @@ class Decider:
         reply = fragment_pb2.SubmitReply()
         if not self._accepts(request.grant):
             reply.status, reply.message = SUBMIT_STATUS[Admission.FENCED], _NOT_CURRENT
-            return _reply(reply)
+            return Reply.of(reply)
         standing = self._standings.get(request.key.fragment_id)
         if standing is None:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
             reply.message = self._refuse(request.grant, Cause.KEY, _NO_FRAGMENT)
-            return _reply(reply)
+            return Reply.of(reply)
         if problem := self._digests_problem(standing, request.lane_digests):
             reply.status, reply.message = SUBMIT_STATUS[Admission.INVALID], problem
             self._refuse(request.grant, Cause.DIGEST, problem)
-            return _reply(reply)
+            return Reply.of(reply)
         rounds, grant, lanes = standing.rounds.rounds, request.grant, arrivals_of(request)
-        admission, instructions = standing.rounds.declared(lanes, _now())
+        admission, instructions = standing.rounds.declared(lanes, loop_now())
         if (objection := rounds.objection(lanes[0])) is not None:
             self._refuse(grant, objection.cause, objection.words)
         elif admission is Admission.CONFLICT:
@@ -326,7 +326,7 @@ class Decider:
         if outcome is not None:
             reply.outcome.CopyFrom(outcome_message(outcome))
         reply.status, reply.message = SUBMIT_STATUS[admission], rounds.story_of(lanes[0])
-        return _reply(reply)
+        return Reply.of(reply)
 
     def _digests_problem(self, standing: _Standing, digests: Sequence[bytes]) -> str:
         """Say why these cannot be the digests of a fragment's lanes; empty if they can."""
@@ -351,7 +351,7 @@ class Decider:
             reason = f"declined: {request.reason}"
             self._perform(
                 standing,
-                standing.rounds.refused(key, grant.island, grant.incarnation, reason, _now()),
+                standing.rounds.refused(key, grant.island, grant.incarnation, reason, loop_now()),
             )
         return _ack("")
 
@@ -366,7 +366,7 @@ class Decider:
                 broken = bounded_text(request.broken)
                 logger.error("result refused, island=%s: %s", voter[0], broken)
                 instructions = standing.rounds.broken(
-                    *voter, broken, _now(), malformed=request.malformed
+                    *voter, broken, loop_now(), malformed=request.malformed
                 )
             elif problem := self._digests_problem(standing, request.lane_digests) or digest_problem(
                 [request.state_digest]
@@ -374,7 +374,7 @@ class Decider:
                 return _ack(self._refuse(request.grant, Cause.DIGEST, problem))
             else:
                 prepared = Prepared(tuple(request.lane_digests), request.state_digest)
-                instructions = standing.rounds.prepared(*voter, prepared, _now())
+                instructions = standing.rounds.prepared(*voter, prepared, loop_now())
             self._perform(standing, instructions)
         return _ack("")
 
@@ -395,7 +395,7 @@ class Decider:
             if problem := digest_problem([request.state_digest]):
                 return _ack(self._refuse(request.grant, Cause.DIGEST, problem))
             self._write(standing, SavedRound(record, request.state_digest))
-            found = standing.rounds.rounds.founded(record["version"], 0, {}, _now())
+            found = standing.rounds.rounds.founded(record["version"], 0, {}, loop_now())
             self._perform(standing, list(found))
         return _ack("")
 
@@ -436,10 +436,10 @@ class Decider:
         request = wire.RecordRequest.FromString(call.header)
         standing = self._standings.get(request.fragment_id)
         if not self._accepts(request.grant):
-            return _reply(wire.RecordReply(message=_NOT_CURRENT))
+            return Reply.of(wire.RecordReply(message=_NOT_CURRENT))
         if standing is None or standing.saved is None:
-            return _reply(wire.RecordReply(message="no version is committed"))
-        return _reply(
+            return Reply.of(wire.RecordReply(message="no version is committed"))
+        return Reply.of(
             wire.RecordReply(
                 record_json=json.dumps(standing.saved.record),
                 state_digest=standing.saved.state_digest,
@@ -459,7 +459,7 @@ class Decider:
                     codec = "float32" if assignment.is_flush else self._rules.downlink_codec
                     record = commit_record(assignment, prepared, codec)
                     self._write(standing, SavedRound(record, prepared.state_digest))
-                    follow = rounds.committed(assignment.key, _now())
+                    follow = rounds.committed(assignment.key, loop_now())
                     oldest = rounds.rounds.version - self._rules.retained_versions
                     rounds.rounds.forget_before(oldest)
                     self._perform(standing, follow)
@@ -475,7 +475,7 @@ class Decider:
                         reason=reason,
                     )
                     self._write(standing, expired)
-                    self._perform(standing, rounds.expiry_recorded(key, _now()))
+                    self._perform(standing, rounds.expiry_recorded(key, loop_now()))
                 case Lost():
                     self._lose(instruction)
         self._on_status(self._status(standing))
@@ -492,7 +492,7 @@ class Decider:
             self.stop()
             raise
         if standing.saved is None or saved.record is not standing.saved.record:
-            standing.published_at = _now()
+            standing.published_at = loop_now()
         standing.saved = saved
 
     def _lose(self, lost: Lost) -> None:
@@ -528,7 +528,7 @@ class Decider:
             attempt=rounds.attempt,
             digest=record["digest"] if record else "",
             contributors=[c["island"] for c in record["contributors"]] if record else [],
-            age_s=_now() - standing.published_at,
+            age_s=loop_now() - standing.published_at,
             phase=standing.rounds.phase,
         )
 
@@ -541,8 +541,8 @@ class Decider:
     def _tick(self) -> None:
         with contextlib.suppress(JournalUnwritable):  # the watch tells
             for standing in self._standings.values():
-                if standing.rounds.next_wake <= _now():
-                    self._perform(standing, standing.rounds.tick(_now()))
+                if standing.rounds.next_wake <= loop_now():
+                    self._perform(standing, standing.rounds.tick(loop_now()))
             self._set_alarm()
 
     # -- grants ----------------------------------------------------------------------------------
@@ -555,7 +555,7 @@ class Decider:
             return False
         self._begin()
         for standing in self._standings.values():
-            instructions = standing.rounds.granted(grant.island, grant.incarnation, _now())
+            instructions = standing.rounds.granted(grant.island, grant.incarnation, loop_now())
             if instructions:
                 self._perform(standing, instructions)
         return True
@@ -585,12 +585,4 @@ class Decider:
 
 
 def _ack(problem: str, *, is_fenced: bool = False) -> Reply:
-    return _reply(fragment_pb2.Ack(is_accepted=not problem, message=problem, is_fenced=is_fenced))
-
-
-def _reply(message: Message) -> Reply:
-    return Reply(message.SerializeToString())
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+    return Reply.of(fragment_pb2.Ack(is_accepted=not problem, message=problem, is_fenced=is_fenced))

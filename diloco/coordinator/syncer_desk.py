@@ -12,8 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from google.protobuf.message import Message
-
 from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
 from diloco.coordinator.journal import RoundRow, Told
@@ -90,7 +88,7 @@ class SyncerDesk:
         if request.address:
             self._board.syncer_is_at(request.syncer_id, request.address, request.syncer_epoch)
         indexed = [self._board.indexed(fragment_id) for fragment_id in fragment_ids]
-        return _reply(
+        return Reply.of(
             SyncerHelloReply(
                 plan_json=self._membership.plan_json,
                 islands=self._membership.members,
@@ -157,7 +155,7 @@ class SyncerDesk:
                     min_islands=roster.min_islands,
                 )
             )
-        return _reply(reply)
+        return Reply.of(reply)
 
     def _expired(self, expiry: Expiry) -> Told:
         """Say of an attempt what can be true of it."""
@@ -227,10 +225,6 @@ class SyncerDesk:
             solo_rounds=min(fragment.solo_rounds, fragment.rounds),
             damage=bounded_text(fragment.damage),
         )
-
-
-def _reply(message: Message) -> Reply:
-    return Reply(message.SerializeToString())
 
 
 def _counted(reported: Iterable[RefusalCount], islands: Collection[str]) -> list[RefusalCount]:

@@ -28,10 +28,11 @@ from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
 from diloco.coordinator.board import Board
-from diloco.coordinator.daemon import RETURN_S, Coordinator, Operations
+from diloco.coordinator.daemon import RETURN_S, Coordinator
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.operator_desk import Operations
 from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import terms_of
 from diloco.durable import DiskFull, write_durably

@@ -247,8 +247,8 @@ def test_a_backup_is_written_down_before_and_after(
                 raise ConfigError("no room")
             return "copied"
 
-        assert desk.coordinator._operations is not None
-        desk.coordinator._operations.backup = back_up
+        assert desk.operations is not None
+        desk.operations.backup = back_up
         extra = {"with_secret": with_secret} if with_secret else {}
         assert (await desk.operate("backup", directory="/there", **extra)).is_done
         assert not (await desk.operate("backup", directory="/full")).is_done

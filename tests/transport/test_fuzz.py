@@ -37,10 +37,11 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator import decider as decider_module
 from diloco.coordinator.claims import Claims
-from diloco.coordinator.daemon import Coordinator, Operations
+from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.operator_desk import Operations
 from diloco.coordinator.terms import Terms, terms_of
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.access import RULES, guarded
