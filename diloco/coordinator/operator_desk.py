@@ -5,6 +5,7 @@ Source: protocol.md sections 8 and 10.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -108,7 +109,10 @@ class OperatorDesk:
     async def _back_up(
         self, operations: Operations, call: IncomingCall, arguments: dict[str, str]
     ) -> OperateReply:
-        """Copy the state; that somebody takes it away is durable before anything is copied."""
+        """Copy the state; that somebody takes it away is durable before anything is copied.
+
+        A copy that has taken the last room is still answered: made again it would find itself.
+        """
         with_secret = "with" if arguments.get("with_secret") else "without"
         begun = f"copying to {arguments.get('directory', '')!r}, {with_secret} the run secret"
         self._keep(self._operated(call, "backup", arguments, begun))
@@ -116,7 +120,8 @@ class OperatorDesk:
             message, is_done = await operations.backup(arguments), True
         except ConfigError as error:
             message, is_done = str(error), False
-        self._keep(self._operated(call, "backup", arguments, message))
+        with contextlib.suppress(DiskFull):  # the journal has said so
+            self._keep(self._operated(call, "backup", arguments, message))
         return OperateReply(is_done=is_done, message=message)
 
     def _operated(
