@@ -331,7 +331,8 @@ def _build_decider(
     outer = config.outer
     if outer.exchange == "syncer":
         return None
-    from diloco.coordinator.decider import Decider, DeciderRules
+    from diloco.coordinator.decided_rounds import DeciderRules
+    from diloco.coordinator.decider import Decider
 
     coordinator.board.instead_of_syncer = "none: the islands merge among themselves"
     return Decider(

@@ -621,7 +621,7 @@ class Service:
             assert StatusReply.FromString(reply.header).run == RUN
         for run in (self.run, self.open_run):
             assert run.syncer.failure is None
-        assert self.allreduce.decider._failure is None
+        assert self.allreduce.decider._rounds.failure is None
         for each in self.islands:
             failure = each.peer._tasks.failure
             assert failure is None or isinstance(failure, DilocoError), failure
