@@ -149,7 +149,7 @@ class Desk:
         return control.RoundReportReply.FromString(await self.call("round_report", request))
 
     def _in_force(self, config: Config) -> Config:
-        return with_settings(config, json.dumps(self.membership.policy))
+        return with_settings(config, json.dumps(self.membership.settings.policy))
 
     def _take(self, config: Config) -> None:
         self.in_force = config

@@ -7,7 +7,6 @@ Source: protocol.md sections 4, 7, 8 and 9.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 
@@ -315,11 +314,10 @@ class IslandDesk:
             cut=cut,
             is_last_cut=is_last_cut,
             checkpoint_steps=membership.checkpoints,
-            policy_revision=membership.policy_revision,
+            policy_revision=membership.settings.revision,
+            policy_json=membership.settings.policy_json,
             drain=membership.standing(island) in (Lease.DRAINING, Lease.LEFT),
         )
-        if membership.settings:
-            reply.policy_json = json.dumps(membership.policy)
         if self._board.is_halting and not reply.stop:
             # Not 0: that is the end of the run, and ranks do not agree on an error of 0.
             reply.stop, reply.exit_code = True, CoordinatorUnavailable.exit_code

@@ -131,4 +131,4 @@ class OperatorDesk:
         by = call.peer if call.caller is None else call.caller.short
         logger.info("operator %s: %s %s", by, command, arguments)
         what = {"by": by, "command": command, "arguments": dict(arguments), "message": message}
-        return self._membership.operated({**what, "unix_s": self._unix_clock()})
+        return self._membership.settings.operated({**what, "unix_s": self._unix_clock()})

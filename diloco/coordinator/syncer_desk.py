@@ -133,7 +133,9 @@ class SyncerDesk:
         if report.fatal_reason:
             self._on_lost(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
         reply = RoundReportReply(
-            checkpoint_steps=membership.checkpoints, policy_revision=membership.policy_revision
+            checkpoint_steps=membership.checkpoints,
+            policy_revision=membership.settings.revision,
+            policy_json=membership.settings.policy_json,
         )
         cut = membership.cuts.open(membership.timeline)
         self._asked.pop(report.syncer_id, None)
@@ -143,8 +145,6 @@ class SyncerDesk:
         for p in sorted(membership.repairs.asked.keys() & known):
             island = membership.repairs.asked[p]
             reply.repairs.add(fragment_id=p, island=island, record_json=self._board.newest(p))
-        if membership.settings:
-            reply.policy_json = json.dumps(membership.policy)
         if (roster := membership.roster()) is not None:
             reply.roster.CopyFrom(
                 Roster(

@@ -157,7 +157,9 @@ def _with_settings(config: Config, membership: Membership, tell: Callable[[str],
         ConfigError: If that does not fit the file any more.
     """
     policy = json.loads(policy_json(config))
-    changed = {key: value for key, value in membership.policy.items() if policy[key] != value}
+    changed = {
+        key: value for key, value in membership.settings.policy.items() if policy[key] != value
+    }
     for key, value in sorted(changed.items()):
         tell(
             f"{key} = {json.dumps(value)}, as an operator has set it; the file says "
