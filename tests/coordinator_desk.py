@@ -14,10 +14,11 @@ from diloco.config.load import with_settings
 from diloco.config.schema import Config
 from diloco.coordinator.assignment import Assignment
 from diloco.coordinator.claims import Claims
-from diloco.coordinator.daemon import Coordinator, Operations
+from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.operator_desk import Operations
 from diloco.coordinator.terms import Terms, terms_of
 from diloco.outer.fragments import TensorSpec, make_plan
 from protos import control_pb2 as control
@@ -61,18 +62,19 @@ class Desk:
             assignment=Assignment(self.num_syncers),
         )  # fmt: skip
         self.membership.apply(self.journal.entries().items())
-        operations, terms = None, self.terms
+        terms = self.terms
+        self.operations: Operations | None = None
         if self.config is not None:
             self.in_force = self._in_force(self.config)
             terms = terms_of(self.in_force)
-            operations = Operations(self.in_force, self._take, self._back_up)
+            self.operations = Operations(self.in_force, self._take, self._back_up)
         self.coordinator = Coordinator(
             membership=self.membership,
             journal=self.journal,
             secret=SECRET,
             terms=terms,
             unix_clock=lambda: 0.0,
-            operations=operations,
+            operations=self.operations,
         )
         self.server = self.network.server("coordinator", self.coordinator.handlers)
         await self.server.start()
@@ -147,7 +149,7 @@ class Desk:
         return control.RoundReportReply.FromString(await self.call("round_report", request))
 
     def _in_force(self, config: Config) -> Config:
-        return with_settings(config, json.dumps(self.membership.policy))
+        return with_settings(config, json.dumps(self.membership.settings.policy))
 
     def _take(self, config: Config) -> None:
         self.in_force = config

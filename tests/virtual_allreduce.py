@@ -11,7 +11,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from diloco.coordinator.decider import Decider, DeciderRules
+from diloco.coordinator.decided_rounds import DeciderRules
+from diloco.coordinator.decider import Decider
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
 from diloco.rounds.pins import restore

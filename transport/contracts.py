@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from transport.identity import Identity
 from transport.transfer import Transfer
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -39,6 +42,11 @@ class Reply:
     header: bytes
     payload: Buffer = b""
     on_sent: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, message: Message) -> Reply:
+        """Answer with a message alone."""
+        return cls(message.SerializeToString())
 
 
 class IncomingCall(Protocol):

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from diloco.bench.layouts import INNER_STEPS, Case, Collectives, case_of
+from diloco.bench.collectives import Collectives
+from diloco.bench.layout_case import INNER_STEPS, Case
+from diloco.bench.layouts import case_of
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.launch.logs import log_to
 from diloco.launch.rank import exit_at_once

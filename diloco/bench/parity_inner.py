@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.baseline.place import Member
-from diloco.bench.layouts import CASES, INNER_STEPS, Case
+from diloco.bench.layout_case import INNER_STEPS, Case
+from diloco.bench.layouts import CASES
 from diloco.bench.report import Column, Report, Requirement
 from diloco.config.compute import Precision
 from diloco.errors import ConfigError
@@ -31,12 +32,9 @@ LARGEST_DIFFERENCES: Mapping[Precision, float] = {"float32": 5e-6, "bfloat16": 1
 _ISLAND = "layouts"
 
 _COLUMNS = (
-    Column("num_ranks", "ranks", "d"),
-    Column("row", "row"),
-    Column("mesh", "mesh"),
-    Column("micro_batches", "micro-batches", "d"),
+    Column("layout", "layout"),
     Column("loss", "last loss", ".4f"),
-    Column("difference", "largest difference", ".1e"),
+    Column("difference", "differs by", ".1e"),
     Column("collectives_text", "collectives a step"),
 )
 
@@ -142,7 +140,10 @@ def _train(
 
 def _as_row(case: Case, alone: Trained, ranks: Sequence[Trained]) -> dict[str, Any]:
     counts = [rank["collectives"] for rank in ranks]
+    parts = f", {case.micro_batches} micro-batches" if case.micro_batches > 1 else ""
     return {
+        "table": f"{case.num_ranks} ranks",
+        "layout": f"{case.name}: {case.mesh.shape_text}{parts}",
         "num_ranks": case.num_ranks,
         "row": case.name,
         "mesh": case.mesh.shape_text,

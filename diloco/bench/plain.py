@@ -37,7 +37,7 @@ _COLUMNS = (
     Column("low", "95 % from", ".4f"),
     Column("high", "to", ".4f"),
     Column("cpu_ratio", "by CPU time", ".4f"),
-    Column("difference", "loss difference", ".1e"),
+    Column("difference", "losses differ by", ".1e"),
 )
 
 

@@ -34,8 +34,6 @@ _BASELINES = (FLAT, HIERARCHICAL)
 _RANKS = 2
 
 _COLUMNS = (
-    Column("link", "link"),
-    Column("check", "check"),
     Column("method", "method"),
     Column("wall_s", "wall, s", ".1f"),
     Column("faster", "faster", ".2f"),
@@ -43,7 +41,7 @@ _COLUMNS = (
     Column("megabytes_up", "up, MB", ",.2f"),
     Column("megabytes_down", "down, MB", ",.2f"),
     Column("nats_per_byte", "held-out loss", ".4f"),
-    Column("loss_ratio", "loss over hierarchical", ".4f"),
+    Column("loss_ratio", "loss ratio", ".4f"),
 )
 
 
@@ -161,7 +159,8 @@ def run_race(
 
         found, check = _measure(setting, link, is_emulated, tell, on_look)
         of_link = _rows(link, found)
-        rows += [{**row, "check": check} for row in of_link]
+        table = f"{link.name}, check of the network: {check}" if is_emulated else link.name
+        rows += [{**row, "table": table, "check": check} for row in of_link]
         if link.is_judged:
             requirements += _requirements(setting, of_link)
     described = {**asdict(setting), "links": [asdict(link) for link in links], "ranks": _RANKS}

@@ -124,10 +124,10 @@ class Setting:
 SETTING = Setting()
 
 _COLUMNS = (
-    Column("num_islands", "islands", "d"),
+    Column("num_islands", "islands"),
     Column("spool_memory", "spool"),
     Column("security", ""),
-    Column("at_once", "at once", "d"),
+    Column("at_once", "at once"),
     Column("nanoseconds", "CPU ns", ".2f"),
     Column("millions_per_s", "M/s a core", ".0f"),
     Column("round_s", "round, s", ".2f"),

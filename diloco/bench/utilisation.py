@@ -38,7 +38,6 @@ _LOOK_S = 0.5
 
 _COLUMNS = (
     Column("row", "row"),
-    Column("parameters", "parameters", ",d"),
     Column("utilisation", "utilisation", ".3f"),
     Column("not_blocked", "not blocked", ".3f"),
     Column("blocked_s_per_round", "blocked, s a round", ".2f"),

@@ -75,7 +75,6 @@ def baseline(
 
     from diloco.compression.registry import get_codec
     from diloco.config.load import load_config
-    from diloco.errors import ConfigError
     from diloco.launch.baseline import BaselineOptions, insist_on_baseline, run_baseline
     from diloco.launch.emulated import Emulated
     from diloco.launch.ending import Interrupted, heeding_signals
@@ -88,9 +87,7 @@ def baseline(
     insist_on_baseline(config, options)
     if (emulated := Emulated.surrounding(os.environ)) is not None:
         config = emulated.placed(config)
-    directory = Path(out or f"{config.coordinator.state_dir}-{name}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} is not empty: remove it, or give another --out")
+    directory = _empty_place(out or f"{config.coordinator.state_dir}-{name}")
     open_inputs(config, may_download=True)
     console = Console(quiet=as_json, markup=False)
     console.print(f"baseline {name} of run {config.run.name}; logs in {directory}", highlight=False)
@@ -104,6 +101,16 @@ def baseline(
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     console.print(_text(summary, options), highlight=False, soft_wrap=True)
+
+
+def _empty_place(path: str) -> Path:
+    """Refuse a directory in which something would be overwritten."""
+    from diloco.errors import ConfigError
+
+    directory = Path(path)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is not empty: remove it, or give another --out")
+    return directory
 
 
 def _chunk_bytes(text: str) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,9 +10,8 @@ from diloco.cli.options import JsonTarget, write_json
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
-    from rich.table import Table
 
-    from diloco.bench.report import Column, Report
+    from diloco.bench.report import Report
 
 bench = typer.Typer(
     help="Measure the outer loop: what it learns, what it costs, how busy it keeps an island.",
@@ -335,16 +333,18 @@ def bench_console(json_target: str) -> Console:
 
 
 def show_report(report: Report, json_target: str, *, require: bool) -> None:
-    """Print table and bars, write the JSON, and judge.
+    """Print tables and bars, write the JSON, and judge.
 
     Raises:
         typer.Exit: With code 1 if `require` and a bar was missed, or none could be judged.
     """
     from rich.console import Console
 
+    from diloco.cli.report_tables import print_rows
+
     console = Console(quiet=json_target == "-")
     for title, rows in report.tables.items():
-        console.print(report_table(report.columns, rows, title))
+        print_rows(console, report.columns, rows, title)
     for requirement in report.requirements:
         missed = "yellow" if requirement.is_stretch else "red"
         style = "green" if requirement.is_met else missed
@@ -359,24 +359,3 @@ def show_report(report: Report, json_target: str, *, require: bool) -> None:
         for requirement in report.missed:
             typer.echo(requirement.as_text(), err=json_target == "-")
         raise typer.Exit(1)
-
-
-def report_table(
-    columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], title: str = ""
-) -> Table:
-    """Lay out rows of a report, figures to the right."""
-    from rich.table import Table
-
-    table = Table(
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-        title=title or None,
-        title_justify="left",
-    )
-    for column in columns:
-        is_text = not column.form
-        table.add_column(column.heading, justify="left" if is_text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(column.cell(row) for column in columns))
-    return table

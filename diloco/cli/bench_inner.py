@@ -39,10 +39,10 @@ def parity_inner(
     parallel and their combinations, experts, latent attention, both optimizers, activation
     checkpointing, compiled blocks and bfloat16. Some minutes on two CPUs; --ranks 2,4,8 some more.
 
-    Read "largest difference": of the loss of any inner step or evaluation, on any rank, from what
-    one process had in float32; up to 5e-6 nats float32 explains, which sums in another order, and
-    up to 1e-2 bfloat16, which rounds to 8 bits. "collectives a step": what rank 0 called in the
-    last inner step; rows whose number is written down are judged by it, too.
+    Read "differs by": the largest difference of the loss of any inner step or evaluation, on any
+    rank, from what one process had in float32; up to 5e-6 nats float32 explains, which sums in
+    another order, and up to 1e-2 bfloat16, which rounds to 8 bits. "collectives a step": what rank
+    0 called in the last inner step; rows whose number is written down are judged by it, too.
     """
     from diloco.bench.parity_inner import chosen_cases, run_parity_inner
     from diloco.cli.progress import counting
@@ -77,7 +77,7 @@ def plain(
 
     Read "native / plain": tokens/s of ours over those of the plain loop, the median over pairs of
     blocks, with the interval that holds the true one in 95 of 100 cases; "by CPU time": the same of
-    CPU seconds, which other work on the machine does not widen; "loss difference": of the first
+    CPU seconds, which other work on the machine does not widen; "losses differ by": of the first
     block, which shows that both compute the same.
     """
     from diloco.bench.plain import SETTING, chosen_rows, run_plain

@@ -46,7 +46,8 @@ def race(
 
     Read "faster": wall time of hierarchical all-reduce over that of the row; "utilisation": share
     of the wall time in which nobody waited for links or other ranks; "up" and "down": what an
-    island sent to and got from others in the whole run. The bar, on 100 Mbit/s 60 ms:
+    island sent to and got from others in the whole run; "loss ratio": held-out loss over that of
+    hierarchical all-reduce. The bar, on 100 Mbit/s 60 ms:
     streaming-int4 ends earlier than hierarchical all-reduce, and with a held-out loss at most 5 %
     above it; that is one seed and few steps, learning is compared by diloco bench parity.
     """

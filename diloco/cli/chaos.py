@@ -81,13 +81,13 @@ def chaos(
 
 def _show(report: ChaosReport, console: Console) -> None:
     from diloco.chaos.report import FAULT_COLUMNS, ISLAND_COLUMNS
-    from diloco.cli.bench import report_table
+    from diloco.cli.report_tables import print_rows
 
     fired = sum(story.fired for story in report.faults)
     title = f"faults: {len(report.faults)} planned, {fired} took effect in {report.wall_s:.0f} s"
-    console.print(report_table(FAULT_COLUMNS, report.rows, title))
+    print_rows(console, FAULT_COLUMNS, report.rows, title)
     rows = [{c.key: getattr(island, c.key) for c in ISLAND_COLUMNS} for island in report.islands]
-    console.print(report_table(ISLAND_COLUMNS, rows, "islands"))
+    print_rows(console, ISLAND_COLUMNS, rows, "islands")
     for finding in report.findings:
         style = "green" if finding.holds else "red"
         console.print(finding.text, style=style, highlight=False, soft_wrap=True)

@@ -175,17 +175,17 @@ def _show(results: list[Result], num_cached: int, plot: str, cache: Path) -> Non
     """Print the readings of one point, or the points of a sweep."""
     from rich.console import Console
 
-    from diloco.cli.bench import report_table
+    from diloco.cli.report_tables import print_rows
     from simulations.lab.report import READING_COLUMNS, point_columns, point_rows, reading_rows
 
     console = Console()
     if len(results) == 1:
-        console.print(report_table(READING_COLUMNS, reading_rows(results[0])))
+        print_rows(console, READING_COLUMNS, reading_rows(results[0]))
         console.print(_summary(results[0]), highlight=False, soft_wrap=True)
     else:
         columns, rows = point_columns(results), point_rows(results)
         shown = [c for c in columns if any(row[c.key] not in (None, "", 0.0) for row in rows)]
-        console.print(report_table(shown, rows))
+        print_rows(console, shown, rows)
     if num_cached:
         console.print(f"{num_cached} of the points were found in {cache}", highlight=False)
     if plot:
@@ -246,7 +246,7 @@ def suite(
     from diloco.cli.progress import counting
     from simulations.lab.cache import Cache
     from simulations.lab.experiment import FULL, QUICK, load_experiments
-    from simulations.lab.results import table_of, write_results
+    from simulations.lab.results import write_results
     from simulations.lab.suite import run_suite
 
     began, size = time.monotonic(), QUICK if quick else FULL
@@ -259,7 +259,6 @@ def suite(
     words = ["diloco lab suite", *(["--quick"] if quick else []), *(names or [])]
     target = Path(out) if out else Path("runs") / "lab-suite"
     path = write_results(found, size, target, " ".join(words))
-    verdicts = [(each, verdict) for each in found for verdict in each.verdicts]
     if json_target != "-":
         _show_verdicts(found)
         console.print(
@@ -267,25 +266,29 @@ def suite(
             highlight=False,
             soft_wrap=True,
         )
-    write_json(
-        {
-            "experiments": {each.experiment.name: table_of(each) for each in found},
-            "verdicts": [
-                {
-                    "experiment": each.experiment.name,
-                    "targets": list(each.experiment.config.targets),
-                    "claim": verdict.check.says,
-                    "found": verdict.found,
-                    "verdict": verdict.word,
-                }
-                for each, verdict in verdicts
-            ],
-            "wall_s": time.monotonic() - began,
-        },
-        json_target,
-    )
-    if require and any(verdict.has_held is False for _, verdict in verdicts):
+    write_json({**_figures(found), "wall_s": time.monotonic() - began}, json_target)
+    if require and any(verdict.has_held is False for each in found for verdict in each.verdicts):
         raise typer.Exit(1)
+
+
+def _figures(found: Sequence[Found]) -> dict[str, Any]:
+    """Give tables and verdicts as JSON values, hence `Any`."""
+    from simulations.lab.results import table_of
+
+    return {
+        "experiments": {each.experiment.name: table_of(each) for each in found},
+        "verdicts": [
+            {
+                "experiment": each.experiment.name,
+                "targets": list(each.experiment.config.targets),
+                "claim": verdict.check.says,
+                "found": verdict.found,
+                "verdict": verdict.word,
+            }
+            for each in found
+            for verdict in each.verdicts
+        ],
+    }
 
 
 def _show_verdicts(found: Sequence[Found]) -> None:

@@ -5,7 +5,6 @@ Memory only; nothing is decided by it.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections import Counter
@@ -15,6 +14,7 @@ from diloco.coordinator.journal import Journal
 from diloco.coordinator.leases import Leases
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.terms import Terms
+from diloco.loop_clock import loop_now
 from diloco.refusals import Cause
 from protos.control_pb2 import (
     FragmentStatus,
@@ -76,12 +76,12 @@ class Board:
     def syncer_is_at(self, syncer_id: int, address: str, epoch: int) -> None:
         """Take note of where islands reach a syncer."""
         word = self.syncers.setdefault(syncer_id, SyncerWord())
-        word.address, word.epoch, word.at = address, epoch, _now()
+        word.address, word.epoch, word.at = address, epoch, loop_now()
 
     def syncer_says(self, syncer_id: int, epoch: int, refusals: list[RefusalCount]) -> None:
         """Take note of a syncer's report, and of what it has refused since its start."""
         word = self.syncers.setdefault(syncer_id, SyncerWord())
-        word.epoch, word.at, word.refusals = epoch, _now(), refusals
+        word.epoch, word.at, word.refusals = epoch, loop_now(), refusals
 
     def assignments(self) -> list[SyncerAssignment]:
         """Give the way to every fragment; none while a syncer has not said where it is."""
@@ -94,11 +94,11 @@ class Board:
 
     def island_says(self, island: str, report: ReportRequest) -> None:
         """Take note of a report."""
-        self._islands[island] = _Seen(_now(), report=report)
+        self._islands[island] = _Seen(loop_now(), report=report)
 
     def fragment_stands(self, status: FragmentStatus) -> None:
         """Take note of how a fragment stands."""
-        self._fragments[status.fragment_id] = _Seen(_now(), fragment=status)
+        self._fragments[status.fragment_id] = _Seen(loop_now(), fragment=status)
 
     def refused(self, island: str, cause: Cause) -> None:
         """Count a refusal; `island` is empty where nobody has proved whose call it was."""
@@ -125,6 +125,11 @@ class Board:
         """Return the header of the newest version that is indexed in this timeline; empty: none."""
         headers = self._journal.newest_rounds(self._membership.timeline, fragment_id, 1)
         return headers[0] if headers else ""
+
+    @property
+    def has_published(self) -> bool:
+        """Whether a version of this timeline is indexed."""
+        return self._journal.has_rounds(self._membership.timeline)
 
     @property
     def damage(self) -> str:
@@ -170,7 +175,7 @@ class Board:
 
     def status(self) -> StatusReply:
         """Everything an operator sees: islands, fragments, the syncer, the run's state."""
-        membership, now, words = self._membership, _now(), self._words
+        membership, now, words = self._membership, loop_now(), self._words
         reply = StatusReply(
             run=membership.run,
             timeline=membership.timeline,
@@ -182,7 +187,7 @@ class Board:
             inner_steps=self.inner_steps,
             checkpoint_steps=membership.checkpoints,
             start_step=membership.start_step,
-            has_published=self._journal.has_rounds(membership.timeline),
+            has_published=self.has_published,
             generation=membership.generation,
             is_paused=membership.is_paused,
             total_tokens=self.terms.total_tokens,
@@ -227,7 +232,7 @@ class Board:
             timeline=membership.timeline,
             state=self.state,
             start_step=membership.start_step,
-            has_published=self._journal.has_rounds(membership.timeline),
+            has_published=self.has_published,
             inner_steps=self.inner_steps,
             syncer_addresses=[word.address for _, word in self._words],
         )
@@ -235,7 +240,7 @@ class Board:
     def island_status(self, island: str) -> IslandStatus:
         """How one island stands, without its grant."""
         membership, seen = self._membership, self._islands.get(island)
-        member, now = membership.members[island], _now()
+        member, now = membership.members[island], loop_now()
         status = IslandStatus(
             island=island,
             incarnation=member.incarnation,
@@ -250,7 +255,3 @@ class Board:
             status.last_report.ClearField("position_json")  # of all islands: no message holds them
             status.report_age_s = now - seen.at
         return status
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

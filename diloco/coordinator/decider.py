@@ -1,8 +1,7 @@
-"""The decider of the all-reduce exchange: the journal's word on every round.
+"""The decider of the all-reduce exchange: what its peers tell, and hear of every round.
 
-Thin handlers over one `AllReduceRounds` a fragment. A version exists if and only if its entry is in
-the journal; that, and every expiry, is written before anybody hears of it. Carries no tensor: of a
-contribution it knows the digests, of a result the digest that all members report.
+Thin handlers over `DecidedRounds`. Carries no tensor: of a contribution it knows the digests, of a
+result the digest that all members report.
 
 Source: protocol.md section 11.
 """
@@ -16,34 +15,20 @@ import hmac
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import blake3
-from google.protobuf.message import Message
 
+from diloco.coordinator.decided_rounds import DecidedRounds, DeciderRules, Standing
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
-from diloco.coordinator.round_journal import (
-    JournalUnwritable,
-    RoundJournal,
-    SavedRound,
-    insist_on_initial,
-    read_record,
-)
+from diloco.coordinator.round_journal import JournalUnwritable, insist_on_initial, read_record
 from diloco.errors import AggregationError, QuorumLost
-from diloco.outer.fragments import Plan
+from diloco.loop_clock import loop_now
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.refusals import Cause
-from diloco.rounds.allreduce import (
-    AllReduceRounds,
-    Assigned,
-    Commit,
-    DeciderInstruction,
-    Prepared,
-    commit_record,
-)
+from diloco.rounds.allreduce import Prepared
 from diloco.rounds.allreduce_messages import arrivals_of, assignment_message
 from diloco.rounds.messages import (
     SUBMIT_STATUS,
@@ -52,7 +37,7 @@ from diloco.rounds.messages import (
     keys_of,
     outcome_message,
 )
-from diloco.rounds.terms import Admission, Lost, RecordExpiry, RoundKey, RoundRules
+from diloco.rounds.terms import Admission, Lost, RoundKey
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
 from protos.control_pb2 import ROLE_ISLAND, FragmentStatus, Grant
@@ -64,35 +49,6 @@ logger = logging.getLogger(__name__)
 _MAX_POLL_S = 60.0
 _NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
 _NO_FRAGMENT = "the run has no such fragment"
-
-
-@dataclass(frozen=True, slots=True)
-class DeciderRules:
-    """What the decider obeys.
-
-    Args:
-        round_deadline_s: Seconds from the first contribution to the close, and from the close to
-            the commit.
-        downlink_codec: Of published versions; a flush is published in float32.
-        retained_versions: Past rounds whose outcomes are remembered.
-    """
-
-    round_deadline_s: float
-    downlink_codec: str
-    retained_versions: int
-
-
-@dataclass(slots=True)
-class _Standing:
-    """A fragment's machine, and what is durable of it; None before it is founded.
-
-    `empty_handed` are the starts of islands that a resumed run cannot go on from.
-    """
-
-    rounds: AllReduceRounds
-    saved: SavedRound | None = None
-    empty_handed: dict[str, int] = field(default_factory=dict)
-    published_at: float = 0.0
 
 
 class Decider:
@@ -125,23 +81,24 @@ class Decider:
             on_refused: Hears of every refusal: the island, and why.
         """
         self._membership = membership
-        self._journal = RoundJournal(journal, membership.timeline)
         self._secret = hmac.new(secret, b"peers", hashlib.sha256).digest()
-        self._rules = rules
         self._id = decider_id
         self._is_granted = is_granted
-        self._on_status = on_status
         self._on_lost = on_lost
         self._on_refused = on_refused
-        self._standings: dict[int, _Standing] = {}
         self._peers: dict[str, wire.Peer] = {}
         self._unreached: dict[str, list[str]] = {}
         self._sequence = 0
         self._changed = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
         self._fatal: fragment_pb2.Fatal | None = None
-        self._failure: JournalUnwritable | None = None
-        self._failed = asyncio.Event()
+        self._rounds = DecidedRounds(
+            membership,
+            journal,
+            rules,
+            on_status=on_status,
+            on_lost=self._lose,
+            on_change=self._notify,
+        )
 
     @property
     def handlers(self) -> Handlers:
@@ -160,17 +117,18 @@ class Decider:
         """Never return.
 
         Raises:
-            JournalUnwritable: Once the journal could not be written. The machines are ahead of it
-                then: the process must end, and its next start go on from what is durable.
+            JournalUnwritable: Once the journal could not be written.
         """
-        await self._failed.wait()
-        assert self._failure is not None
-        raise self._failure
+        await self._rounds.watch()
+
+    def stop(self) -> None:
+        """Let no more time pass."""
+        self._rounds.stop()
 
     def _unless_failed(self, handler: Handler) -> Handler:
         async def handle(call: IncomingCall) -> Reply:
             with contextlib.suppress(JournalUnwritable):
-                if self._failure is None:
+                if self._rounds.failure is None:
                     return await handler(call)
             # The caller is answered by the next start: an error would end its island.
             await asyncio.Event().wait()
@@ -178,62 +136,18 @@ class Decider:
 
         return handle
 
-    def stop(self) -> None:
-        """Let no more time pass."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    # -- beginning -------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """Take the fragments from the plan, and what is durable of them from the journal."""
-        if self._standings or not self._membership.plan_json:
-            return
-        membership, now = self._membership, _now()
-        for fragment in Plan.from_json(membership.plan_json).fragments:
-            p = fragment.fragment_id
-            rounds = AllReduceRounds(
-                p,
-                membership.timeline,
-                RoundRules(
-                    members=membership.islands,
-                    num_lanes=len(fragment.lanes),
-                    deadline_s=self._rules.round_deadline_s,
-                ),
-            )
-            standing = self._standings[p] = _Standing(rounds)
-            for island, member in membership.members.items():
-                if member.incarnation and member.timeline == membership.timeline:
-                    rounds.granted(island, member.incarnation, now)
-            saved = standing.saved = self._journal.saved(p)
-            if saved is None:
-                continue
-            instructions: list[DeciderInstruction] = list(
-                rounds.rounds.founded(
-                    saved.record["version"],
-                    saved.attempt,
-                    self._journal.past(p, self._rules.retained_versions + 1),
-                    now,
-                    expired_in_a_row=saved.expired_in_a_row,
-                    broken_in_a_row=saved.broken_in_a_row,
-                    missing=saved.missing,
-                    reason=saved.reason,
-                )
-            )
-            self._perform(standing, instructions)
-
     # -- handlers --------------------------------------------------------------------------------
 
     async def _poll(self, call: IncomingCall) -> Reply:
         request = wire.PollRequest.FromString(call.header)
         if not self._accepts(request.grant):
-            return _reply(wire.PollReply(is_fenced=True, message=_NOT_CURRENT))
+            return Reply.of(wire.PollReply(is_fenced=True, message=_NOT_CURRENT))
         if request.address != bounded_text(request.address):
             raise FrameError(
                 f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed, "
                 f"printable ones"
             )
-        keys = keys_of(request.outstanding, len(self._standings))
+        keys = keys_of(request.outstanding, len(self._rounds.standings))
         island = request.grant.island
         self._unreached[island] = sorted(
             set(request.unreached).intersection(self._membership.islands)
@@ -251,7 +165,7 @@ class Decider:
             async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
                 while not self._is_news(request, keys):
                     await self._changed.wait()
-        return _reply(self._poll_reply(request, keys))
+        return Reply.of(self._poll_reply(request, keys))
 
     def _is_news(self, request: wire.PollRequest, keys: Iterable[RoundKey]) -> bool:
         if (request.decider_id, request.sequence) != (self._id, self._sequence):
@@ -267,7 +181,7 @@ class Decider:
             sequence=self._sequence,
             fragments=[
                 self._announcement(standing, request.grant.island)
-                for standing in self._standings.values()
+                for standing in self._rounds.standings.values()
             ],
             outcomes=self._outcomes(request.grant, keys),
             peers=self._peers.values(),
@@ -278,7 +192,7 @@ class Decider:
     def _outcomes(self, grant: Grant, keys: Iterable[RoundKey]) -> list[fragment_pb2.Outcome]:
         found = []
         for key in keys:
-            standing = self._standings.get(key.fragment_id)
+            standing = self._rounds.standings.get(key.fragment_id)
             outcome = standing and standing.rounds.rounds.outcome(
                 key, grant.island, grant.incarnation
             )
@@ -286,7 +200,7 @@ class Decider:
                 found.append(outcome_message(outcome))
         return found
 
-    def _announcement(self, standing: _Standing, island: str) -> wire.Announcement:
+    def _announcement(self, standing: Standing, island: str) -> wire.Announcement:
         rounds = standing.rounds.rounds
         assignment = standing.rounds.assignment
         return wire.Announcement(
@@ -305,30 +219,30 @@ class Decider:
         reply = fragment_pb2.SubmitReply()
         if not self._accepts(request.grant):
             reply.status, reply.message = SUBMIT_STATUS[Admission.FENCED], _NOT_CURRENT
-            return _reply(reply)
-        standing = self._standings.get(request.key.fragment_id)
+            return Reply.of(reply)
+        standing = self._rounds.standings.get(request.key.fragment_id)
         if standing is None:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
             reply.message = self._refuse(request.grant, Cause.KEY, _NO_FRAGMENT)
-            return _reply(reply)
+            return Reply.of(reply)
         if problem := self._digests_problem(standing, request.lane_digests):
             reply.status, reply.message = SUBMIT_STATUS[Admission.INVALID], problem
             self._refuse(request.grant, Cause.DIGEST, problem)
-            return _reply(reply)
+            return Reply.of(reply)
         rounds, grant, lanes = standing.rounds.rounds, request.grant, arrivals_of(request)
-        admission, instructions = standing.rounds.declared(lanes, _now())
+        admission, instructions = standing.rounds.declared(lanes, loop_now())
         if (objection := rounds.objection(lanes[0])) is not None:
             self._refuse(grant, objection.cause, objection.words)
         elif admission is Admission.CONFLICT:
             self._refuse(grant, Cause.CONFLICT, f"a second contribution to {lanes[0].key}")
-        self._perform(standing, instructions)
+        self._rounds.perform(standing, instructions)
         outcome = rounds.outcome(lanes[0].key, grant.island, grant.incarnation)
         if outcome is not None:
             reply.outcome.CopyFrom(outcome_message(outcome))
         reply.status, reply.message = SUBMIT_STATUS[admission], rounds.story_of(lanes[0])
-        return _reply(reply)
+        return Reply.of(reply)
 
-    def _digests_problem(self, standing: _Standing, digests: Sequence[bytes]) -> str:
+    def _digests_problem(self, standing: Standing, digests: Sequence[bytes]) -> str:
         """Say why these cannot be the digests of a fragment's lanes; empty if they can."""
         num_lanes = standing.rounds.rounds.rules.num_lanes
         if len(digests) != num_lanes:
@@ -343,15 +257,15 @@ class Decider:
 
     async def _decline(self, call: IncomingCall) -> Reply:
         request = fragment_pb2.DeclineRequest.FromString(call.header)
-        standing = self._standings.get(request.key.fragment_id)
+        standing = self._rounds.standings.get(request.key.fragment_id)
         if not self._accepts(request.grant):
             return _ack(_NOT_CURRENT, is_fenced=True)
         if standing is not None:
             key, grant = key_of(request.key), request.grant
             reason = f"declined: {request.reason}"
-            self._perform(
+            self._rounds.perform(
                 standing,
-                standing.rounds.refused(key, grant.island, grant.incarnation, reason, _now()),
+                standing.rounds.refused(key, grant.island, grant.incarnation, reason, loop_now()),
             )
         return _ack("")
 
@@ -359,14 +273,14 @@ class Decider:
         request = wire.PreparedRequest.FromString(call.header)
         if not self._accepts(request.grant):
             return _ack(_NOT_CURRENT, is_fenced=True)
-        standing = self._standings.get(request.fragment_id)
+        standing = self._rounds.standings.get(request.fragment_id)
         if standing is not None:
             voter = request.grant.island, request.grant.incarnation, request.assignment_id
             if request.broken:
                 broken = bounded_text(request.broken)
                 logger.error("result refused, island=%s: %s", voter[0], broken)
                 instructions = standing.rounds.broken(
-                    *voter, broken, _now(), malformed=request.malformed
+                    *voter, broken, loop_now(), malformed=request.malformed
                 )
             elif problem := self._digests_problem(standing, request.lane_digests) or digest_problem(
                 [request.state_digest]
@@ -374,15 +288,15 @@ class Decider:
                 return _ack(self._refuse(request.grant, Cause.DIGEST, problem))
             else:
                 prepared = Prepared(tuple(request.lane_digests), request.state_digest)
-                instructions = standing.rounds.prepared(*voter, prepared, _now())
-            self._perform(standing, instructions)
+                instructions = standing.rounds.prepared(*voter, prepared, loop_now())
+            self._rounds.perform(standing, instructions)
         return _ack("")
 
     async def _found(self, call: IncomingCall) -> Reply:
         request = wire.FoundRequest.FromString(call.header)
         if not self._accepts(request.grant):
             return _ack(_NOT_CURRENT, is_fenced=True)
-        standing = self._standings.get(request.fragment_id)
+        standing = self._rounds.standings.get(request.fragment_id)
         if standing is None:
             return _ack(self._refuse(request.grant, Cause.KEY, _NO_FRAGMENT))
         if not request.record_json:
@@ -394,19 +308,17 @@ class Decider:
                 return _ack(refusal)
             if problem := digest_problem([request.state_digest]):
                 return _ack(self._refuse(request.grant, Cause.DIGEST, problem))
-            self._write(standing, SavedRound(record, request.state_digest))
-            found = standing.rounds.rounds.founded(record["version"], 0, {}, _now())
-            self._perform(standing, list(found))
+            self._rounds.found(standing, record, request.state_digest)
         return _ack("")
 
-    def _found_refusal(self, standing: _Standing, record: Mapping[str, Any], island: str) -> str:
+    def _found_refusal(self, standing: Standing, record: Mapping[str, Any], island: str) -> str:
         """Say why an island cannot found a fragment with its record; empty if it can.
 
         Raises:
             FrameError: If the record is of no version that there can be.
         """
         if self._membership.timeline > 0:
-            if not self._journal.has_committed(record):
+            if not self._rounds.has_committed(record):
                 return f"version {record['version']} is not as this run has committed it"
         elif not self._is_founder(island):
             return "not everybody has joined, or another island founds the run"
@@ -416,7 +328,7 @@ class Decider:
             insist_on_initial(record, standing.rounds.rounds.rules.num_lanes)
         return ""
 
-    def _found_nothing(self, standing: _Standing, grant: Grant) -> None:
+    def _found_nothing(self, standing: Standing, grant: Grant) -> None:
         """Note that an island has nothing to go on from; when none has, the run is lost."""
         standing.empty_handed[grant.island] = grant.incarnation
         starts = standing.rounds.rounds.incarnations
@@ -434,12 +346,12 @@ class Decider:
 
     async def _record(self, call: IncomingCall) -> Reply:
         request = wire.RecordRequest.FromString(call.header)
-        standing = self._standings.get(request.fragment_id)
+        standing = self._rounds.standings.get(request.fragment_id)
         if not self._accepts(request.grant):
-            return _reply(wire.RecordReply(message=_NOT_CURRENT))
+            return Reply.of(wire.RecordReply(message=_NOT_CURRENT))
         if standing is None or standing.saved is None:
-            return _reply(wire.RecordReply(message="no version is committed"))
-        return _reply(
+            return Reply.of(wire.RecordReply(message="no version is committed"))
+        return Reply.of(
             wire.RecordReply(
                 record_json=json.dumps(standing.saved.record),
                 state_digest=standing.saved.state_digest,
@@ -447,53 +359,6 @@ class Decider:
         )
 
     # -- what the machines decide ----------------------------------------------------------------
-
-    def _perform(self, standing: _Standing, instructions: Iterable[DeciderInstruction]) -> None:
-        """Carry out what a machine decided, in order; then set the alarm and tell the news."""
-        rounds = standing.rounds
-        for instruction in instructions:
-            match instruction:
-                case Assigned(assignment):
-                    logger.debug("assigned, key=%s", assignment.key)
-                case Commit(assignment, prepared):
-                    codec = "float32" if assignment.is_flush else self._rules.downlink_codec
-                    record = commit_record(assignment, prepared, codec)
-                    self._write(standing, SavedRound(record, prepared.state_digest))
-                    follow = rounds.committed(assignment.key, _now())
-                    oldest = rounds.rounds.version - self._rules.retained_versions
-                    rounds.rounds.forget_before(oldest)
-                    self._perform(standing, follow)
-                case RecordExpiry(key, reason, missing, broken_in_a_row):
-                    logger.warning("round expired, key=%s: %s", key, reason)
-                    assert standing.saved is not None
-                    expired = replace(
-                        standing.saved,
-                        attempt=key.attempt + 1,
-                        expired_in_a_row=standing.saved.expired_in_a_row + 1,
-                        broken_in_a_row=broken_in_a_row,
-                        missing=missing,
-                        reason=reason,
-                    )
-                    self._write(standing, expired)
-                    self._perform(standing, rounds.expiry_recorded(key, _now()))
-                case Lost():
-                    self._lose(instruction)
-        self._on_status(self._status(standing))
-        self._notify()
-        self._set_alarm()
-
-    def _write(self, standing: _Standing, saved: SavedRound) -> None:
-        """Make the newest version, and the next attempt at the one after it, durable."""
-        try:
-            self._journal.write(saved)
-        except JournalUnwritable as error:
-            self._failure = error
-            self._failed.set()
-            self.stop()
-            raise
-        if standing.saved is None or saved.record is not standing.saved.record:
-            standing.published_at = _now()
-        standing.saved = saved
 
     def _lose(self, lost: Lost) -> None:
         reason = f"fragment {lost.key.fragment_id}: {lost.reason}"
@@ -520,31 +385,6 @@ class Decider:
             self._fatal = fragment_pb2.Fatal(exit_code=code, reason=reason)
             self._on_lost(reason, code)
 
-    def _status(self, standing: _Standing) -> FragmentStatus:
-        rounds, record = standing.rounds.rounds, standing.saved and standing.saved.record
-        return FragmentStatus(
-            fragment_id=rounds.fragment_id,
-            version=rounds.version,
-            attempt=rounds.attempt,
-            digest=record["digest"] if record else "",
-            contributors=[c["island"] for c in record["contributors"]] if record else [],
-            age_s=_now() - standing.published_at,
-            phase=standing.rounds.phase,
-        )
-
-    def _set_alarm(self) -> None:
-        self.stop()
-        wake = min(standing.rounds.next_wake for standing in self._standings.values())
-        if wake < float("inf"):
-            self._timer = asyncio.get_running_loop().call_at(wake, self._tick)
-
-    def _tick(self) -> None:
-        with contextlib.suppress(JournalUnwritable):  # the watch tells
-            for standing in self._standings.values():
-                if standing.rounds.next_wake <= _now():
-                    self._perform(standing, standing.rounds.tick(_now()))
-            self._set_alarm()
-
     # -- grants ----------------------------------------------------------------------------------
 
     def _accepts(self, grant: Grant) -> bool:
@@ -553,11 +393,7 @@ class Decider:
             cause = self._membership.cause_against(grant.island, grant.incarnation, grant.timeline)
             self._on_refused("", cause)
             return False
-        self._begin()
-        for standing in self._standings.values():
-            instructions = standing.rounds.granted(grant.island, grant.incarnation, _now())
-            if instructions:
-                self._perform(standing, instructions)
+        self._rounds.granted(grant.island, grant.incarnation)
         return True
 
     def _is_founder(self, island: str) -> bool:
@@ -585,12 +421,4 @@ class Decider:
 
 
 def _ack(problem: str, *, is_fenced: bool = False) -> Reply:
-    return _reply(fragment_pb2.Ack(is_accepted=not problem, message=problem, is_fenced=is_fenced))
-
-
-def _reply(message: Message) -> Reply:
-    return Reply(message.SerializeToString())
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+    return Reply.of(fragment_pb2.Ack(is_accepted=not problem, message=problem, is_fenced=is_fenced))

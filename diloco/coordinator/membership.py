@@ -7,18 +7,14 @@ all can stop, and which run checkpoints are complete. Whatever it must never for
 fails has changed nothing.
 
     plan, corpus, tokenizer, start    what the first join fixed
-    syncers           fragments of each of several syncers, fixed with it (`assignment`)
-    slot/N            a `Slot` of the text, where islands come and go
     guests            islands that joined without being configured, in the order of their slots
     island/NAME       a `Member`
     position/NAME     {timeline, inner_step}: how far it has come
     generation        counter of changes of who takes part
     paused            whether no round opens
-    policy/N          {key, value}: what an operator set, in order
-    operation/N       {number, ...}: what an operator did, the newest ones, for people
-    repair/P          island that a damaged fragment is to be repaired from
-    cut/N             a `Cut`: a run checkpoint where islands come and go
     stop, checkpoint, timeline, fatal
+
+What belongs to it adds entries of its own: `assignment`, `claims`, `cuts`, `repairs`, `settings`.
 
 A stop: `request_stop`; every island promises an inner step that it will not pass unasked; when all
 have, the largest promise is the `stop_step` to which everybody goes on and checkpoints. Nobody
@@ -36,7 +32,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from diloco.config.fields import ISLAND_NAME
 from diloco.coordinator.admission import Entries, Joined, JoinVerdict, Shared, objection
@@ -47,10 +42,8 @@ from diloco.coordinator.leases import Lease, LeaseEvent
 from diloco.coordinator.members import Member, MembershipRules, read_member
 from diloco.coordinator.repairs import Repairs
 from diloco.coordinator.roll import Roll
+from diloco.coordinator.settings import Settings
 from diloco.refusals import Cause
-
-#: What operators did that is remembered, the newest.
-REMEMBERED_OPERATIONS = 1000
 
 
 @dataclass(slots=True)
@@ -74,7 +67,6 @@ class Membership(Roll):
         checkpoints: Inner steps of the complete run checkpoints, ascending.
         promises: Island -> inner step that it will not pass unasked; None while nobody asked for a
             stop.
-        settings: What an operator has set, by revision from 1 on: a dotted key and its value.
         merged_tokens: Gives the tokens that all fragments have merged, as far as is known.
     """
 
@@ -89,6 +81,7 @@ class Membership(Roll):
     cuts: Cuts = field(default_factory=Cuts)
     assignment: Assignment = field(default_factory=Assignment)
     repairs: Repairs = field(default_factory=Repairs)
+    settings: Settings = field(default_factory=Settings)
     plan_json: str = ""
     corpus_sha256: str = ""
     tokenizer_digest: str = ""
@@ -99,13 +92,11 @@ class Membership(Roll):
     is_paused: bool = False
     checkpoints: tuple[int, ...] = ()
     promises: Mapping[str, int] | None = None
-    settings: dict[int, tuple[str, Any]] = field(default_factory=dict)
     merged_tokens: Callable[[], int] = lambda: 0
     members: dict[str, Member] = field(init=False)
     fatal_reason: str = ""
     fatal_exit_code: int = 0
     _was_paused: bool = False
-    _num_operations: int = 0
     _kept: dict[str, set[int]] = field(default_factory=dict)
     _positions: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -121,6 +112,7 @@ class Membership(Roll):
         self.cuts.apply(entries)
         self.assignment.apply(dict(entries))
         self.repairs.apply(entries)
+        self.settings.apply(entries)
         for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
             self.members.setdefault(guest, Member(len(self.members)))
         for key, value in entries:
@@ -147,11 +139,6 @@ class Membership(Roll):
                     self.promises = json.loads(value)
                 case "fatal":
                     self.fatal_reason, self.fatal_exit_code = json.loads(value)
-                case "policy":
-                    saved = json.loads(value)
-                    self.settings[int(name)] = saved["key"], saved["value"]
-                case "operation":
-                    self._num_operations = max(self._num_operations, json.loads(value)["number"])
                 case "position":
                     self._positions[name] = json.loads(value)
                 case "island" if name in self.members:
@@ -200,37 +187,42 @@ class Membership(Roll):
         is_newest = incarnation >= member.incarnation
         if start_id in member.incarnations and (self._has_joined(member) or not is_newest):
             return Joined(JoinVerdict.ACCEPTED, incarnation=incarnation)
-        last = self.cuts.last(self.timeline)
-        if self.is_stop_complete or (last is not None and island not in last.owing):
-            return Joined(
-                JoinVerdict.RUN_STOPPED,
-                f"the run is stopped {self.stop_name}"
-                f"{', and this island has its checkpoint' if last is None else ''}: once the "
-                f"coordinator has ended, diloco coordinator RUN.toml --resume",
-                entries=self.left(island, 0, is_stopped=True) if island in self.members else (),
-                cause=Cause.STOPPED,
-            )
-        common = (
-            ()
-            if self.plan_json
-            else (
-                ("plan", plan_json),
-                *self.assignment.decided(plan_json),
-                ("corpus", corpus_sha256),
-                ("tokenizer", tokenizer_digest),
-                ("start", str(start_step)),
-            )
-        )
+        if (refusal := self._stopped(island)) is not None:
+            return refusal
         return Joined(
             JoinVerdict.ACCEPTED,
             incarnation=incarnation,
             entries=(
-                *common,
+                *(() if self.plan_json else self._fixed_by(there)),
                 *(() if guests == self.guests else (("guests", json.dumps(guests)),)),
                 *self.changed(island, member.started(start_id, incarnation, self.timeline)),
                 *self._reopened(island),
                 *(self.cuts.taken_back(self.timeline) if self._is_stop_void else ()),
             ),
+        )
+
+    def _stopped(self, island: str) -> Joined | None:
+        """Refuse a start after a stop whose checkpoint the island has; it has left then."""
+        last = self.cuts.last(self.timeline)
+        if not (self.is_stop_complete or (last is not None and island not in last.owing)):
+            return None
+        return Joined(
+            JoinVerdict.RUN_STOPPED,
+            f"the run is stopped {self.stop_name}"
+            f"{', and this island has its checkpoint' if last is None else ''}: once the "
+            f"coordinator has ended, diloco coordinator RUN.toml --resume",
+            entries=self.left(island, 0, is_stopped=True) if island in self.members else (),
+            cause=Cause.STOPPED,
+        )
+
+    def _fixed_by(self, first: Shared) -> Entries:
+        """Take from the first join what all must share from then on."""
+        return (
+            ("plan", first.plan_json),
+            *self.assignment.decided(first.plan_json),
+            ("corpus", first.corpus_sha256),
+            ("tokenizer", first.tokenizer_digest),
+            ("start", str(first.start_step)),
         )
 
     def _objection(self, run: str, island: str, there: Shared) -> Joined | None:
@@ -397,27 +389,6 @@ class Membership(Roll):
         """Inner step that an island was last noted to have made in this timeline; 0: none."""
         position = self._positions.get(island, {"timeline": -1})
         return position["inner_step"] if position["timeline"] == self.timeline else 0
-
-    def policy_set(self, key: str, value: Any) -> Entries:
-        """Note what an operator has set; the value is of any JSON type."""
-        revision = self.policy_revision + 1
-        return ((f"policy/{revision}", json.dumps({"key": key, "value": value})),)
-
-    def operated(self, what: Mapping[str, Any]) -> Entries:
-        """Note what an operator did, in JSON values; of so many only the newest are kept."""
-        number = self._num_operations + 1
-        key = f"operation/{number % REMEMBERED_OPERATIONS}"
-        return ((key, json.dumps({"number": number, **what})),)
-
-    @property
-    def policy_revision(self) -> int:
-        """Counter of what an operator has set."""
-        return max(self.settings, default=0)
-
-    @property
-    def policy(self) -> dict[str, Any]:
-        """What an operator has set, by dotted key; the newest value of each."""
-        return {key: value for _, (key, value) in sorted(self.settings.items())}
 
     # -- stop --------------------------------------------------------------------------------------
 

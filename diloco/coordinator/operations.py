@@ -196,11 +196,11 @@ def _set(arguments: Mapping[str, str], membership: Membership, config: Config) -
     before, after = (json.loads(policy_json(each))[key] for each in (config, changed))
     if before == after:
         return Decision(f"{key} = {json.dumps(after)} already")
-    revision = membership.policy_revision + 1
+    revision = membership.settings.revision + 1
     return Decision(
         f"{key} = {json.dumps(after)} (before: {json.dumps(before)}), revision {revision}: "
         f"{LIVE_KEYS[key]}. It stays so over restarts, whatever the run file says",
-        entries=membership.policy_set(key, after),
+        entries=membership.settings.changed(key, after),
         config=changed,
     )
 

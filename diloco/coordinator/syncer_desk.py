@@ -12,8 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from google.protobuf.message import Message
-
 from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
 from diloco.coordinator.journal import RoundRow, Told
@@ -90,7 +88,7 @@ class SyncerDesk:
         if request.address:
             self._board.syncer_is_at(request.syncer_id, request.address, request.syncer_epoch)
         indexed = [self._board.indexed(fragment_id) for fragment_id in fragment_ids]
-        return _reply(
+        return Reply.of(
             SyncerHelloReply(
                 plan_json=self._membership.plan_json,
                 islands=self._membership.members,
@@ -135,7 +133,9 @@ class SyncerDesk:
         if report.fatal_reason:
             self._on_lost(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
         reply = RoundReportReply(
-            checkpoint_steps=membership.checkpoints, policy_revision=membership.policy_revision
+            checkpoint_steps=membership.checkpoints,
+            policy_revision=membership.settings.revision,
+            policy_json=membership.settings.policy_json,
         )
         cut = membership.cuts.open(membership.timeline)
         self._asked.pop(report.syncer_id, None)
@@ -145,8 +145,6 @@ class SyncerDesk:
         for p in sorted(membership.repairs.asked.keys() & known):
             island = membership.repairs.asked[p]
             reply.repairs.add(fragment_id=p, island=island, record_json=self._board.newest(p))
-        if membership.settings:
-            reply.policy_json = json.dumps(membership.policy)
         if (roster := membership.roster()) is not None:
             reply.roster.CopyFrom(
                 Roster(
@@ -157,7 +155,7 @@ class SyncerDesk:
                     min_islands=roster.min_islands,
                 )
             )
-        return _reply(reply)
+        return Reply.of(reply)
 
     def _expired(self, expiry: Expiry) -> Told:
         """Say of an attempt what can be true of it."""
@@ -227,10 +225,6 @@ class SyncerDesk:
             solo_rounds=min(fragment.solo_rounds, fragment.rounds),
             damage=bounded_text(fragment.damage),
         )
-
-
-def _reply(message: Message) -> Reply:
-    return Reply(message.SerializeToString())
 
 
 def _counted(reported: Iterable[RefusalCount], islands: Collection[str]) -> list[RefusalCount]:

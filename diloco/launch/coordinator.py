@@ -28,10 +28,11 @@ from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
 from diloco.coordinator.board import Board
-from diloco.coordinator.daemon import RETURN_S, Coordinator, Operations
+from diloco.coordinator.daemon import RETURN_S, Coordinator
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.operator_desk import Operations
 from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import terms_of
 from diloco.durable import DiskFull, write_durably
@@ -156,7 +157,9 @@ def _with_settings(config: Config, membership: Membership, tell: Callable[[str],
         ConfigError: If that does not fit the file any more.
     """
     policy = json.loads(policy_json(config))
-    changed = {key: value for key, value in membership.policy.items() if policy[key] != value}
+    changed = {
+        key: value for key, value in membership.settings.policy.items() if policy[key] != value
+    }
     for key, value in sorted(changed.items()):
         tell(
             f"{key} = {json.dumps(value)}, as an operator has set it; the file says "
@@ -330,7 +333,8 @@ def _build_decider(
     outer = config.outer
     if outer.exchange == "syncer":
         return None
-    from diloco.coordinator.decider import Decider, DeciderRules
+    from diloco.coordinator.decided_rounds import DeciderRules
+    from diloco.coordinator.decider import Decider
 
     coordinator.board.instead_of_syncer = "none: the islands merge among themselves"
     return Decider(

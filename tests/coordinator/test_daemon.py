@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.coordinator.daemon import ISLAND_STATES
 from diloco.coordinator.grants import sign
+from diloco.coordinator.island_desk import ISLAND_STATES
 from diloco.sync.registration import IslandState
 from protos import control_pb2 as control
 from tests.coordinator_desk import SECRET, UNREACHABLE_S, Desk, Story, joined, tell

@@ -247,8 +247,8 @@ def test_a_backup_is_written_down_before_and_after(
                 raise ConfigError("no room")
             return "copied"
 
-        assert desk.coordinator._operations is not None
-        desk.coordinator._operations.backup = back_up
+        assert desk.operations is not None
+        desk.operations.backup = back_up
         extra = {"with_secret": with_secret} if with_secret else {}
         assert (await desk.operate("backup", directory="/there", **extra)).is_done
         assert not (await desk.operate("backup", directory="/full")).is_done
@@ -261,6 +261,29 @@ def test_a_backup_is_written_down_before_and_after(
             "copied", "no room",
         ]  # fmt: skip
         assert len(told) == 4 and all(each["by"] for each in told)
+
+    tell(tmp_path, story, config=config_of(*ELASTIC))
+
+
+def test_a_backup_that_has_taken_the_last_room_is_answered(
+    tmp_path: Path, config_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller would ask again, and hear that the directory is there already."""
+
+    def full(*_: object, **__: object) -> None:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    async def story(desk: Desk) -> None:
+        async def back_up(arguments: Mapping[str, str]) -> str:
+            monkeypatch.setattr(desk.journal, "write", full)
+            return "copied"
+
+        assert desk.operations is not None
+        desk.operations.backup = back_up
+
+        reply = await desk.operate("backup", directory="/there")
+
+        assert (reply.is_done, reply.message) == (True, "copied")
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 

@@ -341,12 +341,12 @@ def test_positions_are_of_one_timeline() -> None:
 def test_settings_keep_their_order() -> None:
     run = Run()
     for n in range(1, 12):
-        run.do(run.membership.policy_set("outer.optimizer.lr", n / 10))
-    run.do(run.membership.policy_set("outer.late", "carry"))
+        run.do(run.membership.settings.changed("outer.optimizer.lr", n / 10))
+    run.do(run.membership.settings.changed("outer.late", "carry"))
 
-    after = run.new()
+    after = run.new().settings
     assert after.policy == {"outer.optimizer.lr": 1.1, "outer.late": "carry"}
-    assert after.policy_revision == 12
+    assert after.revision == 12
 
 
 # -- any history -----------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ def test_what_an_operator_does_and_a_resume_are_told(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         membership = desk.membership
         entries = (
-            *membership.policy_set("outer.optimizer.lr", 0.5),
-            *membership.operated({"command": "set", "message": "done"}),
+            *membership.settings.changed("outer.optimizer.lr", 0.5),
+            *membership.settings.operated({"command": "set", "message": "done"}),
             *membership.paused(True),
             *membership.resumed(8),
         )

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from diloco.bench.layouts import CASES, INNER_STEPS, case_of, names
+from diloco.bench.layout_case import INNER_STEPS
+from diloco.bench.layouts import CASES, case_of, names
 from diloco.bench.parity_inner import LARGEST_DIFFERENCES
 from tests.inner.trained_layouts import alone, run_rows
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.bench.layouts import MODEL, Case, looped
+from diloco.bench.layout_case import MODEL, Case
+from diloco.bench.layouts import looped
 from diloco.config.mesh import MeshConfig
 from diloco.inner.mesh import make_mesh
 from diloco.inner.model import LlamaShape, parameter_shapes

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diloco.bench.layouts import INNER_STEPS, Case, Collectives, Loads, case_of, names
+from diloco.bench.collectives import Collectives
+from diloco.bench.layout_case import INNER_STEPS, Case, Loads
+from diloco.bench.layouts import case_of, names
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.trainer import InnerTrainer
 from diloco.outer.fragments import make_plan

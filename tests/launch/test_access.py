@@ -12,6 +12,8 @@ from google.protobuf.message import Message
 from diloco.baseline import exchange
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.decider import Decider
+from diloco.coordinator.island_desk import IslandDesk
+from diloco.coordinator.operator_desk import OperatorDesk
 from diloco.coordinator.syncer_desk import SyncerDesk
 from diloco.launch.access import RULES, guarded
 from diloco.rounds.syncer import Syncer
@@ -60,10 +62,14 @@ def ask(method: str, caller: Identity | None, header: bytes, *, is_local: bool =
     return asyncio.run(guarded({method: reached})[method](call)).header
 
 
+DESKS = {"_island_desk": IslandDesk, "_syncer_desk": SyncerDesk, "_operator_desk": OperatorDesk}
+
+
 def test_every_method_of_every_service_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = (Coordinator, Decider, Syncer, Peer)
     services: list[Any] = [object.__new__(kind) for kind in kinds]
-    services[0]._syncer_desk = object.__new__(SyncerDesk)
+    for name, kind in DESKS.items():
+        setattr(services[0], name, object.__new__(kind))
 
     members = {exchange.METHOD}  # of a baseline, served one by one
     assert RULES.keys() == members | {m for service in services for m in service.handlers}

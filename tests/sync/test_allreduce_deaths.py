@@ -243,6 +243,7 @@ def test_the_decider_dies(setting: Setting, point: Trigger) -> None:
         await trigger.reached.wait()
         await run.kill_decider()
         await asyncio.sleep(3.0)
+        run.statuses.clear()
         await run.start_decider()
         await islands.end()
         return islands
@@ -251,6 +252,8 @@ def test_the_decider_dies(setting: Setting, point: Trigger) -> None:
 
     insist_on_one_truth(run, islands)
     assert num_expired(islands.starts) == 0, "a restart of the decider costs no round"
+    first = {status.fragment_id: status for status in reversed(run.statuses)}
+    assert not any(s.age_s for s in first.values()), "it knows of no time before its own start"
 
 
 def test_an_island_whose_disk_was_lost_is_healed_by_the_others(setting: Setting) -> None:

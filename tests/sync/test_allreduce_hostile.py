@@ -43,7 +43,7 @@ async def opened(run: AllReduceRun) -> tuple[Living, FragmentRounds]:
     """Islands at work, and the first rounds that are open."""
     islands = await living(run)
     while True:
-        for standing in run.decider._standings.values():
+        for standing in run.decider._rounds.standings.values():
             if standing.rounds.rounds.is_open:
                 return islands, standing.rounds.rounds
         await asyncio.sleep(0.1)

@@ -37,10 +37,11 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator import decider as decider_module
 from diloco.coordinator.claims import Claims
-from diloco.coordinator.daemon import Coordinator, Operations
+from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.operator_desk import Operations
 from diloco.coordinator.terms import Terms, terms_of
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.access import RULES, guarded
@@ -620,7 +621,7 @@ class Service:
             assert StatusReply.FromString(reply.header).run == RUN
         for run in (self.run, self.open_run):
             assert run.syncer.failure is None
-        assert self.allreduce.decider._failure is None
+        assert self.allreduce.decider._rounds.failure is None
         for each in self.islands:
             failure = each.peer._tasks.failure
             assert failure is None or isinstance(failure, DilocoError), failure

@@ -1,0 +1,373 @@
+"""What an island tells its coordinator, and hears: its joins, its reports, its leave.
+
+Nothing here decides: `membership` does, and what belongs to it.
+
+Source: protocol.md sections 4, 7, 8 and 9.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from diloco.config.fields import MOST_CHECKPOINTS
+from diloco.coordinator.admission import Entries, Joined, JoinVerdict
+from diloco.coordinator.board import Board
+from diloco.coordinator.cut_patience import CutPatience
+from diloco.coordinator.cuts import Part
+from diloco.coordinator.grants import sign
+from diloco.coordinator.heals import Heals
+from diloco.coordinator.leases import Lease, Leases
+from diloco.coordinator.membership import Membership
+from diloco.errors import CoordinatorUnavailable, Fenced
+from diloco.loop_clock import loop_now
+from diloco.peer_texts import bounded_text
+from diloco.refusals import Cause
+from protos.control_pb2 import (
+    JOIN_STATUS_ACCEPTED,
+    JOIN_STATUS_FINGERPRINT_MISMATCH,
+    JOIN_STATUS_KICKED,
+    JOIN_STATUS_PLAN_MISMATCH,
+    JOIN_STATUS_RUN_FULL,
+    JOIN_STATUS_RUN_STOPPED,
+    JOIN_STATUS_UNKNOWN_ISLAND,
+    JOIN_STATUS_VERSION_MISMATCH,
+    JOIN_STATUS_WRONG_RUN,
+    ROLE_ISLAND,
+    CutPart,
+    Grant,
+    JoinReply,
+    JoinRequest,
+    LeaveReply,
+    LeaveRequest,
+    ReportReply,
+    ReportRequest,
+)
+from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
+from transport.errors import FrameError
+
+logger = logging.getLogger(__name__)
+
+_MAX_START_ID = 64
+#: Differences that one refusal names.
+_MOST_LINES = 16
+#: What an island may say that it is doing: operators read it, and metrics are named by it.
+ISLAND_STATES = frozenset({"", "waiting", "training", "flushing", "finished", "stopped", "failed"})
+
+_HALTING = (
+    "the operator has stopped the run. Nothing published is lost: start the coordinator again, "
+    "then this island"
+)
+
+_STATUS = {
+    JoinVerdict.ACCEPTED: JOIN_STATUS_ACCEPTED,
+    JoinVerdict.FINGERPRINT_MISMATCH: JOIN_STATUS_FINGERPRINT_MISMATCH,
+    JoinVerdict.KICKED: JOIN_STATUS_KICKED,
+    JoinVerdict.PLAN_MISMATCH: JOIN_STATUS_PLAN_MISMATCH,
+    JoinVerdict.RUN_FULL: JOIN_STATUS_RUN_FULL,
+    JoinVerdict.RUN_STOPPED: JOIN_STATUS_RUN_STOPPED,
+    JoinVerdict.UNKNOWN_ISLAND: JOIN_STATUS_UNKNOWN_ISLAND,
+    JoinVerdict.WRONG_RUN: JOIN_STATUS_WRONG_RUN,
+}
+
+
+class IslandDesk:
+    """Answers the islands of one run."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        board: Board,
+        leases: Leases,
+        cut_patience: CutPatience,
+        *,
+        secret: bytes,
+        is_granted: Callable[[Grant], bool],
+        keep: Callable[[Entries], None],
+        end_if_over: Callable[[], None],
+    ) -> None:
+        """Assign only.
+
+        Args:
+            membership: Of the run.
+            board: Shows what is told, and has the terms that islands obey.
+            leases: That are renewed by every word.
+            cut_patience: Hears what is told of cuts.
+            secret: That grants are signed with.
+            is_granted: Whether a grant is an island's, of this run, and has not expired.
+            keep: Makes what was decided durable, then true.
+            end_if_over: Ends the run where what was told has ended it.
+        """
+        self._membership = membership
+        self._board = board
+        self._leases = leases
+        self._cut_patience = cut_patience
+        self._secret = secret
+        self._is_granted = is_granted
+        self._keep = keep
+        self._end_if_over = end_if_over
+        self._heals = Heals(membership, keep=keep)
+        # Island -> its newest start and how far that came, as was reported, durable or not.
+        self._reached: dict[str, tuple[int, int]] = {}
+
+    @property
+    def handlers(self) -> Handlers:
+        """Method name -> handler."""
+        return {
+            "control.join": self._join,
+            "control.report": self._report,
+            "control.leave": self._leave,
+        }
+
+    @property
+    def inner_steps(self) -> dict[str, int]:
+        """How far the newest start of each island has come that has reported a step."""
+        return {island: inner_step for island, (_, inner_step) in self._reached.items()}
+
+    # -- joins -------------------------------------------------------------------------------------
+
+    async def _join(self, call: IncomingCall) -> Reply:
+        request = JoinRequest.FromString(call.header)
+        if request.protocol_version != PROTOCOL_VERSION:
+            message = (
+                f"you speak protocol version {request.protocol_version}, this coordinator "
+                f"{PROTOCOL_VERSION}: install the same version of diloco everywhere"
+            )
+            self._board.refused("", Cause.PROTOCOL_VERSION)
+            return Reply.of(JoinReply(status=JOIN_STATUS_VERSION_MISMATCH, message=message))
+        if len(request.start_id) > _MAX_START_ID:
+            self._board.refused("", Cause.FRAME)
+            raise FrameError(
+                f"a start id of {len(request.start_id)} characters; {_MAX_START_ID} are allowed"
+            )
+        joined = self._membership.join(
+            run=request.run,
+            island=request.island,
+            identity_json=request.identity_json,
+            plan_json=request.plan_json,
+            corpus_sha256=request.corpus_sha256,
+            tokenizer_digest=request.tokenizer_digest,
+            start_step=request.start_step,
+            start_id=request.start_id,
+        )
+        self._keep(joined.entries)
+        if joined.verdict is not JoinVerdict.ACCEPTED:
+            return Reply.of(self._join_refused(call, request.island, joined))
+        self._leases.renewed(request.island, loop_now())
+        if joined.entries:
+            logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
+        return Reply.of(self._join_accepted(request.island, joined.incarnation))
+
+    def _join_refused(self, call: IncomingCall, island: str, joined: Joined) -> JoinReply:
+        logger.warning("join refused, island=%.100r verdict=%s", island, joined.verdict)
+        assert joined.cause is not None
+        # Without certificates and tokens anybody could fill another's count.
+        is_known = call.caller is not None and island in self._membership.members
+        self._board.refused(island if is_known else "", joined.cause)
+        self._end_if_over()
+        return JoinReply(status=_STATUS[joined.verdict], message=_lines(joined.message))
+
+    def _join_accepted(self, island: str, incarnation: int) -> JoinReply:
+        membership, terms = self._membership, self._board.terms
+        is_resumed = self._is_resumed(island, incarnation)
+        grant = Grant(
+            run=membership.run,
+            timeline=membership.timeline,
+            island=island,
+            incarnation=incarnation,
+            roles=[ROLE_ISLAND],
+        )
+        reply = JoinReply(
+            status=JOIN_STATUS_ACCEPTED,
+            grant=sign(grant, self._secret),
+            island_slot=membership.members[island].slot,
+            policy_json=terms.policy_json,
+            is_resumed=is_resumed,
+            resume_step=membership.resume_step if is_resumed else 0,
+            last_inner_step=self._last_inner_step(island),
+            total_tokens=terms.total_tokens,
+            lease_s=terms.lease_s,
+        )
+        if membership.claims is not None:
+            reply.claims_json = membership.claims.of(island)
+        reply.syncers.extend(self._board.assignments())
+        return reply
+
+    def _is_resumed(self, island: str, incarnation: int) -> bool:
+        """Whether this start restores the checkpoint: this timeline has published nothing yet.
+
+        Where nobody waits for anybody others may have: there it is the island's first start.
+        """
+        if self._membership.rules.is_elastic:
+            return self._membership.is_restoring(island, incarnation)
+        return self._membership.timeline > 0 and not self._board.has_published
+
+    def _last_inner_step(self, island: str) -> int:
+        """Where the start of an island before this one was; what is durable may be a round older.
+
+        It becomes durable with every record of a round, and when an island leaves.
+        """
+        return self.inner_steps.get(island, self._membership.last_inner_step(island))
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    async def _report(self, call: IncomingCall) -> Reply:
+        request = ReportRequest.FromString(call.header)
+        if not self._is_granted(request.grant):
+            self._board.refused("", Cause.GRANT)
+            return Reply.of(ReportReply(stop=True, reason="the grant is not valid", exit_code=30))
+        grant, membership = request.grant, self._membership
+        self._insist_on_bounds(request)
+        if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
+            cause = membership.cause_against(grant.island, grant.incarnation, grant.timeline)
+            self._board.refused(grant.island, cause)
+            reason = self._fenced_text(grant)
+            return Reply.of(ReportReply(stop=True, reason=reason, exit_code=Fenced.exit_code))
+        self._leases.renewed(grant.island, loop_now())
+        self._take_word(request)
+        claims_json = self._take_positions(grant.island, request.position_json)
+        self._take_part(grant.island, request.cut)
+        reply = self._answer(grant.island, claims_json)
+        self._heals.heard(grant.island, request.heal, reply)
+        return Reply.of(reply)
+
+    def _insist_on_bounds(self, request: ReportRequest) -> None:
+        """Refuse what no island says; a message of any length is cut.
+
+        Raises:
+            FrameError: If it does.
+        """
+        island = request.grant.island
+        if request.state not in ISLAND_STATES:
+            self._board.refused(island, Cause.FRAME)
+            raise FrameError(f"a report's state is {request.state[:40]!r}")
+        if (count := len(request.checkpoint_steps)) > MOST_CHECKPOINTS:
+            self._board.refused(island, Cause.FRAME)
+            raise FrameError(f"a report of {count} checkpoints; {MOST_CHECKPOINTS} are allowed")
+        request.message = bounded_text(request.message)
+
+    def _take_word(self, request: ReportRequest) -> None:
+        """Take note of where an island stands, what it keeps, and what it promises."""
+        membership, island, inner_step = self._membership, request.grant.island, request.inner_step
+        self._board.island_says(island, request)
+        if inner_step:  # an older report may be handled later
+            reached = request.grant.incarnation, inner_step
+            self._reached[island] = max(self._reached.get(island, reached), reached)
+        self._keep(membership.reported(island))
+        self._keep(membership.keeps(island, request.checkpoint_steps, inner_step=inner_step))
+        if request.has_hold:
+            self._keep(membership.promise(island, request.hold_step))
+
+    def _take_positions(self, island: str, position_json: str) -> str:
+        """Take note of how far an island's text is drawn; returns its slots where they are news.
+
+        Raises:
+            FrameError: If it says what no island says.
+        """
+        claims = self._membership.claims
+        if claims is None or not position_json:
+            return ""
+        try:
+            revision, said = claims.read_word(position_json)
+        except ValueError as error:
+            self._board.refused(island, Cause.FRAME)
+            raise FrameError(f"a report's positions: {bounded_text(str(error))}") from error
+        self._keep(claims.told(island, said))
+        return claims.of(island) if claims.revision > revision else ""
+
+    def _take_part(self, island: str, told: CutPart) -> None:
+        """Take note of an island's part of a cut.
+
+        Raises:
+            FrameError: If it says what no island says.
+        """
+        membership = self._membership
+        self._cut_patience.heard(island, told)
+        if not told.number or told.is_being_written or membership.claims is None:
+            return
+        try:
+            text = membership.claims.read_positions(told.text_json)
+            count = len(membership.assignment.of_all(membership.plan_json))
+            if len(told.versions) not in (0, count):
+                raise ValueError(f"{len(told.versions)} versions; the plan has {count} fragments")
+        except ValueError as error:
+            self._board.refused(island, Cause.FRAME)
+            raise FrameError(f"a part of a cut: {bounded_text(str(error))}") from error
+        part = Part(told.inner_step, tuple(told.versions), text) if told.versions else None
+        if entries := membership.cuts.taken(membership.timeline, island, told.number, part):
+            has = "no part" if part is None else "its part"
+            logger.info("island %s has %s of cut %d", island, has, told.number)
+            self._keep(entries)
+
+    def _answer(self, island: str, claims_json: str) -> ReportReply:
+        """Say what an island is to know and to do."""
+        membership = self._membership
+        cut, is_last_cut = membership.cuts.asked_of(membership.timeline, island)
+        reply = ReportReply(
+            claims_json=claims_json,
+            stop=bool(membership.fatal_reason),
+            reason=membership.fatal_reason,
+            exit_code=membership.fatal_exit_code,
+            hold=membership.promises is not None,
+            has_stop_step=membership.stop_step is not None,
+            stop_step=membership.stop_step or 0,
+            cut=cut,
+            is_last_cut=is_last_cut,
+            checkpoint_steps=membership.checkpoints,
+            policy_revision=membership.settings.revision,
+            policy_json=membership.settings.policy_json,
+            drain=membership.standing(island) in (Lease.DRAINING, Lease.LEFT),
+        )
+        if self._board.is_halting and not reply.stop:
+            # Not 0: that is the end of the run, and ranks do not agree on an error of 0.
+            reply.stop, reply.exit_code = True, CoordinatorUnavailable.exit_code
+            reply.reason = _HALTING
+        return reply
+
+    def _fenced_text(self, grant: Grant) -> str:
+        """Say why a start counts no more, and what to do."""
+        membership, island = self._membership, grant.island
+        if membership.standing(island) is Lease.KICKED:
+            return membership.kicked_text(island)
+        if grant.timeline != membership.timeline:
+            return (
+                f"the run was resumed from {membership.checkpoint_name(membership.resume_step)} "
+                f"(timeline {membership.timeline}), this start belongs to timeline "
+                f"{grant.timeline}: start island {island!r} again"
+            )
+        return (
+            f"a newer start of island {island!r} has joined, and has taken the place of this "
+            f"one: one `diloco island --island {island}` a run; see whether two were started "
+            f"(diloco status shows the start at work, incarnation "
+            f"{membership.members[island].incarnation}; this one is "
+            f"{grant.incarnation}), and end the one that is not wanted"
+        )
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    async def _leave(self, call: IncomingCall) -> Reply:
+        request = LeaveRequest.FromString(call.header)
+        grant, membership = request.grant, self._membership
+        start = grant.island, grant.incarnation, grant.timeline
+        if self._is_granted(grant) and membership.is_current(*start):
+            logger.info(
+                "left, island=%s exit_code=%d: %s",
+                grant.island, request.exit_code, bounded_text(request.reason),
+            )  # fmt: skip
+            self._keep(
+                membership.left(grant.island, request.exit_code, is_stopped=request.is_stopped)
+                + membership.positions(self.inner_steps)
+            )
+            self._end_if_over()
+        else:
+            self._board.refused("", membership.cause_against(*start))
+        return Reply.of(LeaveReply())
+
+
+def _lines(message: str) -> str:
+    """Cut a refusal, line by line: it repeats what the caller has said."""
+    lines = message.split("\n")
+    shown = [bounded_text(line) for line in lines[:_MOST_LINES]]
+    if len(lines) > _MOST_LINES:
+        shown.append(f"and {len(lines) - _MOST_LINES} lines more")
+    return "\n".join(shown)

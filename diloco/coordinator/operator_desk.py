@@ -1,0 +1,134 @@
+"""What an operator asks of a run under way: decided, noted with who asked, then done.
+
+Source: protocol.md sections 8 and 10.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from diloco.config.schema import Config
+from diloco.coordinator.admission import Entries
+from diloco.coordinator.membership import Membership
+from diloco.coordinator.operations import decide
+from diloco.durable import DiskFull
+from diloco.errors import ConfigError
+from protos.control_pb2 import OperateReply, OperateRequest
+from transport.contracts import Handlers, IncomingCall, Reply
+from transport.errors import FrameError
+
+logger = logging.getLogger(__name__)
+
+#: Characters of an operator's command with its arguments.
+_MOST_COMMAND = 4096
+
+
+@dataclass(slots=True)
+class Operations:
+    """What an operator's commands need of the process around the coordinator.
+
+    Args:
+        config: In force.
+        on_config: Hears, after it became durable, what is in force from now on.
+        backup: Copies the run's state, as the arguments say; returns what it did, in words.
+    """
+
+    config: Config
+    on_config: Callable[[Config], None]
+    backup: Callable[[Mapping[str, str]], Awaitable[str]]
+
+
+class OperatorDesk:
+    """Answers the operators of one run."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        operations: Operations | None,
+        *,
+        unix_clock: Callable[[], float],
+        keep: Callable[[Entries], None],
+        obey: Callable[[Config], None],
+        halt: Callable[[], None],
+        end_if_over: Callable[[], None],
+    ) -> None:
+        """Assign only.
+
+        Args:
+            membership: Of the run.
+            operations: What commands need; None: none is taken.
+            unix_clock: By which it is noted when something was done.
+            keep: Makes what was decided durable, then true.
+            obey: Puts another configuration in force.
+            halt: Ends everything, with nothing lost.
+            end_if_over: Ends the run where what was done has ended it.
+        """
+        self._membership = membership
+        self._operations = operations
+        self._unix_clock = unix_clock
+        self._keep = keep
+        self._obey = obey
+        self._halt = halt
+        self._end_if_over = end_if_over
+
+    @property
+    def handlers(self) -> Handlers:
+        """Method name -> handler."""
+        return {"control.operate": self._operate}
+
+    async def _operate(self, call: IncomingCall) -> Reply:
+        request = OperateRequest.FromString(call.header)
+        operations, arguments = self._operations, dict(request.arguments)
+        size = len(request.command) + sum(len(k) + len(v) for k, v in arguments.items())
+        if size > _MOST_COMMAND:
+            raise FrameError(f"a command of {size} characters; {_MOST_COMMAND} are allowed")
+        if operations is None:
+            return Reply.of(OperateReply(message="this coordinator takes no commands"))
+        if request.command == "backup":
+            return Reply.of(await self._back_up(operations, call, arguments))
+        decision = decide(request.command, arguments, self._membership, operations.config)
+        if decision.entries or decision.is_halting:
+            operated = self._operated(call, request.command, arguments, decision.message)
+            try:
+                self._keep(decision.entries + operated)
+            except DiskFull:  # the journal has said so, and that is no reason to go on
+                if not decision.is_halting:
+                    raise
+        if decision.config is not None:
+            operations.config = decision.config
+            self._obey(decision.config)
+            operations.on_config(decision.config)
+        if decision.is_halting:
+            self._halt()
+        self._end_if_over()
+        return Reply.of(OperateReply(is_done=decision.is_done, message=decision.message))
+
+    async def _back_up(
+        self, operations: Operations, call: IncomingCall, arguments: dict[str, str]
+    ) -> OperateReply:
+        """Copy the state; that somebody takes it away is durable before anything is copied.
+
+        A copy that has taken the last room is still answered: made again it would find itself.
+        """
+        with_secret = "with" if arguments.get("with_secret") else "without"
+        begun = f"copying to {arguments.get('directory', '')!r}, {with_secret} the run secret"
+        self._keep(self._operated(call, "backup", arguments, begun))
+        try:
+            message, is_done = await operations.backup(arguments), True
+        except ConfigError as error:
+            message, is_done = str(error), False
+        with contextlib.suppress(DiskFull):  # the journal has said so
+            self._keep(self._operated(call, "backup", arguments, message))
+        return OperateReply(is_done=is_done, message=message)
+
+    def _operated(
+        self, call: IncomingCall, command: str, arguments: Mapping[str, str], message: str
+    ) -> Entries:
+        """Note what an operator does, and who it is: by certificate or token, else from where."""
+        by = call.peer if call.caller is None else call.caller.short
+        logger.info("operator %s: %s %s", by, command, arguments)
+        what = {"by": by, "command": command, "arguments": dict(arguments), "message": message}
+        return self._membership.settings.operated({**what, "unix_s": self._unix_clock()})
