@@ -27,6 +27,7 @@ from diloco.outer.units import merge_units
 from diloco.refusals import Cause
 from diloco.rounds.attendance import Attendance, IncarnationStore, Listeners, OrderStore
 from diloco.rounds.donations import Donations
+from diloco.rounds.hooks import Hooks
 from diloco.rounds.messages import (
     MOST_UPLOADS,
     SUBMIT_STATUS,
@@ -39,7 +40,7 @@ from diloco.rounds.orders import Orders
 from diloco.rounds.pinning import Pinning
 from diloco.rounds.room import Room
 from diloco.rounds.rules import SyncerRules
-from diloco.rounds.service import FragmentService, Hooks
+from diloco.rounds.service import FragmentService
 from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.rounds.terms import Admission, Lost, Roster, RoundKey
@@ -50,7 +51,7 @@ from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount
 from transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply
-from transport.errors import FrameError, NotYet, Overloaded
+from transport.errors import FrameError, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +297,7 @@ class Syncer:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
             reply.message = self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT)
         else:
-            _insist_on_whole(service)
+            service.insist_on_whole()
             lane = arrival_of(header)
             admission = await service.receive(lane, header.codec, call)
             reply.status = SUBMIT_STATUS[admission]
@@ -314,7 +315,7 @@ class Syncer:
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
-        _insist_on_whole(service)
+        service.insist_on_whole()
         # Before its round is open a decline does nothing: the island repeats it until the outcome.
         reason = f"declined: {request.reason}"
         service.refuse(key_of(request.key), grant.island, grant.incarnation, reason)
@@ -329,7 +330,7 @@ class Syncer:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
         if header.is_published:
             return self._ack(await service.take_published(header, call, self._attendance))
-        _insist_on_whole(service)
+        service.insist_on_whole()
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
@@ -425,7 +426,7 @@ class Syncer:
         elif service is None:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
-            _insist_on_whole(service)
+            service.insist_on_whole()
             reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
         if service is None or reply.status != wire.FETCH_STATUS_OK:
@@ -445,7 +446,7 @@ class Syncer:
             )
             return self._ack(self._refuse(request.grant, Cause.PIN, problem))
         for service in self._services.values():
-            _insist_on_whole(service)
+            service.insist_on_whole()
         island = request.grant.island
         try:
             await self._pinning.pin(island, request.checkpoint_step, versions)
@@ -553,16 +554,6 @@ class Syncer:
                 is_fenced=is_fenced,
             )
         )
-
-
-def _insist_on_whole(service: FragmentService) -> None:
-    """Have whoever calls for a fragment that is not served call again, until it is.
-
-    Raises:
-        NotYet: If it is damaged.
-    """
-    if service.damage.text:
-        raise NotYet(service.damage.text)
 
 
 def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
