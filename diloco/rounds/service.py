@@ -413,6 +413,9 @@ class FragmentService:
 
         Returns:
             What is wrong with it; empty when it was taken, or version 0 is durable already.
+
+        Raises:
+            NotYet: If a later version was found to be lost meanwhile.
         """
         grant, island = header.grant, header.grant.island
         try:
@@ -425,6 +428,7 @@ class FragmentService:
             self._hooks.meter.refusal(island, error.cause)
             return f"initial parameters refused: {error}"
         async with self._founding:
+            self.insist_on_whole()
             if self.record is not None:
                 return ""
             if self.rounds.is_fenced(island, grant.incarnation):
@@ -454,6 +458,9 @@ class FragmentService:
         )
         await self._hooks.worker.run(lambda: self._store.commit(record))
         self._initial.lanes.clear()
+        if self.damage.text:  # it was durable by then, and nobody has heard of it
+            await self._hooks.worker.run(lambda: self._store.take_back(0))
+        self.insist_on_whole()
         self._hold(record)
         self._perform(self.rounds.founded(0, 0, {}, _now()))
 
