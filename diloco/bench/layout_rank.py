@@ -18,8 +18,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diloco.bench.layouts import INNER_STEPS, Case, Collectives, case_of
 from diloco.inner.mesh import IslandMesh, make_mesh
+from diloco.launch.ending import exit_at_once
 from diloco.launch.logs import log_to
-from diloco.launch.rank import exit_at_once
 from diloco.launch.site import Channel
 
 _HOST = "127.0.0.1"

@@ -13,7 +13,7 @@ import torch
 
 from diloco.config.classes import fingerprint
 from diloco.config.schema import Config
-from diloco.data.open import Data
+from diloco.data.batches import Data
 from diloco.errors import ConfigError, FingerprintMismatch
 from diloco.sync.session import DiLoCo
 from protos.control_pb2 import Grant

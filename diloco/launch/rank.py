@@ -17,13 +17,10 @@ import argparse
 import contextlib
 import logging
 import os
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -56,6 +53,7 @@ from diloco.launch.device import (
     insist_on_precision,
     rank_device,
 )
+from diloco.launch.ending import end_with_starter, exit_at_once
 from diloco.launch.healing import open_healing
 from diloco.launch.island_checkpoints import IslandCheckpoints
 from diloco.launch.job import Job, limit_collectives, meet
@@ -78,9 +76,6 @@ from diloco.telemetry.compute import Compute
 from protos.control_pb2 import JoinReply
 
 logger = logging.getLogger(__name__)
-
-#: Exit code of a rank whose supervisor died.
-_ORPHANED = 40
 
 
 def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: Path) -> int:
@@ -427,24 +422,6 @@ class _Rank:
         self.record.evaluated(self._outer.inner_step, parameters, loss)
 
 
-def exit_at_once(code: int) -> NoReturn:
-    """End this process, whatever its threads wait for.
-
-    The destructor of a process group waits for collectives that a failed rank will never join.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _die_with_supervisor() -> None:
-    """Wait for the end of standard input, which the supervisor holds open while it lives."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(_ORPHANED)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line of one rank; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m diloco.launch.rank", description=__doc__)
@@ -462,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.supervised:
-        threading.Thread(target=_die_with_supervisor, daemon=True).start()
+        end_with_starter()
     try:
         config = load_config(options.config, island=options.island)
         job = Job.from_environment(
