@@ -14,7 +14,7 @@
         NotYet                  it has no room for the payload, and keeps a place   retryable
       TransportClosed           this end was closed by its owner                    not
 
-Whoever calls a transport sees these and nothing else; `diloco.sync.calls` maps them onward.
+Whoever calls a transport sees these and nothing else; `diloco.sync.retried_calls` maps them onward.
 """
 
 from __future__ import annotations

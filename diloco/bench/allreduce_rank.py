@@ -12,8 +12,8 @@ import torch
 
 from diloco.baseline.reduction import Reduction, all_reduce, padded_numel
 from diloco.errors import DilocoError
+from diloco.launch.ending import exit_at_once
 from diloco.launch.logs import log_to
-from diloco.launch.rank import exit_at_once
 from diloco.launch.security import Security
 from diloco.launch.site import Channel, Site, SiteOrder
 from transport.framing import DEFAULT_CHUNK_BYTES

@@ -20,8 +20,8 @@ from diloco.bench.collectives import Collectives
 from diloco.bench.layout_case import INNER_STEPS, Case
 from diloco.bench.layouts import case_of
 from diloco.inner.mesh import IslandMesh, make_mesh
+from diloco.launch.ending import exit_at_once
 from diloco.launch.logs import log_to
-from diloco.launch.rank import exit_at_once
 from diloco.launch.site import Channel
 
 _HOST = "127.0.0.1"

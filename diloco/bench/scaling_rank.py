@@ -22,8 +22,8 @@ from diloco.config.load import load_config
 from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError
 from diloco.inner.mesh import make_mesh
+from diloco.launch.ending import exit_at_once
 from diloco.launch.logs import log_to
-from diloco.launch.rank import exit_at_once
 from diloco.launch.site import Channel
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from diloco.launch.stores import read_plan, state_by_fragment
 from diloco.rounds.log import headers_in
 from diloco.rounds.record import fragment_directory
 from diloco.rounds.replay import FragmentReplay, Verdict
-from diloco.rounds.store import FragmentStore
+from diloco.rounds.stored import StoredVersions
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
     stores, newest, recomputed = [], {}, []
     if (plan := read_plan(state)) is not None:
         for p, own in sorted(state_by_fragment(state, plan).items()):
-            store = FragmentStore(own.store, plan.fragments[p], config.outer.retained_versions)
+            store = StoredVersions(own.store, plan.fragments[p])
             stores.append(store)
             if (record := store.newest()) is None:
                 continue
@@ -77,7 +77,7 @@ def _tape(state: StateDir) -> Iterator[dict[str, Any]]:
         journal.close()
 
 
-def _kept_headers(stores: Sequence[FragmentStore]) -> Iterator[dict[str, Any]]:
+def _kept_headers(stores: Sequence[StoredVersions]) -> Iterator[dict[str, Any]]:
     for store in stores:
         yield from headers_in(fragment_directory(store.store_dir, store.fragment.fragment_id))
 

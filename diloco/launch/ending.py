@@ -1,13 +1,20 @@
-"""How a process learns that it must end, so that nothing it started outlives it."""
+"""How a process learns that it must end, so that nothing it started outlives it, and ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import signal
+import sys
+import threading
 from collections.abc import Awaitable, Iterator
 from types import FrameType
+from typing import NoReturn
 
+#: Exit code of a process whose starter died.
+_ORPHANED = 40
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -118,6 +125,28 @@ async def first_of(*waits: Awaitable[object]) -> None:
     for end in ends:
         if isinstance(end, Exception):
             raise end
+
+
+def end_with_starter() -> None:
+    """End this process when standard input ends, which its starter holds open while it lives."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os._exit(_ORPHANED)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End this process, whatever its threads wait for.
+
+    The destructor of a process group waits for collectives that a failed rank will never join.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _heeded() -> list[signal.Signals]:

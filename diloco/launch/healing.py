@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from diloco.errors import PayloadRefused
 from diloco.inner.state import MOMENTS, new_moments_, optimizer_name
 from diloco.launch.checkpoint_writer import insist_on_all_ranks
+from diloco.launch.donor import Donor
 from diloco.outer.fragments import Plan
 from diloco.refusals import Cause
 from diloco.rounds.donation import Manifest, read_manifest
-from diloco.sync.groups import Groups
+from diloco.sync.connection import Connection
+from diloco.sync.groups import Groups, make_groups
 from diloco.sync.heal import HealTalk, Lane, NotHealed, Ways, fetch_lanes, find_manifest
 from diloco.sync.io_thread import IoThread
 from diloco.sync.shards import LaneShards, canonical_parameters
@@ -207,3 +209,20 @@ def unpacked(payload: Buffer, numel: int) -> dict[str, Tensor]:
     if bool((found["exp_avg_sq"] < 0).any()):
         raise PayloadRefused(Cause.CONTENT, "a lane of second moments has negative values")
     return found
+
+
+def open_healing(connection: Connection, grant: Grant, plan: Plan) -> Healing | None:
+    """Give inner optimizers to other islands from now on; open what takes one, if this one is to.
+
+    Nothing of either without a syncer.
+    """
+    config = connection.config
+    if config.outer.exchange != "syncer":
+        return None
+    talk = HealTalk(Donor(config.checkpoint_dir, grant, plan, connection.ways).give)
+    connection.report_heals(talk)
+    if not config.island.heal_optimizer:
+        return None
+    wait_s = config.island.heal_wait_s
+    groups = make_groups(None, patience_s=wait_s, collective_s=config.island.collective_timeout_s)
+    return Healing(connection.io, connection.ways, grant, plan, talk, groups, at_most_s=wait_s)

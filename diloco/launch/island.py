@@ -26,7 +26,7 @@ from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.durable import write_durably
 from diloco.errors import ConfigError, IslandFailed
-from diloco.launch.ending import Interrupted, Request, heeding_signals
+from diloco.launch.ending import Interrupted, Request, exit_at_once, heeding_signals
 from diloco.launch.host_memory import HostMemory
 from diloco.launch.hosts import FirstHost, HostLost, Message, OtherHost
 from diloco.launch.place import Place
@@ -85,7 +85,7 @@ def run_island(
 def _join_job(config: Config, coordinator_address: str, output_dir: Path) -> int:
     """Be one rank of the job that a launcher started."""
     from diloco.launch.job import Job
-    from diloco.launch.rank import exit_at_once, run_rank
+    from diloco.launch.rank import run_rank
 
     code = run_rank(
         config,

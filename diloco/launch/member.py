@@ -30,9 +30,9 @@ from diloco.inner.mesh import IslandMesh
 from diloco.inner.parallelize import parallelize
 from diloco.inner.trainer import InnerTrainer
 from diloco.launch.build import link_profile
+from diloco.launch.ending import exit_at_once
 from diloco.launch.group_site import GroupSite
 from diloco.launch.logs import log_to
-from diloco.launch.rank import exit_at_once
 from diloco.launch.security import Security
 from diloco.launch.site import Channel, Site, SiteOrder
 from transport.identity import Role

@@ -23,7 +23,7 @@ from diloco.launch.stores import read_plan, state_by_fragment
 from diloco.outer.fragments import Plan
 from diloco.rounds.pins import pin_directory, pinned_steps
 from diloco.rounds.record import RecordInvalid
-from diloco.rounds.store import FragmentStore
+from diloco.rounds.stored import StoredVersions
 from diloco.rounds.version import VersionRecord
 
 
@@ -112,7 +112,7 @@ def read_published(
     for fragment in plan.fragments:
         try:
             directory = directories[fragment.fragment_id]
-            record = FragmentStore(directory, fragment, config.outer.retained_versions).newest()
+            record = StoredVersions(directory, fragment).newest()
         except RecordInvalid as error:
             raise ConfigError(_damaged_text(state, fragment.fragment_id, at_step, error)) from error
         if record is None and at_step is None:

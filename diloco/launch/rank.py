@@ -15,22 +15,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
-import platform
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from diloco.config.classes import fingerprint
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
@@ -50,6 +44,7 @@ from diloco.inner.parallelize import parallelize
 from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.state import load_parameters_
 from diloco.inner.trainer import InnerTrainer
+from diloco.launch.beginning import find_beginning
 from diloco.launch.chaos import paced
 from diloco.launch.connect import connect
 from diloco.launch.device import (
@@ -58,36 +53,29 @@ from diloco.launch.device import (
     insist_on_precision,
     rank_device,
 )
-from diloco.launch.donor import Donor
-from diloco.launch.healing import Healing
+from diloco.launch.ending import end_with_starter, exit_at_once
+from diloco.launch.healing import open_healing
 from diloco.launch.island_checkpoints import IslandCheckpoints
 from diloco.launch.job import Job, limit_collectives, meet
 from diloco.launch.logs import log_to
 from diloco.launch.lost_rank import find_loss
+from diloco.launch.manifest import insist_on_earlier_text, write_manifest
 from diloco.launch.memory_copies import MemoryCopies
 from diloco.launch.memory_use import memory_used
 from diloco.launch.mirror import Mirror
 from diloco.launch.profile import StepProfile
 from diloco.launch.rank_memory import insist_on_host_memory
 from diloco.launch.record import RankRecord
-from diloco.launch.security import Security
 from diloco.launch.sinks import build_sinks
-from diloco.launch.status import ask_standing
-from diloco.launch.text_share import TextShare
-from diloco.launch.warm_start import WarmStart, find_warm_start
+from diloco.launch.text_share import open_text
+from diloco.launch.warm_start import WarmStart
 from diloco.sync.connection import Connection
-from diloco.sync.groups import make_groups
-from diloco.sync.heal import HealTalk
 from diloco.sync.registration import IslandState
 from diloco.sync.session import DiLoCo
 from diloco.telemetry.compute import Compute
-from protos.control_pb2 import JoinReply, StandingReply
-from transport.identity import Role
+from protos.control_pb2 import JoinReply
 
 logger = logging.getLogger(__name__)
-
-#: Exit code of a rank whose supervisor died.
-_ORPHANED = 40
 
 
 def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: Path) -> int:
@@ -166,6 +154,61 @@ class _Rank:
 
     def _enter(self, connection: Connection) -> None:
         """Meet the other ranks, join the run, and take up where this start begins."""
+        self._insist_on_launch()
+        shape = shape_of(self._config.model)
+        insist_on_names(shape, self._config.inner.optimizer)
+        insist_on_mesh(shape, self._config.island.mesh)
+        at = self._config.checkpoint.mirror
+        mirror = Mirror(at, self._config.island_id) if at else None
+        self.record.open()
+        self._device = self._meet()
+        island = self._config.island
+        mesh = make_mesh(self._device, island.mesh, is_cast=island.compute.is_cast)
+        limit_collectives(island.collective_timeout_s)
+        data = open_data(self._config)
+        # Too many held-out sequences are refused now, not after the training.
+        data.evaluation(self._config.evaluation.num_sequences)
+        warm, start_step = find_beginning(self._config, self._coordinator_address, connection.io)
+        model = self._build_model(shape, mesh, warm)
+        self._join(connection, model, data, start_step)
+        insist_on_names(shape, self._config.inner.optimizer)  # the policy may be another
+        batches = self._build_batches(mesh, data)
+        self._trainer = self._build_trainer(model, mesh, data, batches)
+        limit_collectives(island.collective_timeout_s)  # optimizers make groups, too
+        self._measure(model.shape)
+        self._checkpoints = IslandCheckpoints(
+            connection,
+            self._outer,
+            self._trainer,
+            batches,
+            memory=self._open_memory(),
+            healing=open_healing(connection, self._reply.grant, self._outer.plan),
+            mirror=mirror,
+            on_event=self.record.write,
+        )
+        self._checkpoints.take_up(warm)
+        self._text = open_text(
+            connection,
+            batches,
+            self._reply.claims_json,
+            inner_step=self._outer.inner_step,
+            on_event=self.record.write,
+        )
+        if self._is_leader:
+            write_manifest(self._output_dir, self._config, self._outer, self._reply.grant, data)
+        logger.info(
+            "training begins: %r plan=%s device=%s",
+            self._outer,
+            self._outer.plan.fingerprint(),
+            self._device,
+        )
+
+    def _insist_on_launch(self) -> None:
+        """Insist that the launcher started what the configuration asks for.
+
+        Raises:
+            ConfigError: If it did not.
+        """
         config, job = self._config, self._job
         if job.num_ranks != config.island.ranks:
             raise ConfigError(
@@ -179,13 +222,10 @@ class _Rank:
                 f"their supervisor, and another launcher has started these; start the island with "
                 f"`diloco island` and without RANK, WORLD_SIZE and MASTER_ADDR, or set it to 0"
             )
-        shape = shape_of(config.model)
-        insist_on_names(shape, config.inner.optimizer)
-        insist_on_mesh(shape, config.island.mesh)
-        self._mirror = None
-        if config.checkpoint.mirror:
-            self._mirror = Mirror(config.checkpoint.mirror, config.island_id)
-        self.record.open()
+
+    def _meet(self) -> torch.device:
+        """Choose this rank's device, insist that it can do what is asked, and meet the others."""
+        config, job = self._config, self._job
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
         device = rank_device(config.island.device, job, island=config.island_id)
@@ -194,19 +234,19 @@ class _Rank:
         insist_on_host_memory(
             config, num_local_ranks=job.num_local_ranks, is_on_cpu=device.type == "cpu"
         )
-        is_cast = config.island.compute.is_cast
         meet(
             job,
             backend_of(device),
-            is_cast=is_cast,
+            is_cast=config.island.compute.is_cast,
             num_recorded=config.telemetry.flight_recorder_entries,
         )
-        mesh = make_mesh(device, config.island.mesh, is_cast=is_cast)
-        limit_collectives(config.island.collective_timeout_s)
-        data = open_data(config)
-        # Too many held-out sequences are refused now, not after the training.
-        data.evaluation(config.evaluation.num_sequences)
-        warm, start_step = self._find_warm_start(connection)
+        return device
+
+    def _build_model(
+        self, shape: Shape, mesh: IslandMesh, warm: WarmStart | None
+    ) -> Model | Pipeline:
+        """Build this rank's part of the model; its values are a warm start's, or the seed's."""
+        config = self._config
         model = build_part(shape, mesh)
         for part in parts_of(model):
             parallelize(
@@ -219,103 +259,34 @@ class _Rank:
                 initialise_(part, config.run.seed)
         if warm is not None:
             load_parameters_(model, warm.read)
+        return model
+
+    def _join(
+        self, connection: Connection, model: Model | Pipeline, data: Data, start_step: int
+    ) -> None:
+        """Join the run, and take the coordinator's policy.
+
+        Raises:
+            FingerprintMismatch: If the text is not the run's; says what of it has changed, if this
+                island has trained here before.
+        """
         connection.on_join = self._joined
         try:
             self._outer = DiLoCo(
                 model,
-                config.outer,
+                self._config.outer,
                 transport=connection,
                 start_step=start_step,
                 data_digest=data.digest,
                 tokenizer_digest=data.tokenizer_digest,
-                overwrite_initial=bool(config.run.warm_start),
+                overwrite_initial=bool(self._config.run.warm_start),
                 on_event=self.record.write,
             )
         except FingerprintMismatch:
-            self._insist_on_earlier_text(data)
+            insist_on_earlier_text(self._output_dir, self._config, data)
             raise
         connection.progress = lambda: self.record.progress
         self._config = connection.config
-        insist_on_names(shape, self._config.inner.optimizer)  # the policy may be another
-        batches = self._build_batches(mesh, data)
-        self._trainer = self._build_trainer(model, mesh, data, batches)
-        limit_collectives(config.island.collective_timeout_s)  # optimizers make groups, too
-        self._measure(model.shape, device)
-        self._checkpoints = IslandCheckpoints(
-            connection,
-            self._outer,
-            self._trainer,
-            batches,
-            memory=self._open_memory(),
-            healing=self._open_healing(connection),
-            mirror=self._mirror,
-            on_event=self.record.write,
-        )
-        self._checkpoints.take_up(warm)
-        self._text = self._open_text(connection, batches)
-        if self._is_leader:
-            self._write_manifest(data)
-        logger.info(
-            "training begins: %r plan=%s device=%s",
-            self._outer,
-            self._outer.plan.fingerprint(),
-            device,
-        )
-
-    def _find_warm_start(self, connection: Connection) -> tuple[WarmStart | None, int]:
-        """Open the warm start, and say at which inner step the run began or will.
-
-        A run that has published anything, or was resumed, has left it behind: whoever returns needs
-        no more than that inner step, and the source may be gone.
-        """
-        config = self._config
-        if not config.run.warm_start:
-            return None, 0
-        patience_s = config.transport.unreachable_s
-        address = self._coordinator_address
-
-        def start_step() -> int | None:
-            security = Security.of(config, Role.ISLAND, config.island_id).knowing(address)
-            transport = security.transport(address, Role.COORDINATOR)
-
-            async def ask() -> StandingReply:
-                try:
-                    return await ask_standing(transport, config.island_id, patience_s=patience_s)
-                finally:
-                    await transport.close()
-
-            standing = connection.io.run(ask())
-            return standing.start_step if standing.timeline or standing.has_published else None
-
-        # The default group would give up while the leader still waits for the coordinator.
-        timeout_s = config.island.collective_timeout_s
-        groups = make_groups(None, patience_s=patience_s, collective_s=timeout_s)
-        told = groups.leader_says("could not learn where the run began", start_step)
-        if told is not None:
-            return None, told
-        warm = find_warm_start(config)
-        assert warm is not None
-        return warm, warm.start_step
-
-    def _insist_on_earlier_text(self, data: Data) -> None:
-        """Say what has changed since this island's last start, if the text has.
-
-        Raises:
-            FingerprintMismatch: Naming the source and its part, before and now.
-        """
-        try:
-            before = json.loads(self._manifest.read_text())
-            content = before["text"] if before["run"] == self._config.run.name else data.content()
-        except (OSError, ValueError, KeyError):
-            return  # it never trained here: nothing to compare with
-        try:
-            data.insist_on_content(content)
-        except ConfigError as changed:
-            raise FingerprintMismatch(str(changed)) from changed
-
-    @property
-    def _manifest(self) -> Path:
-        return self._output_dir / f"manifest-{self._config.island_id}.json"
 
     def _joined(self, reply: JoinReply) -> None:
         self._reply = reply
@@ -330,30 +301,6 @@ class _Rank:
             dp_coordinate=mesh.dp_coordinate,
             dp_size=mesh.dp_size,
         )
-
-    def _open_text(self, connection: Connection, batches: Batches) -> TextShare | None:
-        """Take up this island's slots of the text; None where it has one of its own for ever."""
-        config = self._config
-        if not self._reply.claims_json:
-            return None
-        is_by_batch = config.data.source == "stdlib"
-        batch_size = config.island.tokens_per_inner_step // config.data.sequence_length
-        text = TextShare(
-            batches,
-            groups=make_groups(
-                None,
-                patience_s=config.transport.unreachable_s,
-                collective_s=config.island.collective_timeout_s,
-            ),
-            most_untold=config.data.handover_samples // (batch_size if is_by_batch else 1),
-            draws_per_step=1 if is_by_batch else batch_size,
-            on_event=self.record.write,
-            on_due=connection.report_soon,
-            check=connection.insist_on_going_on,
-        )
-        connection.report_text(text)
-        text.take_up(self._reply.claims_json, inner_step=self._outer.inner_step)
-        return text
 
     def _build_trainer(
         self, model: Model | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
@@ -371,16 +318,15 @@ class _Rank:
             clock=time.monotonic,
         )
 
-    def _measure(self, shape: Shape, device: torch.device) -> None:
+    def _measure(self, shape: Shape) -> None:
         """Keep what says how much of its device a rank uses: work of a token, traces, memory."""
         config, job = self._config, self._job
         work = flops_per_token(shape, config.data.sequence_length)
-        self._device = device
-        self._compute = Compute(work, job.num_ranks, peak_flops(device))
+        self._compute = Compute(work, job.num_ranks, peak_flops(self._device))
         self._profile = StepProfile(
             config.telemetry.profile,
             config.profile_dir / f"{config.island_id}-{job.island_rank}",
-            device,
+            self._device,
             self.record.write,
         )
 
@@ -414,50 +360,6 @@ class _Rank:
         )
         memory.open()
         return memory
-
-    def _open_healing(self, connection: Connection) -> Healing | None:
-        """Give inner optimizers to other islands, and take one, if this one is to."""
-        config, grant, plan = self._config, self._reply.grant, self._outer.plan
-        if config.outer.exchange != "syncer":
-            return None
-        donor = Donor(config.checkpoint_dir, grant, plan, connection.ways)
-        talk = HealTalk(donor.give)
-        connection.report_heals(talk)
-        if not config.island.heal_optimizer:
-            return None
-        return Healing(
-            connection.io,
-            connection.ways,
-            grant,
-            plan,
-            talk,
-            make_groups(
-                None,
-                patience_s=config.island.heal_wait_s,
-                collective_s=config.island.collective_timeout_s,
-            ),
-            at_most_s=config.island.heal_wait_s,
-        )
-
-    def _write_manifest(self, data: Data) -> None:
-        """Write down what this start of the island trains with."""
-        manifest = {
-            "run": self._config.run.name,
-            "island": self._config.island_id,
-            "island_slot": self._outer.island_slot,
-            "incarnation": self._reply.grant.incarnation,
-            "timeline": self._reply.grant.timeline,
-            "start_step": self._outer.start_step,
-            "config_fingerprint": fingerprint(self._config),
-            "plan_fingerprint": self._outer.plan.fingerprint(),
-            "corpus_sha256": data.digest,
-            "corpus_documents": data.num_documents,
-            "text": data.content(),
-            "threads": self._config.island.threads,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        self._manifest.write_text(json.dumps(manifest, indent=2) + "\n")
 
     # -- training --------------------------------------------------------------------------------
 
@@ -520,24 +422,6 @@ class _Rank:
         self.record.evaluated(self._outer.inner_step, parameters, loss)
 
 
-def exit_at_once(code: int) -> NoReturn:
-    """End this process, whatever its threads wait for.
-
-    The destructor of a process group waits for collectives that a failed rank will never join.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _die_with_supervisor() -> None:
-    """Wait for the end of standard input, which the supervisor holds open while it lives."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(_ORPHANED)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line of one rank; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m diloco.launch.rank", description=__doc__)
@@ -555,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.supervised:
-        threading.Thread(target=_die_with_supervisor, daemon=True).start()
+        end_with_starter()
     try:
         config = load_config(options.config, island=options.island)
         job = Job.from_environment(

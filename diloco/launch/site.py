@@ -12,7 +12,6 @@ import os
 import random
 import socket
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +31,7 @@ from diloco.baseline.reduction import (
 from diloco.compression.registry import get_codec
 from diloco.launch.access import guarded
 from diloco.launch.carrier_link import carrier_link
+from diloco.launch.ending import end_with_starter
 from diloco.launch.job import Job, meet
 from diloco.launch.security import Security
 from diloco.sync.io_thread import IoThread
@@ -41,8 +41,6 @@ from transport.limits import Limits
 from transport.link import LinkProfile
 from transport.shaped import ShapedTransport
 
-#: Exit code of a member whose parent died.
-_ORPHANED = 40
 #: Of the values that are reduced.
 FLOAT_BYTES = 4
 #: Members know each other, and each sends what the others wait for.
@@ -115,14 +113,8 @@ class Channel:
     def hear(self) -> Any:
         """Read one line; from then on the end of standard input ends this process."""
         heard = json.loads(sys.stdin.buffer.readline())
-        threading.Thread(target=_die_with_parent, daemon=True).start()
+        end_with_starter()
         return heard
-
-
-def _die_with_parent() -> None:
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(_ORPHANED)
 
 
 class Site:

@@ -29,7 +29,8 @@ from typing import Any
 
 from diloco.data.batches import Batches
 from diloco.data.claims import SlotPosition
-from diloco.sync.groups import Groups
+from diloco.sync.connection import Connection
+from diloco.sync.groups import Groups, make_groups
 from diloco.telemetry.events import Event, SlotDrawn, TextUntold
 
 logger = logging.getLogger(__name__)
@@ -284,3 +285,49 @@ class TextShare:
         if claims_json and json.loads(claims_json)["revision"] > self._word.revision:
             self._news = claims_json
         self._answered.set()
+
+
+def open_text(
+    connection: Connection,
+    batches: Batches,
+    claims_json: str,
+    *,
+    inner_step: int,
+    on_event: Callable[[Event], None],
+) -> TextShare | None:
+    """Take up this island's slots of the text.
+
+    Args:
+        connection: With the run's policy.
+        batches: The island's text.
+        claims_json: Of the join's answer; empty where an island has one slot for ever.
+        inner_step: At which training begins.
+        on_event: Hears, on the leader, what was drawn.
+
+    Returns:
+        None where the island has one slot for ever.
+
+    Raises:
+        ConfigError: If the text is not what a position was written for.
+    """
+    if not claims_json:
+        return None
+    config = connection.config
+    is_by_batch = config.data.source == "stdlib"
+    batch_size = config.island.tokens_per_inner_step // config.data.sequence_length
+    text = TextShare(
+        batches,
+        groups=make_groups(
+            None,
+            patience_s=config.transport.unreachable_s,
+            collective_s=config.island.collective_timeout_s,
+        ),
+        most_untold=config.data.handover_samples // (batch_size if is_by_batch else 1),
+        draws_per_step=1 if is_by_batch else batch_size,
+        on_event=on_event,
+        on_due=connection.report_soon,
+        check=connection.insist_on_going_on,
+    )
+    connection.report_text(text)
+    text.take_up(claims_json, inner_step=inner_step)
+    return text

@@ -25,6 +25,8 @@ from diloco.errors import PayloadRefused
 from diloco.outer.fragments import Fragment
 from diloco.refusals import Cause
 from diloco.rounds.publication import LaneState
+from diloco.rounds.record import RecordInvalid
+from diloco.rounds.store import FragmentStore, Recovered
 from diloco.rounds.version import VersionRecord, record_of
 from diloco.telemetry.events import Event
 from diloco.telemetry.round_events import FragmentDamaged, FragmentRepaired
@@ -42,16 +44,32 @@ class Gift:
     header: Mapping[str, Any]
     lanes: Mapping[int, Buffer]
 
+    def write(
+        self, store: FragmentStore, newest: VersionRecord | None, *, has_second_moment: bool
+    ) -> Recovered | None:
+        """Make it durable, and read the store anew; in the worker.
+
+        Args:
+            store: Of the fragment.
+            newest: What is served of it, or was; None: nothing.
+            has_second_moment: Whether the outer optimizer has one.
+
+        Raises:
+            DiskFull: If there is no room for it.
+        """
+        before, version = newest, self.header["version"]
+        if before is not None and before.version >= version:  # one of its own number is another's
+            try:
+                before = store.load(version - 1)
+            except RecordInvalid:
+                before = None
+        store.commit(self.record(store.fragment, before, has_second_moment=has_second_moment))
+        return store.recover()
+
     def record(
         self, fragment: Fragment, before: VersionRecord | None, *, has_second_moment: bool
     ) -> VersionRecord:
-        """Make its record.
-
-        Args:
-            fragment: Whose it is.
-            before: Newest older version that can be read; None: none.
-            has_second_moment: Whether the outer optimizer has one.
-        """
+        """Make its record; `before` is the newest older version that can be read."""
 
         def moment(lane_id: int, name: str, like: Tensor) -> Tensor:
             kept = None if before is None else before.lanes[lane_id].vectors.get(name)

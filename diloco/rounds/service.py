@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from diloco.compression.lanes import lane_codec
 from diloco.durable import DiskFull
@@ -27,15 +27,16 @@ from diloco.rounds.arrivals import InitialLanes, LaneReader
 from diloco.rounds.attendance import Attendance
 from diloco.rounds.damaged import Damage
 from diloco.rounds.fetches import Fetches
+from diloco.rounds.hooks import Hooks
 from diloco.rounds.merge import Merger, Spooled, drop
 from diloco.rounds.payloads import (
     fetch_lanes,
     insist_on_codec,
 )
-from diloco.rounds.record import RecordInvalid
-from diloco.rounds.room import WAITING_FOR_DISK, Room
+from diloco.rounds.room import WAITING_FOR_DISK
+from diloco.rounds.round_telemetry import RoundTelemetry
 from diloco.rounds.rules import FragmentRules
-from diloco.rounds.spool import Spool, SpooledLane
+from diloco.rounds.spool import SpooledLane
 from diloco.rounds.state import FragmentRounds
 from diloco.rounds.store import FragmentStore, Recovered
 from diloco.rounds.terms import (
@@ -51,16 +52,8 @@ from diloco.rounds.terms import (
     Roster,
     RoundKey,
 )
-from diloco.rounds.timing import Downtime, MeasuredTiming, StepTimes
+from diloco.rounds.timing import MeasuredTiming, StepTimes
 from diloco.rounds.version import VersionRecord, founding_record
-from diloco.rounds.worker import Worker
-from diloco.telemetry.events import Event
-from diloco.telemetry.round_events import (
-    RoundClosed,
-    RoundExpired,
-    RoundOpened,
-)
-from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer, IncomingCall
 from transport.errors import NotYet
@@ -71,39 +64,6 @@ _T = TypeVar("_T")
 
 #: Seconds from one try to the next, at last, of what reads a whole fragment anew each time.
 _RECOVERS_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What a fragment's service needs of its syncer; no hook may block.
-
-    Args:
-        worker: Does the work on tensors and files.
-        spawn: Runs a piece of work beside the handlers; its failure ends the process.
-        on_record: Hears the header of every durable record, also of those found at the start.
-        on_change: Hears of every change of state.
-        on_lost: Hears that the run cannot go on.
-        on_event: Hears what happens to rounds.
-        room: Does work of the worker again while the disk is full.
-        meter: Counts what is done, for metrics.
-        spool: Keeps what arrived until its round closes.
-        num_threads: Lanes merged at once.
-        unix_clock: Wall clock in seconds, by which a later start knows how long ago a round closed.
-        downtime: What this start finds overdue.
-    """
-
-    worker: Worker
-    spawn: Callable[[Coroutine[Any, Any, None]], None]
-    on_record: Callable[[Mapping[str, Any]], None]
-    on_change: Callable[[], None]
-    on_lost: Callable[[Lost], None]
-    on_event: Callable[[Event], None]
-    room: Room
-    meter: SyncerMeter
-    spool: Spool
-    num_threads: int
-    unix_clock: Callable[[], float]
-    downtime: Downtime
 
 
 class FragmentService:
@@ -133,12 +93,13 @@ class FragmentService:
         self.rounds, self._timing = self._machine()
         self._fetches = Fetches()
         self._spool: dict[str, dict[int, SpooledLane]] = {}
+        self._telemetry = RoundTelemetry(fragment.fragment_id, hooks.meter, hooks.on_event)
         self._reader = LaneReader(fragment, hooks.spool, hooks.worker)
         self._initial = InitialLanes(fragment)
         self._founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
-        self._has_warned = self._is_in_doubt = self._is_indexed = False
+        self._is_in_doubt = self._is_indexed = False
         self._disbelieved: set[str] = set()
 
     def _machine(self) -> tuple[FragmentRounds, MeasuredTiming | None]:
@@ -313,15 +274,13 @@ class FragmentService:
         async with self._founding:
             if (gift := self.damage.gift) is None:
                 return
-            has_second = self._rules.publication.optimizer.has_second_moment
-
-            def write() -> Recovered | None:
-                before = self._older_than(gift.header["version"])
-                record = gift.record(self._fragment, before, has_second_moment=has_second)
-                self._store.commit(record)
-                return self._store.recover()
-
-            recovered = await self._with_room(write, at_most_s=_RECOVERS_S)
+            newest, optimizer = self.record, self._rules.publication.optimizer
+            recovered = await self._with_room(
+                lambda: gift.write(
+                    self._store, newest, has_second_moment=optimizer.has_second_moment
+                ),
+                at_most_s=_RECOVERS_S,
+            )
             said_by = self.damage.said_by
             lost = self.damage.lost  # a later one may have been heard of meanwhile
             lost = max(self._store.lost, lost if lost > gift.header["version"] else -1)
@@ -332,15 +291,6 @@ class FragmentService:
             self.heard_of(attendance.roster)
             self._go_on(recovered, lost, attendance, said_by)
             self._hooks.on_change()
-
-    def _older_than(self, version: int) -> VersionRecord | None:
-        """Give the newest record that leads to a version; one of its own number is another's."""
-        if self.record is None or self.record.version < version:
-            return self.record
-        try:
-            return self._store.load(version - 1)
-        except RecordInvalid:
-            return None
 
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
@@ -387,7 +337,7 @@ class FragmentService:
         """
         admission = self.rounds.admit(lane)
         if admission not in (Admission.ACCEPTED, Admission.CONFLICT):
-            self._count_refusal(lane, admission)
+            self._telemetry.refused(self.rounds, lane, admission)
             return admission
         spooled: SpooledLane | None = None
         if admission is Admission.ACCEPTED:
@@ -409,7 +359,7 @@ class FragmentService:
                 spooled.drop()
                 return Admission.NOT_OPEN
         admission, instructions = self.rounds.lane_received(lane, _now())
-        self._count_refusal(lane, admission)
+        self._telemetry.refused(self.rounds, lane, admission)
         if spooled is not None and admission is Admission.ACCEPTED:
             self._spool.setdefault(lane.island, {})[lane.lane_id] = spooled
             self._hooks.meter.received(lane.key.fragment_id, lane.island, spooled.num_bytes)
@@ -441,12 +391,6 @@ class FragmentService:
         is_founded = self.record is not None or self.damage.text
         return [] if is_founded else self._initial.bytes_of_lanes
 
-    def _count_refusal(self, lane: LaneArrival, admission: Admission) -> None:
-        if (objection := self.rounds.objection(lane)) is not None:
-            self._hooks.meter.refusal(lane.island, objection.cause)
-        elif admission is Admission.CONFLICT:
-            self._hooks.meter.refusal(lane.island, Cause.CONFLICT)
-
     def refuse(self, key: RoundKey, island: str, incarnation: int, reason: str) -> None:
         """Take an island out of the attempt: it declined, or sent what cannot be counted."""
         self._perform(self.rounds.refused(key, island, incarnation, reason, _now()))
@@ -469,6 +413,9 @@ class FragmentService:
 
         Returns:
             What is wrong with it; empty when it was taken, or version 0 is durable already.
+
+        Raises:
+            NotYet: If a later version was found to be lost meanwhile.
         """
         grant, island = header.grant, header.grant.island
         try:
@@ -481,6 +428,7 @@ class FragmentService:
             self._hooks.meter.refusal(island, error.cause)
             return f"initial parameters refused: {error}"
         async with self._founding:
+            self.insist_on_whole()
             if self.record is not None:
                 return ""
             if self.rounds.is_fenced(island, grant.incarnation):
@@ -489,6 +437,15 @@ class FragmentService:
             if self._initial.is_whole:
                 await self._found()
         return ""
+
+    def insist_on_whole(self) -> None:
+        """Have whoever calls call again until the fragment is served.
+
+        Raises:
+            NotYet: If it is damaged.
+        """
+        if self.damage.text:
+            raise NotYet(self.damage.text)
 
     async def _found(self) -> None:
         """Commit version 0: theta = published = the uploaded parameters, moments = 0."""
@@ -501,6 +458,9 @@ class FragmentService:
         )
         await self._hooks.worker.run(lambda: self._store.commit(record))
         self._initial.lanes.clear()
+        if self.damage.text:  # it was durable by then, and nobody has heard of it
+            await self._hooks.worker.run(lambda: self._store.take_back(0))
+        self.insist_on_whole()
         self._hold(record)
         self._perform(self.rounds.founded(0, 0, {}, _now()))
 
@@ -584,11 +544,7 @@ class FragmentService:
         A wait that is given up measures nothing either: who has not asked by then may be dead.
         """
         self._rules = self._next_rules
-        key = opened.key
-        event = RoundOpened(
-            key.fragment_id, key.version, key.attempt, opened.members, opened.is_flush
-        )
-        self._hooks.on_event(event)
+        self._telemetry.opened(opened)
         self._fetches.given_up()
 
     def _heed_tokens(self) -> None:
@@ -644,7 +600,10 @@ class FragmentService:
             return
         self._hold(record)
         self._heed_tokens()
-        self._tell_closed(close, record)
+        quorum = self._rules.rounds.min_contributions or len(rounds.members)
+        self._telemetry.closed(close, record, rounds, quorum, _now())
+        if quorum < len(rounds.members) and self._timing is not None:
+            self._telemetry.lacking_grace(self._timing.lacks_grace(rounds.members))
         self._fetches.begun([c.island for c in record.contributors], len(self._fragment.lanes))
         instructions = self.rounds.committed(close.key, _now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
@@ -653,47 +612,6 @@ class FragmentService:
     def _take_back(self, version: int, merger: Merger, base: VersionRecord) -> None:
         self._store.take_back(version)
         merger.restore(base)
-
-    def _tell_closed(self, close: Close, record: VersionRecord) -> None:
-        rounds, key = self.rounds, close.key
-        closed = RoundClosed(
-            key.fragment_id,
-            key.version,
-            key.attempt,
-            members=rounds.members,
-            contributors=tuple(c.island for c in record.contributors),
-            quorum=self._rules.rounds.min_contributions or len(rounds.members),
-            waited_s=rounds.closed_at - rounds.opened_at,
-            grace_s=rounds.grace_spent_s,
-            commit_s=_now() - rounds.closed_at,
-            is_solo=len(record.contributors) == 1 < len(rounds.members),
-            is_flush=close.is_flush,
-            refused=dict(close.refused),
-            rejected=dict(record.rejected),
-            merged_tokens=record.merged_tokens,
-            digest=record.digest.hex(),
-        )
-        self._hooks.meter.published(closed)
-        for island in record.rejected:
-            self._hooks.meter.refusal(island, Cause.OUTLIER)
-        self._hooks.on_event(closed)
-        if closed.quorum < len(rounds.members):
-            self._warn_of_no_grace(rounds.members)
-
-    def _warn_of_no_grace(self, members: tuple[str, ...]) -> None:
-        """Say once that rounds wait for nobody, where that is not what `outer.grace` asks for."""
-        is_speaker = self._fragment.fragment_id == 0  # it is the same with all of them
-        if self._timing is None or self._has_warned or not is_speaker:
-            return
-        if (terms := self._timing.lacks_grace(members)) is not None:
-            self._has_warned = True
-            logger.warning(
-                "outer.grace = auto comes to 0, rounds close with whoever is first: tau inner "
-                "steps of the slowest island take %.3g s, a quorum and the fetch of its version "
-                "%.3g s; give it a time: diloco set HOST:PORT outer.grace=%.1fs",
-                *terms,
-                max(0.1, terms[1]),
-            )
 
     async def _expire(self, expiry: RecordExpiry, spool: Spooled) -> None:
         at_unix_s, rounds, key = self._unix_s, self.rounds, expiry.key
@@ -710,11 +628,7 @@ class FragmentService:
         except AggregationError as error:
             logger.warning("expiry comes to nothing, key=%s: %s", key, error)
             return
-        self._hooks.meter.expired(key.fragment_id)
-        expired = RoundExpired(
-            key.fragment_id, key.version, key.attempt, members, expiry.missing, expiry.reason
-        )
-        self._hooks.on_event(expired)
+        self._telemetry.expired(expiry, members)
         self._perform(rounds.expiry_recorded(key, _now()))
 
     async def _with_room(self, work: Callable[[], _T], *, at_most_s: float = 0.0) -> _T:

@@ -34,8 +34,6 @@ from diloco.rounds.log import (
     frames_in,
     frames_of,
     headers_in,
-    keep_segment,
-    keep_without_state,
     locate_version,
     remove_torn_tail,
     segment_after,
@@ -44,26 +42,21 @@ from diloco.rounds.log import (
     set_damaged_aside,
 )
 from diloco.rounds.pins import pin_directory
-from diloco.rounds.publication import LaneState
-from diloco.rounds.rebuild import made_again, rebuild
+from diloco.rounds.rebuild import made_again
 from diloco.rounds.record import (
-    SECOND_MOMENT,
-    STATE_SECTIONS,
     RecordDraft,
     RecordInvalid,
     StoredRecord,
     fragment_directory,
-    header_path,
     insist_on_whole,
-    locate,
     record_path,
-    unpack,
     version_of,
     versions_in,
 )
+from diloco.rounds.retention import Retention
+from diloco.rounds.stored import StoredVersions
 from diloco.rounds.terms import PastRound, RoundKey
-from diloco.rounds.version import VersionRecord, record_of, sections_of
-from transport.contracts import Buffer
+from diloco.rounds.version import VersionRecord, sections_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +79,7 @@ class Recovered:
     headers: tuple[Mapping[str, Any], ...]
 
 
-class FragmentStore:
+class FragmentStore(StoredVersions):
     """Versions of one fragment in one directory; the caller holds the store's lock.
 
     `written_bytes` counts what was made durable since the store was made, headers included.
@@ -121,14 +114,10 @@ class FragmentStore:
                 that were repaired.
             num_threads: Lanes recomputed at once.
         """
-        self.store_dir = directory
-        self._directory = fragment_directory(directory, fragment.fragment_id)
-        self.fragment = fragment
-        self._is_indexed = is_indexed
+        super().__init__(directory, fragment, num_threads=num_threads)
         self.retained_versions = retained_versions
         self._snapshot_rounds = snapshot_rounds
-        self._keeps_all = keeps_all
-        self._num_threads = num_threads
+        self._retention = Retention(self._directory, is_indexed=is_indexed, keeps_all=keeps_all)
         self.written_bytes = 0
         self.lost = -1
         self.is_in_doubt = False
@@ -154,7 +143,7 @@ class FragmentStore:
         durable.sync_directory(self._directory)
         newest = self._newest_restored()
         reached = -1 if newest is None else newest.version
-        last = max(self._versions(), default=-1)
+        last = max(self.versions(), default=-1)
         # Only the last frame may be one that no fsync has reached: nothing was written after it.
         if last > reached and not damaged_path(self._directory, last + 1).exists():
             set_damaged_aside(self._directory, last)
@@ -175,7 +164,7 @@ class FragmentStore:
         """
         made: set[int] = set()
         while True:
-            for version in self._versions(newest_first=True):
+            for version in self.versions(newest_first=True):
                 try:
                     return self.load(version)
                 except RecordInvalid as damage:
@@ -204,7 +193,7 @@ class FragmentStore:
         """Give the outcomes of the rounds of retained versions, by base version."""
         past: dict[int, PastRound] = {}
         oldest = max(1, newest.version - self.retained_versions)
-        for version in (v for v in self._versions() if oldest <= v <= newest.version):
+        for version in (v for v in self.versions() if oldest <= v <= newest.version):
             header: Mapping[str, Any] = newest.header()
             if version < newest.version:
                 try:
@@ -241,7 +230,7 @@ class FragmentStore:
         No killed writer and no power loss leaves that: a record has its name when all of it is
         durable. (What they may leave at the end of a log was cut off, or set aside.)
         """
-        if (lost := max(self._versions(), default=-1)) > newest:
+        if (lost := max(self.versions(), default=-1)) > newest:
             return lost
         if segments := segments_in(self._directory):
             path = segment_path(self._directory, segments[-1])
@@ -250,32 +239,6 @@ class FragmentStore:
             if is_end and path.stat().st_size > (frames[-1].end if frames else 0):
                 return newest + 1  # at least: a damaged frame hides those behind it
         return -1
-
-    def newest(self) -> VersionRecord | None:
-        """Read the newest valid version and change nothing: safe while a syncer serves the store.
-
-        Returns:
-            None if there is no version at all.
-
-        Raises:
-            RecordInvalid: If there are versions, and none is valid.
-        """
-        invalid: dict[int, RecordInvalid] = {}
-        # Listed anew each time: a syncer may have forgotten the version in the meantime.
-        while versions := set(self._versions()) - invalid.keys():
-            try:
-                return self.load(max(versions))
-            except RecordInvalid as error:
-                logger.warning("version %d skipped, %s", max(versions), error)
-                invalid[max(versions)] = error
-        if invalid:
-            raise RecordInvalid("; ".join(str(error) for error in invalid.values()))
-        return None
-
-    def _versions(self, *, newest_first: bool = False) -> list[int]:
-        """Versions that have a record or a frame, valid or not."""
-        found = {*versions_in(self._directory), *frames_in(self._directory)}
-        return sorted(found, reverse=newest_first)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -344,7 +307,7 @@ class FragmentStore:
             self._write_whole(record)
         else:
             self._fill(draft, record)
-        self._retain(record.version)
+        self._retention.forget_before(record.version - self.retained_versions)
 
     def _write_whole(self, record: VersionRecord) -> None:
         sizes = {i: [len(lane) for lane in c] for i, c in record.contributions.items()}
@@ -359,14 +322,14 @@ class FragmentStore:
     def _write_snapshot(self, frame: StoredRecord) -> None:
         """Make a record of a frame, a lane in memory at a time."""
         version, lanes = frame.header["version"], self.fragment.lanes
-        (first,) = self._rebuilt(version, [0])
+        (first,) = self.rebuilt(version, [0])
         state = [(f"{name}/{i.lane_id}", 4 * i.numel) for name in first.vectors for i in lanes]
         made_of = [(name, section.num_bytes) for name, section in frame.sections.items()]
         path = record_path(self._directory, version)
         draft = RecordDraft(path, frame.header, state + made_of)
         try:
             for lane in lanes:
-                (values,) = self._rebuilt(version, [lane.lane_id])
+                (values,) = self.rebuilt(version, [lane.lane_id])
                 for name, vector in values.vectors.items():
                     draft.write(f"{name}/{lane.lane_id}", to_bytes(vector.view(torch.uint8)))
             for name, _ in made_of:
@@ -398,72 +361,13 @@ class FragmentStore:
         durable.rename(record_path(staged._directory, version), own)
         durable.sync_directory(self._directory)
         durable.sync_directory(staged._directory)
-        self._retain(version)
+        self._retention.forget_before(version - self.retained_versions)
 
     def forget_all_but(self, version: int) -> None:
         """Forget every record but the one of this version."""
         for other in versions_in(self._directory):
             if other != version:
-                self._forget_record(other)
-
-    def _retain(self, newest: int) -> None:
-        """Forget what no retained version needs: it was made durable, so no failure undoes that."""
-        try:
-            self._forget_before(newest - self.retained_versions)
-        except durable.DiskFull as error:
-            logger.warning("versions are forgotten later, there is no room for headers: %s", error)
-
-    def _forget_before(self, oldest: int) -> None:
-        """Forget versions before this one, but for the record that it is recomputed from."""
-        snapshots = versions_in(self._directory)
-        first = max((v for v in snapshots if v <= oldest), default=oldest)
-        if first + 1 not in frames_in(self._directory):
-            first = oldest
-        for version in snapshots:
-            if version < first and not (self._keeps_all and self._is_beginning(version)):
-                self._forget_record(version)
-        for start in segments_in(self._directory):
-            if start < first:
-                self._forget_segment(segment_path(self._directory, start), first)
-        for kept in self._directory.glob("v*.header"):
-            if self._is_indexed(version_of(kept)):
-                durable.unlink(kept)
-
-    def _is_beginning(self, version: int) -> bool:
-        """Whether a version is made of none before it: the first, and one that was repaired."""
-        if version == 0:
-            return True
-        try:
-            return "repaired" in locate(record_path(self._directory, version)).header
-        except RecordInvalid:
-            return False
-
-    def _forget_record(self, version: int) -> None:
-        path = record_path(self._directory, version)
-        try:
-            stored = locate(path)
-            self._keep_header(stored)
-            if self._keeps_all:
-                keep_without_state(self._directory, stored)
-        except RecordInvalid as error:
-            logger.warning("record forgotten without a word, %s", error)
-        durable.unlink(path)
-
-    def _forget_segment(self, path: Path, first: int) -> None:
-        frames = list(frames_of(path))
-        if not frames or frames[-1].header["version"] <= first:
-            for frame in frames:
-                self._keep_header(frame)
-            if self._keeps_all:
-                keep_segment(self._directory, path)
-            else:
-                durable.unlink(path)
-
-    def _keep_header(self, stored: StoredRecord) -> None:
-        """Keep the header of what is forgotten until it is indexed."""
-        version = stored.header["version"]
-        if not self._is_indexed(version):
-            durable.write_checked_json(header_path(self._directory, version), stored.header)
+                self._retention.forget(other)
 
     def record_expiry(
         self,
@@ -481,54 +385,6 @@ class FragmentStore:
             expired_unix_s: When it did, by the wall clock.
         """
         write_expiry(self._directory, key, missing, broken_in_a_row, expired_unix_s)
-
-    # -- reading ---------------------------------------------------------------------------------
-
-    def load(self, version: int) -> VersionRecord:
-        """Read and verify one version; a frame's state is recomputed.
-
-        Raises:
-            RecordInvalid: If it is missing, torn, damaged, or of another plan.
-        """
-        path = record_path(self._directory, version)
-        try:
-            return record_of(*unpack(path, version, self.fragment), self.fragment)
-        except RecordInvalid:
-            if (frame := frames_in(self._directory).get(version)) is None:
-                raise
-        sections = {name: frame.read(name) for name in frame.sections}
-        lanes = self._rebuilt(version, range(len(self.fragment.lanes)))
-        return record_of(frame.header, sections, self.fragment, lanes)
-
-    def load_lane(self, version: int, lane_id: int, section: str) -> tuple[str, Buffer]:
-        """Read and verify one lane of a version: one of `state_sections`, or "payload".
-
-        Returns:
-            Name of the codec that the version was published in, and the lane's bytes.
-
-        Raises:
-            RecordInvalid: If the version is missing or damaged, or has no such section.
-        """
-        stored = locate_version(self._directory, version)
-        codec, name = stored.header["payload_codec"], f"{section}/{lane_id}"
-        if name in stored.sections or section not in (*STATE_SECTIONS, SECOND_MOMENT):
-            return codec, stored.read(name)
-        (state,) = self._rebuilt(version, [lane_id])
-        return codec, to_bytes(state.vectors[section].view(torch.uint8))
-
-    def restore_lane_(self, state: LaneState, version: int, lane_id: int) -> None:
-        """Make theta and moments what they durably are at a version, after a step in place.
-
-        Raises:
-            RecordInvalid: If they cannot be read back.
-        """
-        (kept,) = self._rebuilt(version, [lane_id])
-        for name, vector in state.vectors.items():
-            if name != "published":
-                vector.copy_(kept.vectors[name])
-
-    def _rebuilt(self, version: int, lane_ids: Sequence[int]) -> tuple[LaneState, ...]:
-        return rebuild(self._directory, version, self.fragment, lane_ids, self._num_threads)
 
     # -- pins ------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from diloco.outer.units import merge_units
 from diloco.refusals import Cause
 from diloco.rounds.attendance import Attendance, IncarnationStore, Listeners, OrderStore
 from diloco.rounds.donations import Donations
+from diloco.rounds.hooks import Hooks
 from diloco.rounds.messages import (
     MOST_UPLOADS,
     SUBMIT_STATUS,
@@ -36,10 +37,10 @@ from diloco.rounds.messages import (
     outcome_message,
 )
 from diloco.rounds.orders import Orders
-from diloco.rounds.pins import forget_pins, pinned_version
+from diloco.rounds.pinning import Pinning
 from diloco.rounds.room import Room
 from diloco.rounds.rules import SyncerRules
-from diloco.rounds.service import FragmentService, Hooks
+from diloco.rounds.service import FragmentService
 from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.rounds.terms import Admission, Lost, Roster, RoundKey
@@ -50,7 +51,7 @@ from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount
 from transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply
-from transport.errors import FrameError, NotYet, Overloaded
+from transport.errors import FrameError, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,7 @@ class Syncer:
     `on_record` hears every durable record's header (also at the start), `on_change` of every
     change of state, `on_event` of what happens to rounds; none may block. `ended` is set when the
     run cannot go on: `fatal` says why, or `failure` is what broke in this process (a restart
-    recovers the durable truth). `meter` counts what was done, for metrics. `pinned_cut` is the cut
-    for which a version of every fragment is kept; 0: none since the start. What rounds do not wait
+    recovers the durable truth). `meter` counts what was done, for metrics. What rounds do not wait
     for is read and written by `beside`; None: by `worker`.
     """
 
@@ -98,11 +98,6 @@ class Syncer:
         self._epoch = syncer_epoch
         self._worker = worker
         self._on_change = on_change
-        self._stores = {store.fragment.fragment_id: store for store in stores}
-        self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
-        self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
-        self._pinning_cut = self._delayed_cut = self.pinned_cut = 0
-        self._has_warned = False
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.meter = SyncerMeter(time.perf_counter)
@@ -146,8 +141,17 @@ class Syncer:
         )
         self._steps = StepTimes()
         self._services = {
-            p: self._build_service(store, rules, hooks) for p, store in self._stores.items()
+            store.fragment.fragment_id: self._build_service(store, rules, hooks) for store in stores
         }
+        self._pinning = Pinning(
+            stores,
+            self._services,
+            self._attendance,
+            worker,
+            spawn=self._spawn,
+            on_change=on_change,
+            on_full=self._donations.let_go,
+        )
         self.fatal: wire.Fatal | None = None
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
@@ -257,74 +261,18 @@ class Syncer:
             fragment = self._plan.fragments[fragment_id]
             service.obey(rules.of_fragment(fragment, num_fragments))
 
-    def keep_checkpoints(self, steps: Sequence[int]) -> None:
-        """Take note of the run checkpoints that are complete: pins that are not needed go."""
-        heard = tuple(steps), dict(self._last_pin)
-        if heard != self._complete:  # most reports bring nothing new
-            self._complete = heard
-            self._spawn(self._forget_pins(tuple(steps)))
+    @property
+    def pinned_cut(self) -> int:
+        """The cut for which a version of every fragment is kept; 0: none since the start."""
+        return self._pinning.pinned_cut
 
     def keep_cut(self, number: int, versions: Sequence[int]) -> None:
-        """Keep the newest version of every fragment for a cut; done when `pinned_cut` says so.
+        """Keep the newest version of every fragment for a cut: see `Pinning.keep_cut`."""
+        self._pinning.keep_cut(number, versions)
 
-        Does not block, and may be repeated.
-
-        Args:
-            number: Of the cut.
-            versions: Newest that an island's part of it holds, by fragment id: none older is kept.
-        """
-        if number not in (self.pinned_cut, self._pinning_cut):
-            self._pinning_cut = number
-            self._spawn(self._keep_cut(number, dict(enumerate(versions))))
-
-    async def _keep_cut(self, number: int, least: Mapping[int, int]) -> None:
-        newest = {p: service.rounds.version for p, service in self._services.items()}
-        if damaged := [p for p, service in self._services.items() if service.damage.text]:
-            if number != self._delayed_cut:
-                logger.warning("cut %d is kept later: fragments %s are damaged", number, damaged)
-            self._delayed_cut, self._pinning_cut = number, 0  # the coordinator asks again
-            return
-        if behind := [p for p, version in newest.items() if version < least.get(p, 0)]:
-            logger.error("cut %d not kept, versions lost of fragments %s", number, behind)
-            self._pinning_cut = 0  # the coordinator sees it, and asks for less or for another one
-            return  # polls tell the islands so
-
-        def pin() -> None:
-            for p, version in newest.items():
-                store = self._stores[p]
-                pinned = pinned_version(store.store_dir, number, p)
-                if pinned is None or pinned < least.get(p, 0):
-                    store.pin(number, version)
-
-        try:
-            await self._worker.run(pin)
-        except (DiskFull, PinRefused) as error:
-            if isinstance(error, DiskFull):
-                self._donations.let_go()
-            logger.warning("cut %d is kept later: %s", number, error)
-            self._pinning_cut = 0  # the coordinator asks again
-            return
-        self.pinned_cut = number
-        self._on_change()
-
-    async def _forget_pins(self, complete: tuple[int, ...]) -> None:
-        store_dir = next(iter(self._stores.values())).store_dir
-        dropped = await self._worker.run(
-            lambda: forget_pins(
-                store_dir, complete=complete, num_unsure=self._rules.num_unsure_pins
-            )
-        )
-        if not dropped or self._has_warned:
-            return
-        self._has_warned = True
-        absent = [i for i in self._rules.islands if self._last_pin.get(i, -1) < dropped[-1]]
-        why = (
-            f"islands that did not ask for them: {', '.join(absent)}"
-            if absent
-            else "every island asked for them, and one does not report that it has its part: look "
-            "for checkpoint_failed in the islands' events"
-        )
-        logger.warning("checkpoints never complete, pins removed, steps=%s: %s", dropped, why)
+    def keep_checkpoints(self, steps: Sequence[int]) -> None:
+        """Take note of the run checkpoints that are complete: pins that are not needed go."""
+        self._pinning.keep_checkpoints(steps)
 
     async def stop(self) -> None:
         """Cancel what is under way; what is not durable is as if it had never happened."""
@@ -349,7 +297,7 @@ class Syncer:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
             reply.message = self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT)
         else:
-            _insist_on_whole(service)
+            service.insist_on_whole()
             lane = arrival_of(header)
             admission = await service.receive(lane, header.codec, call)
             reply.status = SUBMIT_STATUS[admission]
@@ -367,7 +315,7 @@ class Syncer:
             return self._ack(_NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
-        _insist_on_whole(service)
+        service.insist_on_whole()
         # Before its round is open a decline does nothing: the island repeats it until the outcome.
         reason = f"declined: {request.reason}"
         service.refuse(key_of(request.key), grant.island, grant.incarnation, reason)
@@ -382,7 +330,7 @@ class Syncer:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
         if header.is_published:
             return self._ack(await service.take_published(header, call, self._attendance))
-        _insist_on_whole(service)
+        service.insist_on_whole()
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
@@ -478,7 +426,7 @@ class Syncer:
         elif service is None:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
-            _insist_on_whole(service)
+            service.insist_on_whole()
             reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
         if service is None or reply.status != wire.FETCH_STATUS_OK:
@@ -491,27 +439,21 @@ class Syncer:
         if not await self._attendance.accept(request.grant, request.protocol_version):
             return self._ack(_NOT_CURRENT, is_fenced=True)
         versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
-        if versions.keys() != self._stores.keys():
+        if versions.keys() != self._services.keys():
             problem = (
-                f"a checkpoint holds a version of each of the {len(self._stores)} fragments, "
+                f"a checkpoint holds a version of each of the {len(self._services)} fragments, "
                 f"{len(versions)} were named: {sorted(versions)[:8]}"
             )
             return self._ack(self._refuse(request.grant, Cause.PIN, problem))
-
         for service in self._services.values():
-            _insist_on_whole(service)
-
-        def pin() -> None:
-            for fragment_id, version in versions.items():
-                self._stores[fragment_id].pin(request.checkpoint_step, version)
-
+            service.insist_on_whole()
+        island = request.grant.island
         try:
-            await self._worker.run(pin)
+            await self._pinning.pin(island, request.checkpoint_step, versions)
         except PinRefused as error:
-            logger.warning("pin refused, island=%s: %s", request.grant.island, error)
-            self.meter.refusal(request.grant.island, Cause.PIN)
+            logger.warning("pin refused, island=%s: %s", island, error)
+            self.meter.refusal(island, Cause.PIN)
             return self._ack(str(error), is_fenced=not self._attendance.is_current(request.grant))
-        self._last_pin[request.grant.island] = request.checkpoint_step
         return self._ack("")
 
     async def _heal_put(self, call: IncomingCall) -> Reply:
@@ -612,16 +554,6 @@ class Syncer:
                 is_fenced=is_fenced,
             )
         )
-
-
-def _insist_on_whole(service: FragmentService) -> None:
-    """Have whoever calls for a fragment that is not served call again, until it is.
-
-    Raises:
-        NotYet: If it is damaged.
-    """
-    if service.damage.text:
-        raise NotYet(service.damage.text)
 
 
 def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:

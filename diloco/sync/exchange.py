@@ -20,12 +20,13 @@ from torch import Tensor
 from diloco.errors import DilocoError
 from diloco.outer.fragments import Plan
 from diloco.outer.pseudo_gradient import pseudo_gradient_
-from diloco.sync.calls import Reach, SyncerCalls
+from diloco.sync.calls import SyncerCalls
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.carried import CarriedFragment, FragmentView
 from diloco.sync.contributions import ContributionRules
 from diloco.sync.entry import check_restored
 from diloco.sync.ledger import Outstanding
+from diloco.sync.retried_calls import Reach
 from diloco.sync.syncer_link import SyncerLink
 from diloco.sync.tasks import Tasks, wait_for
 from diloco.telemetry.events import Event

@@ -11,22 +11,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
-from diloco.compression.lanes import lane_codec
 from diloco.errors import AggregationError, CodecError, CoordinatorUnavailable, QuorumLost
 from diloco.outer.fragments import Fragment
 from diloco.peer_texts import bounded_text
 from diloco.rounds.allreduce import Announced, Assignment, Duty, duty
 from diloco.rounds.allreduce_messages import announced_of
 from diloco.rounds.messages import key_message, outcome_of
-from diloco.rounds.record import STATE_SECTIONS
 from diloco.rounds.terms import Outcome, OutcomeKind, RoundKey
 from diloco.rounds.worker import Worker
 from diloco.sync.peer_calls import PeerCalls
-from diloco.sync.replica import SECTIONS, ContributionMalformed, Reduced, Replica, state_digest
+from diloco.sync.peer_healing import PeerHealing
+from diloco.sync.reduction import Reduction
+from diloco.sync.replica import ContributionMalformed, Replica, state_digest
 from diloco.sync.tasks import Tasks, wait_for
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
@@ -35,10 +33,6 @@ from transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-
-#: Lanes of a fragment that are pulled at once, of those owned here and of the others.
-_LANES_IN_FLIGHT = 4
 _ASK_AGAIN_S = 0.25
 
 
@@ -93,8 +87,15 @@ class FragmentPeer:
         self._decider_id = ""
         self._reported: tuple[str, bytes] = "", b""
         self._empty_handed = ""
-        self._own_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
-        self._other_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
+        self._reduction = Reduction(
+            replica,
+            calls,
+            grant.island,
+            worker,
+            tasks,
+            held=lambda: {} if self.own is None else self.own.lanes,
+        )
+        self._healing = PeerHealing(replica, calls, worker)
 
     @property
     def fragment(self) -> Fragment:
@@ -338,7 +339,7 @@ class FragmentPeer:
         """Come to the result and stage it, unless the decider announces something else first."""
         if self._reported == (self._decider_id, assignment.id):
             return False  # as one that cannot be used
-        work = asyncio.create_task(self._reduce(assignment))
+        work = asyncio.create_task(self._reduction.stage(assignment))
         news = asyncio.create_task(self._tasks.news.wait())
         try:
             while not work.done() and self._is_wanted(assignment):
@@ -371,65 +372,6 @@ class FragmentPeer:
         wanted = self.announced.assignment
         return wanted is not None and wanted.id == assignment.id
 
-    async def _reduce(self, assignment: Assignment) -> None:
-        replica = self.replica
-        replica.begin(assignment)
-        self._tasks.notify()  # others may be waiting for lanes that are owned here
-        lanes = await _all_of(self._lane(assignment, lane.lane_id) for lane in self.fragment.lanes)
-        await self._worker.run(lambda: replica.stage(assignment, lanes))
-
-    async def _lane(self, assignment: Assignment, lane_id: int) -> Reduced:
-        owner, island, replica = assignment.owner(lane_id), self._grant.island, self.replica
-        if owner == island:
-            async with self._own_lanes:
-                payloads = await _all_of(
-                    self._contribution(assignment, c.island, c.lane_digests[lane_id], lane_id)
-                    for c in assignment.contributors
-                )
-                names = [c.island for c in assignment.contributors]
-                contributions = dict(zip(names, payloads, strict=True))
-                reduced = await self._worker.run(
-                    lambda: replica.reduce(assignment, lane_id, contributions)
-                )
-            replica.reduced[lane_id] = reduced
-            self._tasks.notify()
-            return reduced
-        async with self._other_lanes:
-            result = await self._calls.pull(
-                owner,
-                "allreduce.result",
-                wire.ResultHeader(
-                    fragment_id=self.fragment.fragment_id,
-                    lane_id=lane_id,
-                    assignment_id=assignment.id,
-                ),
-                num_bytes=replica.result_bytes(assignment, lane_id, island),
-            )
-            own: Buffer = b""
-            if (mine := assignment.contributor(island)) is not None:
-                digest = mine.lane_digests[lane_id]
-                own = await self._contribution(assignment, island, digest, lane_id)
-            return await self._worker.run(
-                lambda: replica.follow(assignment, lane_id, island, result, own)
-            )
-
-    async def _contribution(
-        self, assignment: Assignment, island: str, digest: bytes, lane_id: int
-    ) -> Buffer:
-        if island != self._grant.island:
-            return await self._calls.pull(
-                island,
-                "allreduce.contribution",
-                wire.ContributionHeader(key=key_message(assignment.key), lane_id=lane_id),
-                num_bytes=self.replica.contribution_bytes(lane_id),
-                digest=digest,
-            )
-        held = {} if self.own is None else self.own.lanes
-        payload, own_digest = held.get(lane_id, (b"", b""))
-        if own_digest != digest:
-            raise AggregationError(f"{assignment.key} counts what is not held here any more")
-        return payload
-
     async def result(self, header: wire.ResultHeader) -> Buffer | None:
         """Return the result of a lane that is owned here; waits for it, None if it takes long."""
         replica, wanted = self.replica, header.assignment_id
@@ -458,7 +400,9 @@ class FragmentPeer:
         while loop.time() - began < self._unreachable_s:
             reply = await self._calls.record(p)
             for island in sorted(self._calls.peers):
-                if island != self._grant.island and await self._is_healed_by(island, reply):
+                if island != self._grant.island and await self._healing.is_taken_from(
+                    island, reply
+                ):
                     return True
             await wait_for(self._tasks.news, _ASK_AGAIN_S)
             if self.announced != wanted:
@@ -468,47 +412,3 @@ class FragmentPeer:
             f"gave it for {self._unreachable_s:g} s. Start those islands that have it: diloco "
             f"island RUN.toml --island NAME"
         )
-
-    async def _is_healed_by(self, island: str, reply: wire.RecordReply) -> bool:
-        replica, header = self.replica, json.loads(reply.record_json or "{}")
-        if not header:
-            return False
-        sections: dict[str, Buffer] = {}
-        for lane in self.fragment.lanes:
-            codec = lane_codec(header["payload_codec"], self.fragment, lane.lane_id)
-            for name in SECTIONS if header["version"] else STATE_SECTIONS:
-                is_payload = name == "payload"
-                num_bytes = codec.wire_bytes(lane.numel) if is_payload else 4 * lane.numel
-                payload, refusal = await self._calls.pull_once(
-                    island,
-                    "allreduce.state",
-                    wire.StateHeader(
-                        fragment_id=self.fragment.fragment_id,
-                        lane_id=lane.lane_id,
-                        state_digest=reply.state_digest,
-                        section=name,
-                    ),
-                    num_bytes=num_bytes,
-                )
-                if refusal:
-                    logger.debug("not healed, island=%s: %s", island, refusal)
-                    return False
-                sections[f"{name}/{lane.lane_id}"] = payload
-        record = replica.healed(header, sections)
-        if await self._worker.run(lambda: state_digest(record)) != reply.state_digest:
-            logger.warning("state of another digest than was committed, island=%s", island)
-            return False
-        await replica.take(record, self._worker)
-        logger.info("healed, fragment=%d from=%s", self.fragment.fragment_id, island)
-        return True
-
-
-async def _all_of(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Await all, and leave none behind when one fails."""
-    tasks = [asyncio.create_task(piece) for piece in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,8 +1,8 @@
 """An island's outer loop: `OuterLoop.stepping` after every inner step sends and merges what is due.
 
 When that is due, a `Pace` says: at inner steps known beforehand, or as rounds open and versions
-come. Belongs to the training thread: collectives and parameters are touched here only. What needs
-the network is posted to the `Exchange`; what needs all ranks goes through `Agreement`.
+come; what it does to the parameters, `Merging`. Belongs to the training thread, as they do. What
+needs the network is posted to the `Exchange`; what needs all ranks goes through `Agreement`.
 
 What takes time is written as a generator that yields whatever has to be waited for, so that one
 body serves a training thread (which blocks) and a virtual clock (which awaits).
@@ -12,10 +12,10 @@ Source: protocol.md sections 3, 5, 6, 7 and 9.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,15 +32,15 @@ from diloco.sync.agreement import (
     exit_code_of,
     raise_failure,
 )
-from diloco.sync.carried import Announced, FragmentView
 from diloco.sync.exchange import Exchange
 from diloco.sync.held import published_digests
 from diloco.sync.io_thread import Waits
-from diloco.sync.ledger import FragmentLedger, Outstanding, Settled, Target, Verdict
+from diloco.sync.ledger import FragmentLedger, Verdict
+from diloco.sync.merging import Merging
 from diloco.sync.outer_state import LOOK_S, OuterState, Runner, StateKeeper
 from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
 from diloco.sync.shards import LaneShards
-from diloco.telemetry.events import Event, FragmentMerged, PhaseDone, RoundExpiredSeen
+from diloco.telemetry.events import Event, PhaseDone
 
 #: Inner steps whose median is told as the recent one.
 _RECENT_STEPS = 5
@@ -63,13 +63,12 @@ class OuterLoop:
     """The outer loop of one rank of an island.
 
     Every rank of the island makes the same calls in the same order; `starting` or `resuming` is the
-    first. `inner_step` counts completed inner steps; `overwritten_steps` those whose local effect a
-    merge replaced, `dropped_tokens` what no contribution will count, each fragment by its share of
-    the parameters; they and `blocked_s` are sums since the start. On arrival, the leader asks
-    `must_leave`, and `is_leaving` is the answer on all ranks: to finish what is outstanding, and
-    contribute no more. It asks `asked_cut`, too: `cut` is the one to take now, on all ranks, until
-    `cut_over` says that it was. No run checkpoint may be taken before `first_checkpoint_step`: an
-    island that returned holds versions until then that the others merge only there.
+    first. `inner_step` counts completed inner steps, `blocked_s` seconds that outcomes were waited
+    for since the start. On arrival, the leader asks `must_leave`, and `is_leaving` is the answer on
+    all ranks: to finish what is outstanding, and contribute no more. It asks `asked_cut`, too:
+    `cut` is the one to take now, on all ranks, until `cut_over` says that it was. No run checkpoint
+    may be taken before `first_checkpoint_step`: an island that returned holds versions until then
+    that the others merge only there.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class OuterLoop:
         self._agreement = agreement
         agreement.num_heard = lambda: exchange.num_heard
         agreement.on_heard = lambda: runner.post(exchange.coordinator_answered)
-        self._local_mix = local_mix
         self._clock = clock
         self._on_event = on_event
         self._keeper = StateKeeper(
@@ -115,6 +113,16 @@ class OuterLoop:
             start_step=start_step,
             on_event=on_event,
         )
+        self._merging = Merging(
+            plan,
+            shards,
+            exchange,
+            runner,
+            local_mix=local_mix,
+            is_carried=arrival is not None and arrival.is_carried,
+            clock=clock,
+            on_event=on_event,
+        )
         self._ledgers = [FragmentLedger(timeline, f.fragment_id) for f in plan.fragments]
         self._arrival = arrival
         self._pace: Pace = ScheduledPace(schedule) if arrival is None else ArrivalPace()
@@ -123,14 +131,9 @@ class OuterLoop:
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._stepped_at: float | None = None
         self._start_step = start_step
-        self._anchors: list[Mapping[int, Tensor]] = []
-        numel = sum(fragment.numel for fragment in plan.fragments)
-        self._shares = [fragment.numel / numel for fragment in plan.fragments]
         self.inner_step = start_step
         self.first_checkpoint_step = start_step
         self.blocked_s = 0.0
-        self.overwritten_steps = 0.0
-        self.dropped_tokens = 0.0
         self.is_leaving = False
         self.must_leave: Callable[[], bool] = lambda: False
         self.asked_cut: Callable[[], Cut] = lambda: NO_CUT
@@ -183,7 +186,18 @@ class OuterLoop:
     @property
     def left_tokens(self) -> float:
         """Tokens of this start that no version has yet, each fragment by its share."""
-        return sum(x.tokens * share for x, share in zip(self._ledgers, self._shares, strict=True))
+        shares = self._merging.shares
+        return sum(x.tokens * share for x, share in zip(self._ledgers, shares, strict=True))
+
+    @property
+    def overwritten_steps(self) -> float:
+        """Inner steps whose local effect a merge replaced, each fragment by its share."""
+        return self._merging.overwritten_steps
+
+    @property
+    def dropped_tokens(self) -> float:
+        """Tokens that no contribution will count, each fragment by its share."""
+        return self._merging.dropped_tokens
 
     @property
     def bytes_up(self) -> int:
@@ -251,7 +265,7 @@ class OuterLoop:
 
     def _take(self, state: OuterState) -> None:
         self.inner_step, self.first_checkpoint_step = state.inner_step, state.first_checkpoint_step
-        self._ledgers, self._anchors = state.ledgers, state.anchors
+        self._ledgers, self._merging.anchors = state.ledgers, state.anchors
         # Whoever starts after the end of the run makes no step: nobody would ever count it.
         self._is_over = all(ledger.is_flushed for ledger in self._ledgers)
 
@@ -283,7 +297,7 @@ class OuterLoop:
             self.inner_step,
             self.first_checkpoint_step,
             self._ledgers,
-            self._anchors,
+            self._merging.anchors,
         )
         return (yield from self._keeper.capturing(state, self.cut.number))
 
@@ -366,7 +380,7 @@ class OuterLoop:
                 standing = agreed.standings[fragment_id]
                 self._ledgers[fragment_id].attempt = standing.attempt
                 is_flush = standing.is_ending
-            self._send(self._ledgers[fragment_id], is_flush=is_flush)
+            self._merging.send(self._ledgers[fragment_id], self.inner_step, is_flush=is_flush)
         return due
 
     def _take_in(self, agreed: Agreed) -> None:
@@ -380,7 +394,7 @@ class OuterLoop:
             assert ledger.target is not None
             self._runner.post(self._exchange.aim, ledger.fragment_id, ledger.target.version)
         if (verdict := self._pace.arrived(ledger, standing)) is not None:
-            self._apply(ledger, standing, verdict, 0.0)
+            self._merging.apply(ledger, self.inner_step, standing, verdict, 0.0)
 
     def finishing(self) -> Waits[None]:
         """Merge what is outstanding, then flush: nobody's last steps are lost; then look at it.
@@ -396,8 +410,7 @@ class OuterLoop:
             if not self.is_leaving:
                 for ledger in self._ledgers:
                     if ledger.local_steps:  # it was flushed before others took one
-                        p = ledger.fragment_id
-                        self._shards.distribute(p, self._anchors[p], 0.0)
+                        self._merging.restore(ledger.fragment_id)
                 self.digests = self._hash_published()
             return
         for ledger in self._ledgers:
@@ -414,12 +427,12 @@ class OuterLoop:
         waiting = []
         for ledger in self._ledgers:
             if ledger.is_flushed:  # before this island returned
-                self._shards.distribute(ledger.fragment_id, self._anchors[ledger.fragment_id], 0.0)
+                self._merging.restore(ledger.fragment_id)
             else:
                 waiting.append(ledger)
         while waiting:
             for ledger in waiting:
-                self._send(ledger, is_flush=True)
+                self._merging.send(ledger, self.inner_step, is_flush=True)
             for ledger in waiting:
                 yield from self._settle(ledger, None)
             # An expired attempt is tried again; three in a row end the run by the syncer's word.
@@ -442,36 +455,9 @@ class OuterLoop:
         views = [self._exchange.view(fragment.fragment_id) for fragment in self._plan.fragments]
         return published_digests(self._plan, self._shards, self._agreement, views, self.versions)
 
-    @contextlib.contextmanager
-    def global_parameters(self) -> Iterator[None]:
+    def global_parameters(self) -> AbstractContextManager[None]:
         """Put the published values that this island last merged in place; restore afterwards."""
-        local = [self._shards.collect(f.fragment_id) for f in self._plan.fragments]
-        for fragment, anchor in zip(self._plan.fragments, self._anchors, strict=True):
-            self._shards.distribute(fragment.fragment_id, anchor, 0.0)
-        try:
-            yield
-        finally:
-            for fragment, lanes in zip(self._plan.fragments, local, strict=True):
-                self._shards.distribute(fragment.fragment_id, lanes, 0.0)
-                self._shards.reuse(lanes)
-
-    def _merge_step(self, sent: Outstanding) -> int:
-        return self._schedule.merge_step(sent.sent_at_inner_step)
-
-    def _send(self, ledger: FragmentLedger, *, is_flush: bool) -> None:
-        """Post a fragment's local values, or that there is nothing to tell of them."""
-        p = ledger.fragment_id
-        sent = ledger.send(self.inner_step, is_flush=is_flush)
-        if sent.weight_tokens == 0 and not is_flush:
-            declined = "no tokens were counted since the last merge"
-            self._runner.post(self._exchange.decline, sent, declined)
-        else:
-            began = self._clock()
-            local = self._shards.collect(p)
-            gathered_s = self._clock() - began
-            self._on_event(PhaseDone("gather", p, sent.key.version, -1, gathered_s))
-            self._runner.post(self._exchange.send, sent, local)
-            self._runner.post(self._shards.reuse, local)
+        return self._merging.global_parameters()
 
     def _settle(self, ledger: FragmentLedger, agreed: Agreed | None) -> Waits[None]:
         """Wait until the island agrees on the outcome of what is outstanding, and apply it."""
@@ -493,64 +479,7 @@ class OuterLoop:
         self.blocked_s += blocked_s
         self._on_event(PhaseDone("wait", ledger.fragment_id, sent.key.version, -1, blocked_s))
         assert standing.verdict is not None
-        self._apply(ledger, standing, standing.verdict, blocked_s)
-
-    def _apply(
-        self, ledger: FragmentLedger, standing: Standing, verdict: Verdict, blocked_s: float
-    ) -> None:
-        p, sent = ledger.fragment_id, ledger.outstanding
-        target = ledger.target or Target(ledger.version + 1, is_flush=bool(sent and sent.is_flush))
-        local_mix = 0.0 if target.is_flush else self._local_mix
-        if verdict is Verdict.EXPIRED:
-            assert sent is not None
-            ledger.settle(verdict, attempt=standing.attempt, local_mix=local_mix)
-            self._runner.post(self._settled, p, False, False)
-            key = sent.key
-            event = RoundExpiredSeen(self.inner_step, p, key.version, key.attempt, blocked_s)
-            self._on_event(event)
-            return
-        view = self._exchange.view(p)
-        is_carried = self._carry_over(ledger, verdict, target, local_mix)
-        settled = ledger.settle(
-            verdict,
-            attempt=standing.attempt,
-            local_mix=local_mix,
-            merged=target,
-            is_carried=is_carried,
-        )
-        self.overwritten_steps += settled.overwritten_steps * self._shares[p]
-        self.dropped_tokens += settled.dropped_tokens * self._shares[p]
-        staged = self._exchange.staged(p)
-        began = self._clock()
-        with record_function("diloco/merge"):
-            self._shards.distribute(p, staged, local_mix)
-        merged_s = self._clock() - began
-        self._anchors[p] = staged
-        self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
-        self._on_event(PhaseDone("merge", p, ledger.version - 1, -1, merged_s))
-        self._on_event(
-            _merged_event(self.inner_step, ledger, verdict, sent, blocked_s, settled, view)
-        )
-
-    def _carry_over(
-        self, ledger: FragmentLedger, verdict: Verdict, target: Target, local_mix: float
-    ) -> bool:
-        """Keep work that no version counts for the next contribution, where that is the policy."""
-        if self._arrival is None or not self._arrival.is_carried or target.is_flush:
-            return False
-        p = ledger.fragment_id
-        if verdict is Verdict.NOT_INCLUDED:
-            self._runner.post(self._exchange.miss, p, None, local_mix)
-        elif verdict is Verdict.ABSENT and ledger.steps:
-            local = self._shards.collect(p)
-            self._runner.post(self._exchange.miss, p, local, local_mix)
-            self._runner.post(self._shards.reuse, local)
-        else:
-            return False
-        return True
-
-    def _settled(self, fragment_id: int, is_merged: bool, is_included: bool) -> None:
-        self._exchange.settle(fragment_id, is_merged=is_merged, is_included=is_included)
+        self._merging.apply(ledger, self.inner_step, standing, standing.verdict, blocked_s)
 
     @property
     def _exit_code(self) -> int:
@@ -571,29 +500,3 @@ class OuterLoop:
             verdict = view.verdict if is_current else None
             standings.append(Standing(view.staged_version, verdict, view.attempt))
         return standings
-
-
-def _merged_event(
-    inner_step: int,
-    ledger: FragmentLedger,
-    verdict: Verdict,
-    sent: Outstanding | None,
-    blocked_s: float,
-    settled: Settled,
-    view: FragmentView,
-) -> FragmentMerged:
-    """Tell of a merge; `view` is from before it."""
-    merged = view.staging or Announced(Target(ledger.version))
-    return FragmentMerged(
-        inner_step,
-        ledger.fragment_id,
-        ledger.version,
-        verdict.value,
-        0 if sent is None else inner_step - sent.sent_at_inner_step,
-        blocked_s,
-        merged.digest,
-        merged.contributors,
-        ledger.is_flushed,
-        settled.dropped_tokens,
-        settled.overwritten_steps,
-    )

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from diloco.errors import CoordinatorUnavailable
 from diloco.peer_texts import bounded_text
-from diloco.sync.calls import SLOWEST_BPS
+from diloco.sync.retried_calls import SLOWEST_BPS
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
 from protos.control_pb2 import Grant

@@ -25,9 +25,9 @@ from diloco.data.open import open_data
 from diloco.errors import DilocoError
 from diloco.inner.mesh import make_mesh
 from diloco.launch.device import backend_of, rank_device
+from diloco.launch.ending import exit_at_once
 from diloco.launch.job import Job
 from diloco.launch.logs import log_to
-from diloco.launch.rank import exit_at_once
 from diloco.launch.site import Channel
 
 logger = logging.getLogger(__name__)

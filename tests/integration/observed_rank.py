@@ -9,8 +9,9 @@ from typing import Any
 from safetensors.torch import save_file
 
 from diloco.inner.state import moments
+from diloco.launch.ending import exit_at_once
 from diloco.launch.healing import Healing
-from diloco.launch.rank import exit_at_once, main
+from diloco.launch.rank import main
 from diloco.rounds.donation import Manifest
 
 _take = Healing.take_

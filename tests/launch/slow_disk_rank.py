@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.launch import checkpoint_writer, rank
+from diloco.launch.ending import exit_at_once
 from tests.waiting import wait_until
 from transport.contracts import Buffer
 
@@ -35,4 +36,4 @@ def main(step: int, go_on: Path, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    rank.exit_at_once(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
+    exit_at_once(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

@@ -17,6 +17,7 @@ from diloco.launch.state_dir import StateDir
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.rounds.pins import pin_directory
 from diloco.rounds.store import FragmentStore
+from diloco.rounds.stored import StoredVersions
 from tests.launch.stored_run import plan_of, random_parameters, record_of, store_run, tiny_run
 
 
@@ -118,15 +119,16 @@ def test_a_version_forgotten_while_it_was_sought_is_no_damage(
     parameters = parameters_of(run_file)
     state = store_run(run_file, parameters, versions=(3, 2))
     fragment = plan_of(load_config(run_file), parameters).fragments[0]
-    load = FragmentStore.load
+    load = StoredVersions.load
 
-    def load_late(store: FragmentStore, version: int) -> object:
+    def load_late(store: StoredVersions, version: int) -> object:
         """The syncer publishes and forgets between the listing and the reading."""
-        monkeypatch.setattr(FragmentStore, "load", load)
-        store.commit(record_of(fragment, 8, parameters))
+        monkeypatch.setattr(StoredVersions, "load", load)
+        served = FragmentStore(store.store_dir, fragment, 1)
+        served.commit(record_of(fragment, 8, parameters))
         return store.load(version)
 
-    monkeypatch.setattr(FragmentStore, "load", load_late)
+    monkeypatch.setattr(StoredVersions, "load", load_late)
 
     assert read_published(state).fragments[0].version == 8
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from diloco.config.load import load_config
 from diloco.data.corpus import TextCorpus
 from diloco.errors import DilocoError, IslandFailed, RunStopped
+from diloco.launch.beginning import find_beginning
 from diloco.launch.connect import connect
 from diloco.launch.job import Job
 from diloco.launch.rank import _Rank, run_rank
@@ -59,11 +60,10 @@ def test_more_held_out_sequences_than_there_are_is_refused_before_joining(tmp_pa
 def ask_where_the_run_began(island_rank: int, run_file: str) -> tuple[str, int, str]:
     overrides = ["run.warm_start=./export", "transport.unreachable=5s"]
     config = load_config(run_file, overrides, island="east")
-    rank = _Rank(config, Job(island_rank, 2, ""), NOBODY, Path(run_file).parent)
     # Shorter than the leader's patience, as it is where transport.unreachable is 600 s.
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     with connect(config, NOBODY) as connection, pytest.raises(DilocoError) as failure:
-        rank._find_warm_start(connection)
+        find_beginning(config, NOBODY, connection.io)
     return type(failure.value).__name__, failure.value.exit_code, str(failure.value)
 
 
@@ -96,10 +96,11 @@ def test_a_warm_start_under_certificates_is_told_where_the_run_began(
         assert call.caller == EAST
         return Reply(told.SerializeToString())
 
-    with serving({"control.standing": standing}, pki.tls(COORDINATOR)) as address:
-        rank = _Rank(config, Job(0, 1, ""), address, tmp_path)
-        with connect(config, address) as connection:
-            found = rank._find_warm_start(connection)
+    with (
+        serving({"control.standing": standing}, pki.tls(COORDINATOR)) as address,
+        connect(config, address) as connection,
+    ):
+        found = find_beginning(config, address, connection.io)
 
     assert found == (None, start_step)
 

@@ -251,6 +251,34 @@ def test_initial_lanes_on_their_way_when_their_start_is_fenced_are_dropped(
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize(
+    "heard_s", [pytest.param(1.0, id="while-read"), pytest.param(3.5, id="while-committed")]
+)
+def test_nothing_is_founded_once_a_later_version_is_known_to_be_lost(
+    setting: Setting, heard_s: float
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        run.worker = SlowWorker(1.0, 1.0)
+        await run.start_syncer()
+        a, b = RawIsland(run, "a"), RawIsland(run, "b")
+        await asyncio.gather(a.poll(), b.poll())
+        await a.upload_lane(1)
+        upload = asyncio.create_task(a.upload_lane(0))  # is read for 2 s, committed for 2 s
+        await asyncio.sleep(heard_s)
+
+        await b.poll(known=[wire.FragmentState(is_founded=True, version=1)])
+
+        await asyncio.sleep(5.0)
+        assert "its version 1 was published" in run.syncer.damage(0)
+        assert not upload.done(), "it is told to call again"
+        assert run.records == []
+        assert records_of(setting).newest() is None
+        upload.cancel()
+
+    run_virtual(scenario())
+
+
 def test_nobody_founds_an_empty_store_of_a_later_timeline(setting: Setting) -> None:
     async def scenario() -> None:
         run = VirtualRun(setting)

@@ -345,7 +345,7 @@ def merge_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
         seen["blocked"] = rank.session.blocked_s > 1.4
         seen["norm moved"] = not torch.equal(before, rank.norm)
         seen["whole"] = rank.whole()
-        seen["anchor"] = {i: lane.clone() for i, lane in rank.session._anchors[0].items()}
+        seen["anchor"] = {i: lane.clone() for i, lane in rank.session._merging.anchors[0].items()}
         return seen
 
 

@@ -1,0 +1,97 @@
+"""What is told of one fragment's rounds: events, metrics, a warning where somebody should act."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from diloco.refusals import Cause
+from diloco.rounds.state import FragmentRounds
+from diloco.rounds.terms import Admission, Close, LaneArrival, Opened, RecordExpiry
+from diloco.rounds.version import VersionRecord
+from diloco.telemetry.events import Event
+from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
+from diloco.telemetry.syncer_meter import SyncerMeter
+
+logger = logging.getLogger(__name__)
+
+
+class RoundTelemetry:
+    """Tells of the rounds of one fragment; nothing is decided here."""
+
+    def __init__(
+        self, fragment_id: int, meter: SyncerMeter, on_event: Callable[[Event], None]
+    ) -> None:
+        """Assign only."""
+        self._fragment_id = fragment_id
+        self._meter = meter
+        self._on_event = on_event
+        self._has_warned = False
+
+    def opened(self, opened: Opened) -> None:
+        """Tell that an attempt is open."""
+        key = opened.key
+        self._on_event(
+            RoundOpened(key.fragment_id, key.version, key.attempt, opened.members, opened.is_flush)
+        )
+
+    def refused(self, rounds: FragmentRounds, lane: LaneArrival, admission: Admission) -> None:
+        """Count a lane that is refused for what it says, if it is."""
+        if (objection := rounds.objection(lane)) is not None:
+            self._meter.refusal(lane.island, objection.cause)
+        elif admission is Admission.CONFLICT:
+            self._meter.refusal(lane.island, Cause.CONFLICT)
+
+    def closed(
+        self, close: Close, record: VersionRecord, rounds: FragmentRounds, quorum: int, now: float
+    ) -> None:
+        """Tell of a version that is durable by `now`; `rounds` stand where they closed."""
+        key = close.key
+        closed = RoundClosed(
+            key.fragment_id,
+            key.version,
+            key.attempt,
+            members=rounds.members,
+            contributors=tuple(c.island for c in record.contributors),
+            quorum=quorum,
+            waited_s=rounds.closed_at - rounds.opened_at,
+            grace_s=rounds.grace_spent_s,
+            commit_s=now - rounds.closed_at,
+            is_solo=len(record.contributors) == 1 < len(rounds.members),
+            is_flush=close.is_flush,
+            refused=dict(close.refused),
+            rejected=dict(record.rejected),
+            merged_tokens=record.merged_tokens,
+            digest=record.digest.hex(),
+        )
+        self._meter.published(closed)
+        for island in record.rejected:
+            self._meter.refusal(island, Cause.OUTLIER)
+        self._on_event(closed)
+
+    def lacking_grace(self, terms: tuple[float, float] | None) -> None:
+        """Say once that rounds wait for nobody, where that is not what `outer.grace` asks for.
+
+        `terms` are those of `MeasuredTiming.lacks_grace`; None: they do wait.
+        """
+        is_speaker = self._fragment_id == 0  # it is the same with all of them
+        if terms is None or self._has_warned or not is_speaker:
+            return
+        self._has_warned = True
+        logger.warning(
+            "outer.grace = auto comes to 0, rounds close with whoever is first: tau inner "
+            "steps of the slowest island take %.3g s, a quorum and the fetch of its version "
+            "%.3g s; give it a time: diloco set HOST:PORT outer.grace=%.1fs",
+            *terms,
+            max(0.1, terms[1]),
+        )
+
+    def expired(self, expiry: RecordExpiry, members: tuple[str, ...]) -> None:
+        """Tell that an attempt has expired, durably."""
+        key = expiry.key
+        self._meter.expired(key.fragment_id)
+        self._on_event(
+            RoundExpired(
+                key.fragment_id, key.version, key.attempt, members, expiry.missing, expiry.reason
+            )
+        )

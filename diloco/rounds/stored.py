@@ -1,0 +1,124 @@
+"""Versions of one fragment as they are stored, read and verified.
+
+Source: protocol.md section 4 (commit point).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from diloco.compression.base import to_bytes
+from diloco.outer.fragments import Fragment
+from diloco.rounds.log import frames_in, locate_version
+from diloco.rounds.publication import LaneState
+from diloco.rounds.rebuild import rebuild
+from diloco.rounds.record import (
+    SECOND_MOMENT,
+    STATE_SECTIONS,
+    RecordInvalid,
+    fragment_directory,
+    record_path,
+    unpack,
+    versions_in,
+)
+from diloco.rounds.version import VersionRecord, record_of
+from transport.contracts import Buffer
+
+logger = logging.getLogger(__name__)
+
+
+class StoredVersions:
+    """Versions of one fragment in one directory.
+
+    Nothing here changes anything, so it is safe while a syncer serves the store.
+    """
+
+    def __init__(self, directory: Path, fragment: Fragment, *, num_threads: int = 1) -> None:
+        """Assign only.
+
+        Args:
+            directory: The store, or a pin of it; the fragment has a directory in it.
+            fragment: Of the run's plan.
+            num_threads: Lanes recomputed at once.
+        """
+        self.store_dir = directory
+        self.fragment = fragment
+        self._directory = fragment_directory(directory, fragment.fragment_id)
+        self._num_threads = num_threads
+
+    def newest(self) -> VersionRecord | None:
+        """Read the newest valid version and change nothing: safe while a syncer serves the store.
+
+        Returns:
+            None if there is no version at all.
+
+        Raises:
+            RecordInvalid: If there are versions, and none is valid.
+        """
+        invalid: dict[int, RecordInvalid] = {}
+        # Listed anew each time: a syncer may have forgotten the version in the meantime.
+        while versions := set(self.versions()) - invalid.keys():
+            try:
+                return self.load(max(versions))
+            except RecordInvalid as error:
+                logger.warning("version %d skipped, %s", max(versions), error)
+                invalid[max(versions)] = error
+        if invalid:
+            raise RecordInvalid("; ".join(str(error) for error in invalid.values()))
+        return None
+
+    def versions(self, *, newest_first: bool = False) -> list[int]:
+        """Versions that have a record or a frame, valid or not."""
+        found = {*versions_in(self._directory), *frames_in(self._directory)}
+        return sorted(found, reverse=newest_first)
+
+    def load(self, version: int) -> VersionRecord:
+        """Read and verify one version; a frame's state is recomputed.
+
+        Raises:
+            RecordInvalid: If it is missing, torn, damaged, or of another plan.
+        """
+        path = record_path(self._directory, version)
+        try:
+            return record_of(*unpack(path, version, self.fragment), self.fragment)
+        except RecordInvalid:
+            if (frame := frames_in(self._directory).get(version)) is None:
+                raise
+        sections = {name: frame.read(name) for name in frame.sections}
+        lanes = self.rebuilt(version, range(len(self.fragment.lanes)))
+        return record_of(frame.header, sections, self.fragment, lanes)
+
+    def load_lane(self, version: int, lane_id: int, section: str) -> tuple[str, Buffer]:
+        """Read and verify one lane of a version: one of `state_sections`, or "payload".
+
+        Returns:
+            Name of the codec that the version was published in, and the lane's bytes.
+
+        Raises:
+            RecordInvalid: If the version is missing or damaged, or has no such section.
+        """
+        stored = locate_version(self._directory, version)
+        codec, name = stored.header["payload_codec"], f"{section}/{lane_id}"
+        if name in stored.sections or section not in (*STATE_SECTIONS, SECOND_MOMENT):
+            return codec, stored.read(name)
+        (state,) = self.rebuilt(version, [lane_id])
+        return codec, to_bytes(state.vectors[section].view(torch.uint8))
+
+    def restore_lane_(self, state: LaneState, version: int, lane_id: int) -> None:
+        """Make theta and moments what they durably are at a version, after a step in place.
+
+        Raises:
+            RecordInvalid: If they cannot be read back.
+        """
+        (kept,) = self.rebuilt(version, [lane_id])
+        for name, vector in state.vectors.items():
+            if name != "published":
+                vector.copy_(kept.vectors[name])
+
+    def rebuilt(self, version: int, lane_ids: Sequence[int]) -> tuple[LaneState, ...]:
+        """Compute lanes of a version from the record before it: see `rebuild`."""
+        return rebuild(self._directory, version, self.fragment, lane_ids, self._num_threads)

@@ -1,0 +1,187 @@
+"""What one rank does to the parameters: sends their local values, merges published ones into them.
+
+Belongs to the training thread, like the outer loop, which says when. What needs the network is
+posted to the `Exchange`.
+
+Source: protocol.md sections 3 and 6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from diloco.outer.fragments import Plan
+from diloco.sync.agreement import Standing
+from diloco.sync.carried import Announced, FragmentView
+from diloco.sync.exchange import Exchange
+from diloco.sync.ledger import FragmentLedger, Outstanding, Settled, Target, Verdict
+from diloco.sync.outer_state import Runner
+from diloco.sync.shards import LaneShards
+from diloco.telemetry.events import Event, FragmentMerged, PhaseDone, RoundExpiredSeen
+
+
+class Merging:
+    """One rank's fragments against what is published of them.
+
+    `anchors` are the published lanes that were last merged, by fragment; whoever enters the run
+    sets them. `shares` are the fragments' parts of the parameters: `overwritten_steps` and
+    `dropped_tokens`, sums since the start, count each fragment by its own.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        shards: LaneShards,
+        exchange: Exchange,
+        runner: Runner,
+        *,
+        local_mix: float,
+        is_carried: bool,
+        clock: Callable[[], float],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Assign only; `is_carried`: work that no version counts joins the next contribution."""
+        self._plan = plan
+        self._shards = shards
+        self._exchange = exchange
+        self._runner = runner
+        self._local_mix = local_mix
+        self._is_carried = is_carried
+        self._clock = clock
+        self._on_event = on_event
+        numel = sum(fragment.numel for fragment in plan.fragments)
+        self.shares = [fragment.numel / numel for fragment in plan.fragments]
+        self.anchors: list[Mapping[int, Tensor]] = []
+        self.overwritten_steps = 0.0
+        self.dropped_tokens = 0.0
+
+    def restore(self, fragment_id: int) -> None:
+        """Write the published values of a fragment that were last merged over the local ones."""
+        self._shards.distribute(fragment_id, self.anchors[fragment_id], 0.0)
+
+    @contextlib.contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Put the published values that this island last merged in place; restore afterwards."""
+        local = [self._shards.collect(f.fragment_id) for f in self._plan.fragments]
+        for fragment in self._plan.fragments:
+            self.restore(fragment.fragment_id)
+        try:
+            yield
+        finally:
+            for fragment, lanes in zip(self._plan.fragments, local, strict=True):
+                self._shards.distribute(fragment.fragment_id, lanes, 0.0)
+                self._shards.reuse(lanes)
+
+    def send(self, ledger: FragmentLedger, inner_step: int, *, is_flush: bool) -> None:
+        """Post a fragment's local values, or that there is nothing to tell of them."""
+        p = ledger.fragment_id
+        sent = ledger.send(inner_step, is_flush=is_flush)
+        if sent.weight_tokens == 0 and not is_flush:
+            declined = "no tokens were counted since the last merge"
+            self._runner.post(self._exchange.decline, sent, declined)
+        else:
+            began = self._clock()
+            local = self._shards.collect(p)
+            gathered_s = self._clock() - began
+            self._on_event(PhaseDone("gather", p, sent.key.version, -1, gathered_s))
+            self._runner.post(self._exchange.send, sent, local)
+            self._runner.post(self._shards.reuse, local)
+
+    def apply(
+        self,
+        ledger: FragmentLedger,
+        inner_step: int,
+        standing: Standing,
+        verdict: Verdict,
+        blocked_s: float,
+    ) -> None:
+        """Do what the ranks agree on: merge the staged version, or take note of an expiry.
+
+        Args:
+            ledger: Of the fragment.
+            inner_step: Completed inner steps.
+            standing: What the ranks have agreed on.
+            verdict: Of what is outstanding; ABSENT: nothing is.
+            blocked_s: Seconds that training waited for it.
+        """
+        p, sent = ledger.fragment_id, ledger.outstanding
+        target = ledger.target or Target(ledger.version + 1, is_flush=bool(sent and sent.is_flush))
+        local_mix = 0.0 if target.is_flush else self._local_mix
+        if verdict is Verdict.EXPIRED:
+            assert sent is not None
+            ledger.settle(verdict, attempt=standing.attempt, local_mix=local_mix)
+            self._runner.post(self._settled, p, False, False)
+            key = sent.key
+            event = RoundExpiredSeen(inner_step, p, key.version, key.attempt, blocked_s)
+            self._on_event(event)
+            return
+        view = self._exchange.view(p)
+        is_carried = self._carry_over(ledger, verdict, target, local_mix)
+        settled = ledger.settle(
+            verdict,
+            attempt=standing.attempt,
+            local_mix=local_mix,
+            merged=target,
+            is_carried=is_carried,
+        )
+        self.overwritten_steps += settled.overwritten_steps * self.shares[p]
+        self.dropped_tokens += settled.dropped_tokens * self.shares[p]
+        staged = self._exchange.staged(p)
+        began = self._clock()
+        with record_function("diloco/merge"):
+            self._shards.distribute(p, staged, local_mix)
+        merged_s = self._clock() - began
+        self.anchors[p] = staged
+        self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
+        self._on_event(PhaseDone("merge", p, ledger.version - 1, -1, merged_s))
+        self._on_event(_merged_event(inner_step, ledger, verdict, sent, blocked_s, settled, view))
+
+    def _carry_over(
+        self, ledger: FragmentLedger, verdict: Verdict, target: Target, local_mix: float
+    ) -> bool:
+        """Keep work that no version counts for the next contribution, where that is the policy."""
+        if not self._is_carried or target.is_flush:
+            return False
+        p = ledger.fragment_id
+        if verdict is Verdict.NOT_INCLUDED:
+            self._runner.post(self._exchange.miss, p, None, local_mix)
+        elif verdict is Verdict.ABSENT and ledger.steps:
+            local = self._shards.collect(p)
+            self._runner.post(self._exchange.miss, p, local, local_mix)
+            self._runner.post(self._shards.reuse, local)
+        else:
+            return False
+        return True
+
+    def _settled(self, fragment_id: int, is_merged: bool, is_included: bool) -> None:
+        self._exchange.settle(fragment_id, is_merged=is_merged, is_included=is_included)
+
+
+def _merged_event(
+    inner_step: int,
+    ledger: FragmentLedger,
+    verdict: Verdict,
+    sent: Outstanding | None,
+    blocked_s: float,
+    settled: Settled,
+    view: FragmentView,
+) -> FragmentMerged:
+    """Tell of a merge; `view` is from before it."""
+    merged = view.staging or Announced(Target(ledger.version))
+    return FragmentMerged(
+        inner_step,
+        ledger.fragment_id,
+        ledger.version,
+        verdict.value,
+        0 if sent is None else inner_step - sent.sent_at_inner_step,
+        blocked_s,
+        merged.digest,
+        merged.contributors,
+        ledger.is_flushed,
+        settled.dropped_tokens,
+        settled.overwritten_steps,
+    )
