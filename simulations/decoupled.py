@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from diloco.config.outer import OuterConfig
@@ -23,8 +25,10 @@ from simulations.islands import (
     Sums,
     Training,
 )
+from simulations.lives import Absence
 from simulations.network import Network, Path, Pipe, Tcp
 from simulations.scenario import Scenario
+from simulations.sites import Site
 from simulations.timeline import Span
 from transport.link import LinkProfile
 from transport.units import parse_duration
@@ -79,6 +83,88 @@ def decoupled_pace(
     return pace, min(1.0, pace.versions / most.versions) if most.versions else 1.0
 
 
+class DecoupledRun:
+    """A scenario's islands, their syncer and their lines on an engine of their own, to be begun."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        profile: LinkProfile,
+        plan: Plan,
+        seed: int,
+        *,
+        syncer_bps: float,
+        is_over: Callable[[SimulatedIsland], bool],
+        absences: Mapping[str, Sequence[Absence]] | None = None,
+    ) -> None:
+        """Found version 0, with the islands that are there.
+
+        Args:
+            scenario: What is simulated.
+            profile: The line of every island.
+            plan: Fragments.
+            seed: Of steps, jitter and loss.
+            syncer_bps: Of the line at the middle, each way.
+            is_over: Whether an island has trained enough.
+            absences: When islands are away, by name.
+        """
+        self.engine = Engine(seed)
+        self.spans: list[Span] = []
+        names = tuple(f"island-{i:04d}" for i in range(scenario.islands))
+        self.syncer = SimulatedSyncer(
+            self.engine,
+            "syncer",
+            plan.fragments,
+            _rules(scenario, names),
+            FREE,
+            num_fragments=len(plan.fragments),
+            record=self.spans.append,
+        )
+        self._scenario, self._profile = scenario, profile
+        self._network = Network(self.engine)
+        self._common = _common(scenario, plan)
+        self._hub = Pipe("hub-in", syncer_bps), Pipe("hub-out", syncer_bps)
+        away = absences or {}
+        self.sites = [
+            Site(
+                self.engine,
+                name,
+                self._island(index, name),
+                [self.syncer],
+                away.get(name, ()),
+                math.inf,
+                is_over,
+            )
+            for index, name in enumerate(names)
+        ]
+        self.syncer.found([site.name for site in self.sites if site.is_here], names)
+
+    def _island(self, index: int, name: str) -> Callable[..., SimulatedIsland]:
+        """Give what makes a start of an island."""
+        scenario, up, down = self._scenario, self._profile.up, self._profile.down
+        step_s = scenario.step_s * (1 + scenario.step_skew * index / (scenario.islands - 1))
+        rtt_s = up.delay_s + down.delay_s
+        tcp = Tcp(scenario.tcp_loss, scenario.window_bytes) if scenario.has_tcp else None
+        up_pipe = Pipe(f"{name}-up", up.bandwidth_bps)
+        down_pipe = Pipe(f"{name}-down", down.bandwidth_bps)
+        paths = (
+            Path(f"{name}-up", (up_pipe, self._hub[0]), up, rtt_s, tcp),
+            Path(f"{name}-down", (down_pipe, self._hub[1]), down, rtt_s, tcp),
+        )
+        draws = StepDraws(step_s, scenario.step_noise, self.engine.stream("step", name))
+        return functools.partial(
+            SimulatedIsland,
+            self.engine,
+            self._network,
+            name,
+            Training(tokens=1, ranks=1, step_s=draws),
+            self._common,
+            FREE,
+            {self.syncer: paths},
+            record=self.spans.append,
+        )
+
+
 def _simulate(
     scenario: Scenario,
     profile: LinkProfile,
@@ -87,60 +173,23 @@ def _simulate(
     rounds: int,
     syncer_bps: float,
 ) -> Pace:
-    engine = Engine(seed)
-    network = Network(engine)
-    spans: list[Span] = []
-    names = tuple(f"island-{i:04d}" for i in range(scenario.islands))
-    syncer = SimulatedSyncer(
-        engine,
-        "syncer",
-        plan.fragments,
-        _rules(scenario, names),
-        FREE,
-        num_fragments=len(plan.fragments),
-        record=spans.append,
-    )
-    common = _common(scenario, plan, rounds)
-    hub = Pipe("hub-in", syncer_bps), Pipe("hub-out", syncer_bps)
-    rtt_s = profile.up.delay_s + profile.down.delay_s
-    tcp = Tcp(scenario.tcp_loss, scenario.window_bytes) if scenario.has_tcp else None
-    islands = []
-    for index, name in enumerate(names):
-        step_s = scenario.step_s * (1 + scenario.step_skew * index / (scenario.islands - 1))
-        up_pipe = Pipe(f"{name}-up", profile.up.bandwidth_bps)
-        down_pipe = Pipe(f"{name}-down", profile.down.bandwidth_bps)
-        up = Path(f"{name}-up", (up_pipe, hub[0]), profile.up, rtt_s, tcp)
-        down = Path(f"{name}-down", (down_pipe, hub[1]), profile.down, rtt_s, tcp)
-        draws = StepDraws(step_s, scenario.step_noise, engine.stream("step", name))
-        islands.append(
-            SimulatedIsland(
-                engine,
-                network,
-                name,
-                Training(tokens=1, ranks=1, step_s=draws),
-                common,
-                FREE,
-                {syncer: (up, down)},
-                record=spans.append,
-            )
-        )
-    syncer.found(names, names)
-    slowest_s = scenario.step_s * (1 + scenario.step_skew)
-    period_s = scenario.inner_steps_per_round * slowest_s
+    period_s = scenario.inner_steps_per_round * scenario.step_s * (1 + scenario.step_skew)
     end_s = rounds * period_s
 
-    last: dict[str, Sums] = {}
+    def is_over(island: SimulatedIsland) -> bool:
+        """To the end, and for two rounds at least."""
+        return engine.now >= end_s and len(island.rounds) > 1
 
-    def train(island: SimulatedIsland) -> Steps:
-        """Train to the end, and for two rounds at least; keep what was done by then."""
-        yield from island.train(lambda: engine.now >= end_s and len(island.rounds) > 1)
-        last[island.name] = island.sums.copy(engine.now)
+    run = DecoupledRun(scenario, profile, plan, seed, syncer_bps=syncer_bps, is_over=is_over)
+    engine, last = run.engine, dict[str, Sums]()
 
-    for island in islands:
-        island.start()
-    ends = [engine.process(train(island)) for island in islands]
-    engine.run(engine.all_of(ends))
-    pairs = [(island.rounds[0], last[island.name]) for island in islands]
+    def train(site: Site) -> Steps:
+        """Train; keep what was done by the end."""
+        yield from site.live()
+        last[site.name] = site.island.sums.copy(engine.now)
+
+    engine.run(engine.all_of([engine.process(train(site)) for site in run.sites]))
+    pairs = [(site.island.rounds[0], last[site.name]) for site in run.sites]
     shares = [(b.compute_s - a.compute_s) / (b.at_s - a.at_s) for a, b in pairs]
     return Pace(
         utilisation=min(1.0, sum(shares) / len(shares)),
@@ -148,8 +197,8 @@ def _simulate(
         * scenario.inner_steps_per_round,
         bits_up=8 * max(b.bytes_up for _, b in pairs) / rounds,
         bits_down=8 * max(b.bytes_down for _, b in pairs) / rounds,
-        versions=sum(period_s < each.published_s <= end_s for each in syncer.publications),
-        spans=tuple(spans),
+        versions=sum(period_s < each.published_s <= end_s for each in run.syncer.publications),
+        spans=tuple(run.spans),
     )
 
 
@@ -176,7 +225,7 @@ def _rules(scenario: Scenario, names: tuple[str, ...]) -> SyncerRules:
     )
 
 
-def _common(scenario: Scenario, plan: Plan, rounds: int) -> Exchanging:
+def _common(scenario: Scenario, plan: Plan) -> Exchanging:
     sizes = [
         FragmentSize(
             numel=fragment.numel,
@@ -191,7 +240,7 @@ def _common(scenario: Scenario, plan: Plan, rounds: int) -> Exchanging:
         inner_steps_per_round=scenario.inner_steps_per_round,
         num_fragments=len(sizes),
         overlap_steps=scenario.overlap_steps,
-        inner_steps=rounds * scenario.inner_steps_per_round,
+        inner_steps=scenario.inner_steps_per_round,
         flush=False,
     )
     return Exchanging(

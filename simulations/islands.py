@@ -194,7 +194,8 @@ class SimulatedIsland:
         for way in self._ways:
             way.syncer.granted(self.name, self.incarnation)
             yield self._engine.timeout(way.up.link.delay_s + self._costs.call_s)
-            while not (way.syncer.is_steady or way.syncer.is_over):
+            # On arrival a version may be published without it: `diloco.sync.entry`, `_is_ready`.
+            while not (self._common.on_arrival or way.syncer.is_steady or way.syncer.is_over):
                 yield way.syncer.changed.next
             for state in way.syncer.states:
                 carried = way.carried[state.fragment_id]

@@ -27,10 +27,22 @@ class Site:
         syncers: Sequence[SimulatedSyncer],
         absences: Sequence[Absence],
         lease_s: float,
+        is_over: Callable[[SimulatedIsland], bool] | None = None,
     ) -> None:
-        """Assign only; `build` makes a start, of the one `before` it if there was one."""
+        """Assign only.
+
+        Args:
+            engine: Of the run.
+            name: Of the island.
+            build: Makes a start, of the one `before` it if there was one.
+            syncers: That it exchanges with.
+            absences: When it is away, ascending.
+            lease_s: Seconds without a call after which it is not opened for.
+            is_over: Whether it has trained enough; None: as soon as all syncers are over.
+        """
         self._engine, self.name, self._build = engine, name, build
         self._syncers, self._absences, self._lease_s = syncers, absences, lease_s
+        self._is_over = is_over or (lambda _: all(syncer.is_over for syncer in syncers))
         self.is_here = not (absences and absences[0].begin_s == 0)
         self.island = build()
 
@@ -63,8 +75,9 @@ class Site:
                 for syncer in self._syncers:
                     syncer.live(self.name, is_live=True)
                 yield from self.island.enter()
-            self.island.start()
-            yield from self.island.train(lambda: all(s.is_over for s in self._syncers))
+            island = self.island
+            island.start()
+            yield from island.train(lambda: self._is_over(island))
 
     def _lapse(self) -> Steps:
         """Have the lease end of an island that is not back by then."""

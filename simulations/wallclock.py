@@ -122,18 +122,6 @@ def least_period(inside: LinkClass, between: LinkClass) -> float:
     return inside.bandwidth_bps / between.bandwidth_bps
 
 
-def pacing_bps(fragment_bits: float, steps: float, step_s: float) -> float:
-    """Bits a second at which a fragment crosses a line within so many inner steps.
-
-    Args:
-        fragment_bits: Of one fragment.
-        steps: Inner steps that it may take: H / P where every fragment follows the one before,
-            tau where it must be there for the merge.
-        step_s: Of an inner step.
-    """
-    return fragment_bits / (steps * step_s)
-
-
 def line_bps(scenario: Scenario, link: Link) -> float:
     """Bits a second that a transfer gets of an otherwise idle line."""
     rtt_s = scenario.profile.up.delay_s + scenario.profile.down.delay_s

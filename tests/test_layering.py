@@ -100,10 +100,12 @@ FORBIDDEN = [
         for name in (
             "actors",
             "bandwidth",
+            "check_row",
             "costs",
             "decoupled",
             "engine",
             "islands",
+            "joining",
             "lives",
             "network",
             "paper_tables",

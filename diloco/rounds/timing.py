@@ -11,7 +11,10 @@ Scheduled runs know these times beforehand (`FixedTiming`); decoupled ones measu
 xi_quorum is the time from an opening to its quorum, xi_sync that from a close until the last of its
 contributors that live was sent the new version (what the windows of the way hold may still be under
 way), xi_late how long after the first complete contribution of a round a member's own was complete.
-The grace only spends time that the overlap gives anyway; where one of its terms is unknown it is 0.
+The grace only spends time that the overlap gives anyway; where xi_quorum or xi_sync is unknown, or
+the step of every member, it is 0. A member that has not made a step yet (it has just come, and
+copies the model) is left out of the slowest: that can only shorten the grace, and without one the
+others would not be counted as long as it copies.
 Times are in seconds.
 
 Source: protocol.md section 4; grace of Decoupled DiLoCo (arXiv 2604.21428, Eq. 3); deviation as in
@@ -271,10 +274,10 @@ class MeasuredTiming:
         return min(max(self._rules.grace_share * slack_s, 0.0), self._rules.grace_cap_s)
 
     def slack_terms(self, members: Collection[str]) -> tuple[float, float] | None:
-        """Give tau * xi_step(slowest) and xi_quorum + xi_sync; None while one is unknown."""
+        """Give tau * xi_step(slowest known) and xi_quorum + xi_sync; None while one is unknown."""
         steps = self._steps.of(members)
         quorum, fetched = self._until_quorum.value, self._until_fetched.value
-        if len(steps) < max(len(members), 1) or quorum is None or fetched is None:
+        if not steps or quorum is None or fetched is None:
             return None
         return self._rules.overlap_steps * max(steps), quorum + fetched
 

@@ -56,6 +56,7 @@ class LearnersTime:
         duration_s: Virtual seconds.
         goodput: Share of the time of all learners in inner steps that were not lost.
         steps: Inner steps of each.
+        present: Learners that were there, on average over the time.
         num_rounds: That were published.
         contributors: Of a round, on average.
         solo: Share of the rounds that counted one learner only.
@@ -65,6 +66,7 @@ class LearnersTime:
     duration_s: float
     goodput: float
     steps: tuple[int, ...]
+    present: float
     num_rounds: int
     contributors: float
     solo: float
@@ -123,6 +125,13 @@ class _Run:
             FragmentSyncer(self._env, p, rounds, self._live, self._steps_s)
             for p in range(rounds.num_fragments)
         ]
+        self.schedule = Schedule.make(
+            inner_steps_per_round=rounds.timing.inner_steps_per_round,
+            num_fragments=rounds.num_fragments,
+            overlap_steps=rounds.timing.overlap_steps,
+            inner_steps=_ENDLESS,
+            flush=False,
+        )
         place = _Scheduled if rounds.quorum is None else _OnArrival
         self._places = [
             place(self._env, name, learner, stream, self)
@@ -150,6 +159,7 @@ class _Run:
             duration_s=now,
             goodput=sum(each.trained_s for each in began) / present_s,
             steps=tuple(each.step for each in self._places),
+            present=present_s / now,
             num_rounds=len(contributors),
             contributors=sum(contributors) / num_rounds,
             solo=contributors.count(1) / num_rounds,
@@ -187,6 +197,15 @@ class _Run:
             yield self._env.timeout(10 * self._places[0].learner.step_s)
 
 
+@dataclass(slots=True)
+class _Held:
+    """A fragment at a learner: its version, since which step, and the attempt answered last."""
+
+    version: int = 0
+    since: int = 0
+    answered: RoundKey | None = None
+
+
 class _Place:
     """A learner's steps; what happens between two of them is its subclass's."""
 
@@ -203,6 +222,7 @@ class _Place:
         self.trained_s = 0.0
         self.began_at: float | None = None
         self._env, self._rng, self._run = env, rng, run
+        self._held = [_Held() for _ in run.fragments]
 
     def train(self) -> simpy.events.ProcessGenerator:
         """Make steps until the simulation ends."""
@@ -235,63 +255,31 @@ class _Place:
 class _Scheduled(_Place):
     """Sends and merges at known steps, and waits for what is to be merged."""
 
-    def __init__(
-        self,
-        env: simpy.Environment,
-        name: str,
-        learner: Learner,
-        rng: np.random.Generator,
-        run: _Run,
-    ) -> None:
-        super().__init__(env, name, learner, rng, run)
-        timing = run.rounds.timing
-        self._schedule = Schedule.make(
-            inner_steps_per_round=timing.inner_steps_per_round,
-            num_fragments=run.rounds.num_fragments,
-            overlap_steps=timing.overlap_steps,
-            inner_steps=_ENDLESS,
-            flush=False,
-        )
-        self._versions = [0] * run.rounds.num_fragments
-
     def boundary(self) -> simpy.events.ProcessGenerator:
         """See `_Place`."""
-        for p in self._schedule.due(self.step):
-            key = RoundKey(0, p, self._versions[p], 0)
-            self._send(self._run.fragments[p], key, self._schedule.inner_steps_per_round)
-        for p in self._schedule.due(self.step - self._schedule.overlap_steps):
-            self._versions[p] += 1
-            yield from self._run.fragments[p].until(self._versions[p])
+        schedule, fragments = self._run.schedule, self._run.fragments
+        for p in schedule.due(self.step):
+            key = RoundKey(0, p, self._held[p].version, 0)
+            self._send(fragments[p], key, schedule.inner_steps_per_round)
+        for p in schedule.due(self.step - schedule.overlap_steps):
+            self._held[p].version += 1
+            yield from fragments[p].until(self._held[p].version)
 
 
 class _OnArrival(_Place):
     """Merges what has arrived and sends to what is open; work that was not counted is dropped."""
 
-    def __init__(
-        self,
-        env: simpy.Environment,
-        name: str,
-        learner: Learner,
-        rng: np.random.Generator,
-        run: _Run,
-    ) -> None:
-        super().__init__(env, name, learner, rng, run)
-        self._versions = [0] * run.rounds.num_fragments
-        self._merged_at = [0] * run.rounds.num_fragments
-        self._answered: list[RoundKey | None] = [None] * run.rounds.num_fragments
-
     def boundary(self) -> simpy.events.ProcessGenerator:
         """See `_Place`."""
-        for p, fragment in enumerate(self._run.fragments):
-            if fragment.arrived > self._versions[p]:
-                self._versions[p], self._merged_at[p] = fragment.arrived, self.step
-            if not fragment.rounds.is_open:
-                continue
+        for fragment, held in zip(self._run.fragments, self._held, strict=True):
+            if fragment.arrived > held.version:
+                held.version, held.since = fragment.arrived, self.step
             key = fragment.rounds.key
-            if key.version != self._versions[p] or self._answered[p] == key:
+            is_asked = fragment.rounds.is_open and key.version == held.version
+            if not is_asked or held.answered == key:
                 continue
-            self._answered[p] = key
-            if steps := self.step - self._merged_at[p]:
+            held.answered = key
+            if steps := self.step - held.since:
                 self._send(fragment, key, steps)
             else:
                 fragment.decline(self.name, key)

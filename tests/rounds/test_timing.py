@@ -89,11 +89,12 @@ def measured_with(*, timing_cap: float) -> MeasuredTiming:
     return timing
 
 
-def test_a_member_without_a_known_step_is_not_waited_for() -> None:
+def test_a_member_without_a_known_step_takes_no_grace_from_the_others() -> None:
     timing = measured()
     one_round(timing, 130.0, slow_after=1.0)
 
-    assert timing.grace_s((*BOTH, "new")) == 0.0
+    assert timing.grace_s((*BOTH, "new")) == timing.grace_s(BOTH) > 0.0
+    assert timing.grace_s(("new",)) == 0.0
 
 
 def test_a_close_that_came_to_nothing_is_not_what_is_fetched() -> None:
