@@ -63,9 +63,11 @@ def validate(
 
     Read "blocked": seconds a round (H inner steps) for which training stood still, medians over
     rounds and islands, the first round left out; "busy": utilisation; "round": its seconds; "sim":
-    the simulator's word on the figure before. The bars: errors of blocked time of 10 % in the
-    median and 25 % at worst, over at least 12 points. The last line says with what the difference
-    goes: bandwidth, round trips, bytes, CPU and disk, or a constant.
+    the simulator's word on the figure before; "run": seconds of the whole run; "plan": what diloco
+    plan says of these, told the link and the inner step, and nothing that was calibrated. The bars:
+    errors of blocked time of 10 % in the median and 25 % at worst, over at least 12 points. The
+    last line says with what the difference goes: bandwidth, round trips, bytes, CPU and disk, or a
+    constant.
     """
     from dataclasses import replace
 
