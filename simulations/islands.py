@@ -370,7 +370,8 @@ class SimulatedIsland:
 
     def _submitting(self, p: int, sent: Outstanding) -> Steps:
         way, size, costs = self._way_of[p], self._common.sizes[p], self._costs
-        yield from self._work(p, costs.plain_s if self._common.plain_up else costs.encode_s)
+        rate_s = costs.plain_s if self._common.plain_up else costs.encode_s
+        yield from self._work(p, "encode", rate_s)
         while self._carried[p].outstanding is sent and self._carried[p].outcome is None:
             began = self._engine.now
             yield self._engine.timeout(costs.call_s)
@@ -464,7 +465,7 @@ class SimulatedIsland:
         self._span(p, "fetch", began)
         is_cheap = is_plain or self._common.plain_down
         rate_s = costs.plain_s if is_cheap else costs.stage_s * num_versions
-        yield from self._work(p, rate_s + costs.carry_s, spread_s, calls)
+        yield from self._work(p, "decode", rate_s + costs.carry_s, spread_s, calls)
         carried.staged_version = version
         self._news.set()
 
@@ -476,14 +477,16 @@ class SimulatedIsland:
         turns = math.ceil(num_bytes / num_calls / TURN_BYTES)
         return max(0.0, self._engine.now - began - path.link.delay_s) / turns
 
-    def _work(self, p: int, rate_s: float, spread_s: float = 0.0, num_parts: int = 1) -> Steps:
+    def _work(
+        self, p: int, kind: SpanKind, rate_s: float, spread_s: float = 0.0, num_parts: int = 1
+    ) -> Steps:
         """Have the threads beside training do something with a fragment; see `left_over`."""
         with self._io.request() as turn:
             yield turn
             began = self._engine.now
             seconds = rate_s * self._common.sizes[p].numel * self.ranks_share
             yield self._engine.timeout(left_over(seconds, spread_s, num_parts))
-        self._span(p, "encode", began)
+        self._span(p, kind, began)
 
     def _span(self, fragment: int | None, kind: SpanKind, began: float) -> None:
         self._record(Span(self.name, None, fragment, kind, began, self._engine.now))

@@ -24,8 +24,9 @@ _COLOURS: dict[SpanKind, str] = {
     "gather": "#0072b2",
     "encode": "#009e73",
     "send": "#e69f00",
-    "merge": "#cc79a7",
     "fetch": "#56b4e9",
+    "decode": "#f0e442",
+    "merge": "#cc79a7",
     "wait": "#de2d26",
 }
 

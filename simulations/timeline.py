@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-#: compute: inner steps; gather: a fragment's values out of the ranks; encode: into bytes, or out of
-#: them; send: over the link towards who merges; wait: training stands still for an outcome; merge:
-#: contributions into a version at a syncer, or a version into an island's parameters; fetch: a
-#: version over the link towards an island.
-SpanKind: TypeAlias = Literal["compute", "gather", "encode", "send", "fetch", "wait", "merge"]
+#: compute: inner steps; gather: a fragment's values out of the ranks; encode: into bytes; send:
+#: over the link towards who merges; fetch: a version over the link towards an island; decode: out
+#: of bytes; wait: training stands still for an outcome; merge: contributions into a version at a
+#: syncer, or a version into an island's parameters.
+SpanKind: TypeAlias = Literal[
+    "compute", "gather", "encode", "send", "fetch", "decode", "wait", "merge"
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ Source: Trace Event Format (Chrome), which ui.perfetto.dev and chrome://tracing 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,10 @@ from simulations.timeline import Span, SpanKind
 #: A line of a file of events, hence any JSON values.
 EventLine = Mapping[str, Any]
 
-#: Phase of an event -> kind of its span.
-_KINDS: Mapping[str, SpanKind] = {
-    "gather": "gather",
-    "encode": "encode",
-    "send": "send",
-    "fetch": "fetch",
-    "decode": "encode",
-    "wait": "wait",
-    "merge": "merge",
-}
 #: What the training thread of an island does: one track of the trace.
 TRAINING: frozenset[SpanKind] = frozenset({"compute", "gather", "wait", "merge"})
-_MICROSECONDS = 1e6
+#: Wall clocks do not tell less apart: doubles of seconds since 1970.
+_CLOCK_S = 1e-6
 
 
 def run_spans(telemetry_dir: Path) -> list[Span]:
@@ -49,38 +41,45 @@ def run_spans(telemetry_dir: Path) -> list[Span]:
         ConfigError: If there are no events of which a span could be made.
     """
     paths = sorted(telemetry_dir.glob("events-*.jsonl"))
-    spans = [span for path in paths for line in event_lines(path) for span in _spans(line, path)]
-    spans = sorted(
-        (span for span in spans if span.end_s > span.begin_s), key=lambda each: each.begin_s
+    spans = from_the_first(
+        span
+        for path in paths
+        for line in event_lines(path)
+        for span in event_spans(line, path.stem.removeprefix("events-"))
     )
     if not spans:
         raise ConfigError(
             f"no inner step and no round in the events of {telemetry_dir}: give the "
             f"coordinator.state_dir of a run that has trained (diloco local RUN.toml)"
         )
-    origin_s = spans[0].begin_s
+    return spans
+
+
+def from_the_first(spans: Iterable[Span]) -> list[Span]:
+    """Sort spans by begin, the first at 0; without those that took no time."""
+    long = sorted(
+        (span for span in spans if span.end_s > span.begin_s), key=lambda each: each.begin_s
+    )
     return [
-        Span(
-            each.island,
-            each.lane,
-            each.fragment,
-            each.kind,
-            each.begin_s - origin_s,
-            each.end_s - origin_s,
-        )
-        for each in spans
+        replace(each, begin_s=each.begin_s - long[0].begin_s, end_s=each.end_s - long[0].begin_s)
+        for each in long
     ]
 
 
-def _spans(line: EventLine, path: Path) -> Iterator[Span]:
-    """Give the spans that an event tells of, in seconds since 1970."""
+def event_spans(line: EventLine, writer: str) -> Iterator[Span]:
+    """Give the spans that an event tells of, by the clock that stamped it.
+
+    Args:
+        line: The event.
+        writer: Of a syncer's events, its name.
+    """
     ended_s, is_leader = line.get("unix_s", 0.0), line.get("island_rank", 0) == 0
     match line.get("kind"):
         case "inner_step":
             began_s = ended_s - line["duration_s"]
             yield Span(line["island"], None, None, "compute", began_s, ended_s)
         case "phase":
-            kind, lane_id = _KINDS[line["phase"]], line["lane_id"]
+            kind, lane_id = line["phase"], line["lane_id"]
             if is_leader or kind not in TRAINING:
                 yield Span(
                     line["island"],
@@ -91,9 +90,8 @@ def _spans(line: EventLine, path: Path) -> Iterator[Span]:
                     ended_s,
                 )
         case "round_closed":
-            syncer = path.stem.removeprefix("events-")
             began_s = ended_s - line["commit_s"]
-            yield Span(syncer, None, line["fragment_id"], "merge", began_s, ended_s)
+            yield Span(writer, None, line["fragment_id"], "merge", began_s, ended_s)
 
 
 def shown(spans: Sequence[Span], from_s: float, to_s: float | None) -> list[Span]:
@@ -140,6 +138,8 @@ def sums_of(spans: Sequence[Span]) -> list[dict[str, Any]]:
 def chrome_trace(spans: Sequence[Span], *, run: str) -> dict[str, Any]:
     """Write spans as trace events: a process an island or syncer, a track a lane.
 
+    Where spans of a track overlap, as those of two ranks, it is several of one name.
+
     Args:
         spans: Of one run.
         run: Its name.
@@ -150,10 +150,11 @@ def chrome_trace(spans: Sequence[Span], *, run: str) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for pid, (place, tracks) in enumerate(tracks_of(spans).items()):
         events.append(_metadata("process_name", pid, 0, name=place))
-        for tid, (track, its_spans) in enumerate(tracks.items()):
+        rows = [(track, row) for track, its_spans in tracks.items() for row in _rows(its_spans)]
+        for tid, (track, row) in enumerate(rows):
             events.append(_metadata("thread_name", pid, tid, name=track))
             events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
-            events += [_complete(span, pid, tid) for span in its_spans]
+            events += [_complete(span, pid, tid) for span in row]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": run}}
 
 
@@ -180,6 +181,19 @@ def tracks_of(spans: Sequence[Span], *, has_lanes: bool = True) -> dict[str, dic
     }
 
 
+def _rows(spans: Sequence[Span]) -> list[list[Span]]:
+    """Part spans into rows in which none overlaps: viewers drop one that does."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda each: each.begin_s):
+        row = next((row for row in rows if row[-1].end_s <= span.begin_s + _CLOCK_S), None)
+        if row is None:
+            rows.append([span])
+        else:
+            begin_s = min(max(span.begin_s, row[-1].end_s), span.end_s)
+            row.append(replace(span, begin_s=begin_s))
+    return rows
+
+
 def _track_name(fragment: int, lane: int) -> str:
     if fragment < 0:
         return "training"
@@ -188,14 +202,16 @@ def _track_name(fragment: int, lane: int) -> str:
 
 def _complete(span: Span, pid: int, tid: int) -> dict[str, Any]:
     arguments = {"fragment": span.fragment, "lane": span.lane}
+    # Whole nanoseconds, as viewers keep them: rounded apart, an end may come after the next begin.
+    begin_ns, end_ns = round(span.begin_s * 1e9), round(span.end_s * 1e9)
     return {
         "ph": "X",
         "name": span.kind if span.fragment is None else f"{span.kind} {span.fragment}",
         "cat": span.kind,
         "pid": pid,
         "tid": tid,
-        "ts": round(span.begin_s * _MICROSECONDS, 3),
-        "dur": round((span.end_s - span.begin_s) * _MICROSECONDS, 3),
+        "ts": begin_ns / 1e3,
+        "dur": (end_ns - begin_ns) / 1e3,
         "args": {name: value for name, value in arguments.items() if value is not None},
     }
 

@@ -24,8 +24,9 @@ from diloco.bench.link_row import ISLANDS
 from diloco.bench.report import Column, Report, Requirement
 from diloco.errors import ConfigError
 from simulations.costs import HostCosts
-from simulations.run_model import fragment_sizes, run_plan, simulate_run
+from simulations.run_model import run_plan
 from simulations.validate_costs import Calibration, host_costs
+from simulations.validate_prediction import planned_s, predict
 from simulations.validate_run import (
     Message,
     Point,
@@ -35,15 +36,10 @@ from simulations.validate_run import (
     read_measured,
     run_config,
 )
-from transport.link import Link, LinkProfile
-from transport.units import parse_bandwidth
 
 _MEDIAN_PERCENT, _WORST_PERCENT, _LEAST_POINTS = 10.0, 25.0, 12
 #: Less blocked time than this a round is nothing that an error could be a share of.
 _LEAST_BLOCKED_S = 0.05
-#: Share of a packet of 1,500 bytes that is TCP's payload: what an emulated link carries of ours.
-_PAYLOAD_SHARE = 1448 / 1500
-_UNLIMITED_BPS = 1e15
 
 _COLUMNS = (
     Column("point", "point"),
@@ -54,6 +50,9 @@ _COLUMNS = (
     Column("predicted_utilisation", "sim", ".3f"),
     Column("round_s", "round", ".2f"),
     Column("predicted_round_s", "sim", ".2f"),
+    Column("wall_s", "run", ".1f"),
+    Column("planned_s", "plan", ".1f"),
+    Column("plan_error", "error", ".1%"),
 )
 
 #: Every codec, H, P and tau at several bandwidths and round trips; all block for long enough.
@@ -271,50 +270,6 @@ def _calibrated(sweep: Sweep, codec: str) -> HostCosts:
     return host_costs(calibrations, num_islands=len(ISLANDS))
 
 
-def predict(
-    setting: Setting, point: Point, costs: HostCosts, step_s: Mapping[str, float]
-) -> Message:
-    """Simulate the run of a point.
-
-    Returns:
-        `blocked_s` and `round_s` a round, mean over islands; `utilisation`; and what the missing
-        part of it may go with: `transfer_s`, `round_trips_s`, `megabytes`, `host_s`, `fragments`.
-    """
-    config = run_config(setting, point, Path("unused"))
-    link = _link(point, is_emulated=setting.is_emulated)
-    run = simulate_run(
-        config, step_s=step_s, links=LinkProfile("validated", link, link, ""), costs=costs
-    )
-    islands = run.steady.values()
-    plan = run_plan(config)
-    sizes = fragment_sizes(config, plan)
-    num_bytes = sum(size.bytes_up + size.bytes_down for size in sizes)
-    on_free_link = Link(_UNLIMITED_BPS, 0.0)
-    alone = simulate_run(
-        config,
-        step_s=step_s,
-        links=LinkProfile("free", on_free_link, on_free_link, ""),
-        costs=costs,
-    )
-    return {
-        "blocked_s": statistics.mean(each.blocked_s_per_round for each in islands),
-        "round_s": statistics.mean(each.seconds_per_round for each in islands),
-        "utilisation": run.utilisation,
-        "transfer_s": 8 * num_bytes / link.bandwidth_bps,
-        "round_trips_s": point.num_fragments * point.rtt_ms / 1000,
-        "megabytes": num_bytes / 1e6,
-        "host_s": statistics.mean(each.blocked_s_per_round for each in alone.steady.values()),
-        "fragments": float(point.num_fragments),
-    }
-
-
-def _link(point: Point, *, is_emulated: bool) -> Link:
-    if not point.bandwidth:
-        return Link(_UNLIMITED_BPS, 0.0)
-    share = _PAYLOAD_SHARE if is_emulated else 1.0
-    return Link(share * parse_bandwidth(point.bandwidth), point.rtt_ms / 2000)
-
-
 def _row(sweep: Sweep, point: Point, costs: HostCosts, checks: Mapping[str, str]) -> dict[str, Any]:
     """Hold a point's prediction against what was measured; a link that was not as told has none."""
     setting = sweep.setting_of(point)
@@ -324,8 +279,9 @@ def _row(sweep: Sweep, point: Point, costs: HostCosts, checks: Mapping[str, str]
     if measured is None:
         return row
     predicted = predict(setting, point, costs, measured["step_s"])
+    planned = planned_s(setting, point, measured["step_s"])
     step_s = statistics.mean(measured["step_s"].values())
-    blocked_s = measured["blocked_s"]
+    blocked_s, wall_s = measured["blocked_s"], measured["wall_s"]
     error = abs(predicted["blocked_s"] - blocked_s) / blocked_s if blocked_s else None
     return row | {
         "blocked_s": blocked_s,
@@ -335,6 +291,9 @@ def _row(sweep: Sweep, point: Point, costs: HostCosts, checks: Mapping[str, str]
         "predicted_utilisation": predicted["utilisation"],
         "round_s": measured["round_s"],
         "predicted_round_s": predicted["round_s"],
+        "wall_s": wall_s,
+        "planned_s": planned,
+        "plan_error": abs(planned - wall_s) / wall_s,
         "step_s": step_s,
         "phases": measured["phases"],
         **{key: predicted[key] for key in _TERMS},

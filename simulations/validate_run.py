@@ -37,6 +37,11 @@ _PROFILE = "validated"
 #: Phases that are one of several, as their lanes overlap.
 _JOINED = {"encode": "up", "send": "up", "fetch": "down", "decode": "down"}
 
+#: Kinds of events that the time of training ends with.
+_OF_TRAINING = ("inner_step", "fragment_merged", "round_expired")
+#: What `figures` takes.
+FIGURES = {"blocked_s", "round_s", "rounds", "wall_s", "step_s", "phases"}
+
 Message = dict[str, Any]  # JSON values
 
 
@@ -140,9 +145,11 @@ def measured_path(directory: Path, setting: Setting, point: Point) -> Path:
 
 
 def read_measured(directory: Path, setting: Setting, point: Point) -> Message | None:
-    """Give what a point measured earlier, in the same setting; None: nothing."""
+    """Give what a point measured earlier, in the same setting; None: nothing, or not all."""
     found: Message | None = read_json(measured_path(directory, setting, point))
-    return found if found is not None and found["setting"] == asdict(setting) else None
+    if found is None or found["setting"] != asdict(setting) or not found.keys() >= FIGURES:
+        return None
+    return found
 
 
 def measure_point(
@@ -193,7 +200,8 @@ def figures(telemetry_dir: Path, point: Point) -> Message:
     Returns:
         Of the rounds after the first: `blocked_s`, of every fragment the median over rounds and
         islands, added up, so that what disturbs one wait disturbs no other; `round_s`, the median
-        over rounds and islands; `rounds`, blocked and wall seconds of all of them, by island;
+        over rounds and islands; `rounds`, blocked and wall seconds of all of them, by island.
+        Of the whole run: `wall_s`, from the first inner step to the last merge;
         `step_s` by island, undisturbed; `phases`: by phase its median duration a fragment, lanes
         together.
     """
@@ -204,6 +212,7 @@ def figures(telemetry_dir: Path, point: Point) -> Message:
         "blocked_s": _blocked_s(events.values(), point.inner_steps_per_round),
         "round_s": statistics.median(wall_s for its in rounds.values() for _, wall_s in its),
         "rounds": rounds,
+        "wall_s": _wall_s([event for its in events.values() for event in its]),
         "step_s": {
             name: next(e["undisturbed_step_s"] for e in its if e["kind"] == "island_ended")
             for name, its in events.items()
@@ -221,12 +230,19 @@ def _blocked_s(islands: Iterable[Sequence[Mapping[str, Any]]], period: int) -> f
     return sum(statistics.median(each) for each in waits.values())
 
 
+def _wall_s(events: Iterable[Mapping[str, Any]]) -> float:
+    """Give the seconds from the begin of the first inner step until the last merge, or step."""
+    told = [event for event in events if event["kind"] in _OF_TRAINING]
+    began = (e["unix_s"] - e["duration_s"] for e in told if e["kind"] == "inner_step")
+    return float(max(event["unix_s"] for event in told) - min(began))
+
+
 def _rounds(events: Sequence[Mapping[str, Any]], period: int) -> list[tuple[float, float]]:
     """Give the blocked and the wall seconds of every H inner steps after the first of them."""
     blocked: dict[int, float] = {}
     ended: dict[int, float] = {}
     for event in events:
-        if event["kind"] in ("inner_step", "fragment_merged", "round_expired"):
+        if event["kind"] in _OF_TRAINING:
             number = -(-event["inner_step"] // period)
             ended[number] = max(ended.get(number, 0.0), event["unix_s"])
             blocked[number] = blocked.get(number, 0.0) + event.get("blocked_s", 0.0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli.options import JsonTarget, write_json
+from diloco.cli.options import JsonTarget, existing_place, write_json
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from simulations.lab.config import Flags
@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from simulations.lab.run import Result
 
 _RUN = "run"
-_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class _FileOrCommand(typer.core.TyperGroup):
@@ -88,6 +87,18 @@ def run_lab(
     plot: Annotated[
         str, typer.Option("--plot", metavar="PATH", help="Draw the losses: .png, .svg or .pdf.")
     ] = "",
+    trace: Annotated[
+        str,
+        typer.Option(
+            "--trace",
+            metavar="PATH",
+            callback=existing_place,
+            help="Write the one run's timeline, Chrome's JSON.",
+        ),
+    ] = "",
+    timeline: Annotated[
+        str, typer.Option("--timeline", metavar="PATH", help="Draw it, as .png, .svg or .pdf.")
+    ] = "",
     cache: CacheDir = _CACHE,
     processes: Processes = 0,
     json_target: JsonTarget = "",
@@ -102,33 +113,51 @@ def run_lab(
     Read "held out": loss of the published parameters; "MB moved": sent and received by all
     islands; "busy": of the island that waited most. Finished points are kept: the same command
     goes on where it was killed. diloco lab suite runs the experiments of configs/simulations.
+
+    --trace and --timeline write who computed, sent, fetched and waited when, as diloco sim trace
+    does of real and simulated runs; for that a point is trained again. What takes no virtual time,
+    such as encoding, is not in it.
     """
     from diloco.bench.report import usable_cpus
     from diloco.cli.bench import bench_console
     from diloco.cli.progress import counting
+    from diloco.cli.sim_trace import check_picture, write_spans
     from diloco.errors import ConfigError
     from simulations.lab.cache import Cache
     from simulations.lab.plot import write_plot
     from simulations.lab.point import points_of
     from simulations.lab.report import as_json
     from simulations.lab.sweep import run_points
+    from simulations.lab.timeline import Timeline
 
     if lab_file is None and not run_file:
         raise ConfigError(
             "nothing to train: diloco lab LAB.toml, or diloco lab run --run RUN.toml --islands 4"
         )
-    if plot and Path(plot).suffix not in _SUFFIXES:
-        raise ConfigError(f"--plot {plot}: give a path that ends with {', '.join(_SUFFIXES)}")
+    check_picture("--plot", plot)
+    check_picture("--timeline", timeline)
     began = time.monotonic()
     points = points_of(lab_file, _flags(run_file, settings or [], sweep or [], seeds, islands))
+    watched = Timeline() if trace or timeline else None
+    if watched is not None and len(points) > 1:
+        raise ConfigError(
+            f"--trace and --timeline are of one run, and this is {len(points)}: choose a point, by "
+            f"--set and --seeds {points[0].seed}, without [sweep]"
+        )
     threads = max(point.lab.threads for point in points)
     num_processes = processes or max(1, usable_cpus() // threads)
     console = bench_console(json_target)
     with counting(console) as show:
-        finished = run_points(points, Cache(cache), num_processes=num_processes, show=show)
+        finished = run_points(
+            points, Cache(cache), num_processes=num_processes, show=show, timeline=watched
+        )
     results, wall_s = finished.results, time.monotonic() - began
     if plot:
         write_plot(results, Path(plot))
+    if watched is not None:
+        what = f"{lab_file or run_file}, laboratory"
+        written = write_spans(watched.spans, what, trace=trace, picture=timeline)
+        console.print(f"written: {written}", highlight=False, soft_wrap=True)
     if json_target != "-":
         _show(results, finished.num_cached, plot, cache)
     write_json(

@@ -33,6 +33,7 @@ from diloco.cli import (
     replay,
     sim,
     sim_goodput,
+    sim_trace,
     sim_utilization,
     sim_validate,
 )
@@ -90,6 +91,7 @@ bench_inner.register(bench.bench)
 bench_race.register(bench.bench)
 sim_goodput.register(sim.sim)
 sim_utilization.register(sim.sim)
+sim_trace.register(sim.sim)
 sim_validate.register(sim.sim)
 
 

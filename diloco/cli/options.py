@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 
-def _existing_place(target: str) -> str:
+def existing_place(target: str) -> str:
     """Refuse, before the work, a file for its figures that cannot be written after it."""
     directory = Path(target).parent
     if target not in ("", "-") and not directory.is_dir():
@@ -40,7 +40,7 @@ JsonTarget = Annotated[
     typer.Option(
         "--json",
         metavar="PATH|-",
-        callback=_existing_place,
+        callback=existing_place,
         help="Write the figures as JSON; -: print only them.",
     ),
 ]

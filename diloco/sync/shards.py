@@ -93,7 +93,7 @@ class LaneShards:
 
     def carrier(self, fragment_id: int, lane_id: int) -> int:
         """Return the island rank that carries a lane; fragments start at different carriers."""
-        return self._carriers[(fragment_id + lane_id) % len(self._carriers)]
+        return carrier_of(self._carriers, fragment_id, lane_id)
 
     def lanes_of(self, fragment_id: int) -> tuple[int, ...]:
         """Return the ids of the lanes that this rank carries, ascending; may be empty."""
@@ -284,6 +284,11 @@ class LaneShards:
         incoming = torch.empty(sum(received.splits))
         dist.all_to_all_single(incoming, outgoing, received.splits, sent.splits, group=self._group)
         return received.views(incoming)
+
+
+def carrier_of(carriers: Sequence[int], fragment_id: int, lane_id: int) -> int:
+    """Deal a lane to one of an island's carriers: in turn, from another one for each fragment."""
+    return carriers[(fragment_id + lane_id) % len(carriers)]
 
 
 def _check_cover(specs: Mapping[str, TensorSpec], holders: Mapping[str, Mapping[int, Box]]) -> None:

@@ -46,6 +46,7 @@ _CODE = (
     "simulations/lab/batches.py",
     "simulations/lab/losses.py",
     "simulations/lab/run.py",
+    "simulations/lab/timeline.py",
     "simulations/lab/world.py",
     "transport/link.py",
     "transport/loopback.py",

@@ -32,6 +32,7 @@ from diloco.telemetry.events import Event, FragmentMerged, FragmentSent
 from simulations.lab.batches import batches_of, union_of
 from simulations.lab.losses import Losses
 from simulations.lab.point import Point, open_text, union_config
+from simulations.lab.timeline import Timeline
 from simulations.lab.world import Surroundings
 
 #: Result of a point: JSON values by name, hence `Any`.
@@ -39,13 +40,19 @@ Result = dict[str, Any]
 OnStep = Callable[[], None]
 
 
-def run_point(point: Point, start: Path | None, on_step: OnStep = lambda: None) -> Result:
+def run_point(
+    point: Point,
+    start: Path | None,
+    on_step: OnStep = lambda: None,
+    timeline: Timeline | None = None,
+) -> Result:
     """Train one point to its end.
 
     Args:
         point: What is trained.
         start: What `write_start` wrote, if the point has warm steps.
         on_step: Hears of every inner step of an island.
+        timeline: Takes note of who does what when.
 
     Returns:
         Figures and readings. A run that the product ends for a reason of its own (rounds that
@@ -54,7 +61,7 @@ def run_point(point: Point, start: Path | None, on_step: OnStep = lambda: None) 
     began = time.perf_counter()
     with _threads(point.lab.threads):
         run = _run_data_parallel if point.lab.method == "data_parallel" else _run_diloco
-        result = run(point, start, on_step)
+        result = run(point, start, on_step, timeline)
     return {
         "fingerprint": point.fingerprint(),
         "seed": point.seed,
@@ -138,7 +145,9 @@ class LabTraining:
 # -- DiLoCo ----------------------------------------------------------------------------------------
 
 
-def _run_diloco(point: Point, start: Path | None, on_step: OnStep) -> Result:
+def _run_diloco(
+    point: Point, start: Path | None, on_step: OnStep, timeline: Timeline | None
+) -> Result:
     config, lab = point.config, point.lab
     data, surroundings = open_text(config), Surroundings(point)
     losses = _losses(point, _virtual_now, on_step)
@@ -170,6 +179,8 @@ def _run_diloco(point: Point, start: Path | None, on_step: OnStep) -> Result:
         on_step=stepped,
         on_event=norms.heard,
     )
+    if timeline is not None:
+        world = timeline.watched(world)
     figures: Result = {"ended": ""}
     try:
         with _records() as directory:
@@ -239,7 +250,9 @@ class _Norms:
 # -- data parallel ---------------------------------------------------------------------------------
 
 
-def _run_data_parallel(point: Point, start: Path | None, on_step: OnStep) -> Result:
+def _run_data_parallel(
+    point: Point, start: Path | None, on_step: OnStep, timeline: Timeline | None
+) -> Result:
     config, lab = point.config, point.lab
     surroundings, names = Surroundings(point), sorted(config.islands)
     now, num_bytes, busy_s = 0.0, 0, 0.0
@@ -247,8 +260,11 @@ def _run_data_parallel(point: Point, start: Path | None, on_step: OnStep) -> Res
     training = _union_training(point, start, _heard_by(losses, "all"))
     crossed_s, crossed = surroundings.all_reduce(4 * training.num_parameters)
     for inner_step in range(lab.warm_steps, config.run.inner_steps):
-        computed_s = max(surroundings.step_s(name, inner_step) for name in names)
+        step_s = {name: surroundings.step_s(name, inner_step) for name in names}
+        computed_s = max(step_s.values())
         num_tokens = training.inner_step(inner_step, inner_step)
+        if timeline is not None:
+            timeline.stepped_together(now, step_s, now + computed_s + crossed_s)
         now += computed_s + crossed_s
         busy_s += computed_s
         num_bytes += crossed * len(names)

@@ -21,6 +21,7 @@ from typing import Any
 from simulations.lab.cache import Cache
 from simulations.lab.point import Point
 from simulations.lab.run import Result, run_point, write_start
+from simulations.lab.timeline import Timeline
 
 _LOOK_S = 0.5
 
@@ -42,6 +43,7 @@ def run_points(
     *,
     num_processes: int,
     show: Show = lambda what, done, total: None,
+    timeline: Timeline | None = None,
 ) -> Finished:
     """Give every point's result, of the cache or trained now.
 
@@ -50,11 +52,12 @@ def run_points(
         cache: Where results are and go.
         num_processes: Spawned at once; 1 trains here.
         show: Hears how many inner steps are done, of those that are missing.
+        timeline: Of the only point, which is trained for it even if its result is there.
     """
     cache.prepare()
     missing: dict[str, Point] = {}
     for point in points:
-        if cache.result(point) is None:
+        if timeline is not None or cache.result(point) is None:
             missing.setdefault(point.fingerprint(), point)
     num_cached = len({point.fingerprint() for point in points}) - len(missing)
     starts = _missing_starts(missing.values(), cache)
@@ -63,7 +66,7 @@ def run_points(
     if num_processes > 1 and len(missing) + len(starts) > 1:
         _train_beside(list(missing.values()), starts, cache, num_processes, partial(show, what))
     else:
-        _train_here(list(missing.values()), starts, cache, partial(show, what), total)
+        _train_here(list(missing.values()), starts, cache, partial(show, what), total, timeline)
     results = []
     for point in points:
         result = cache.result(point)
@@ -88,8 +91,10 @@ def _num_steps(point: Point) -> int:
     return steps * (1 if point.lab.method == "data_parallel" else len(point.config.islands))
 
 
-def _train(cache: Cache, point: Point, on_step: Callable[[], None]) -> None:
-    cache.keep(point, run_point(point, cache.start(point), on_step))
+def _train(
+    cache: Cache, point: Point, on_step: Callable[[], None], timeline: Timeline | None = None
+) -> None:
+    cache.keep(point, run_point(point, cache.start(point), on_step, timeline))
 
 
 def _write_start(cache: Cache, point: Point, on_step: Callable[[], None]) -> None:
@@ -102,6 +107,7 @@ def _train_here(
     cache: Cache,
     show: Callable[[int, int], None],
     total: int,
+    timeline: Timeline | None,
 ) -> None:
     done = 0
 
@@ -113,7 +119,7 @@ def _train_here(
     for point in starts:
         _write_start(cache, point, stepped)
     for point in points:
-        _train(cache, point, stepped)
+        _train(cache, point, stepped, timeline)
 
 
 # -- several processes -----------------------------------------------------------------------------

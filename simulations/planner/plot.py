@@ -27,6 +27,7 @@ _COLOURS = {
     "encode": "#cc79a7",
     "send": "#0072b2",
     "fetch": "#009e73",
+    "decode": "#f0e442",
     "merge": "#e69f00",
     "wait": "#de2d26",
 }

@@ -14,6 +14,8 @@ from simulations.lab.batches import batches_of, union_of
 from simulations.lab.config import Flags
 from simulations.lab.point import Point, open_text, points_of
 from simulations.lab.run import Result, run_point, write_start
+from simulations.lab.timeline import Timeline
+from simulations.trace import tracks_of
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "simulations" / "run.toml"
 #: A model of 21,000 parameters on sequences of 16 bytes.
@@ -101,6 +103,39 @@ def test_links_cost_time_and_change_no_bit_of_what_is_learnt() -> None:
     crossing_s = 2 * (32 * thin["parameters"] / 1e6 + 0.1)
     assert thin["virtual_s"] > free["virtual_s"] + 4 * crossing_s
     assert thin["virtual_s"] < free["virtual_s"] + 1.3 * 4 * crossing_s + 2
+
+
+@pytest.mark.parametrize(
+    ("method", "kinds"),
+    [("diloco", {"compute", "send", "fetch", "wait"}), ("data_parallel", {"compute", "wait"})],
+)
+def test_a_timeline_leaves_no_gap_and_changes_no_figure(method: str, kinds: set[str]) -> None:
+    links = {"link__bandwidth": "1Mbit/s", "link__round_trip": "100ms"}
+    point, timeline = tiny(method=method, **links), Timeline()
+
+    result = run_point(point, None, timeline=timeline)
+
+    assert figures(result) == figures(run_point(point, None))
+    assert {span.kind for span in timeline.spans} == kinds
+    tracks = tracks_of(timeline.spans)
+    assert list(tracks) == sorted(point.config.islands)
+    for island, its_tracks in tracks.items():
+        training = its_tracks["training"]
+        lengths = [span.end_s - span.begin_s for span in training if span.kind == "compute"]
+        assert lengths == pytest.approx([1.0] * result["steps"][island])
+        assert [s.end_s for s in training[:-1]] == pytest.approx([s.begin_s for s in training[1:]])
+        assert training[-1].end_s <= result["virtual_s"]
+
+
+def test_an_inner_step_in_which_an_island_fails_ends_then() -> None:
+    timeline = Timeline()
+
+    result = run_point(tiny(*ON_ARRIVAL, failures__mean_time_between="8s"), None, timeline=timeline)
+
+    lengths = [span.end_s - span.begin_s for span in timeline.spans if span.kind == "compute"]
+    cut = [length for length in lengths if length < 1 - 1e-9]
+    assert 0 < len(cut) <= result["failures"]
+    assert len(lengths) == sum(result["steps"].values()) + len(cut)
 
 
 def test_data_parallel_sends_its_gradients_at_every_step() -> None:

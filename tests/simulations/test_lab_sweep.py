@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco.cli.main import app
+from diloco.errors import ConfigError
 from simulations.lab.cache import Cache
 from simulations.lab.config import Flags
 from simulations.lab.point import points_of
@@ -121,3 +122,20 @@ def test_the_command_shows_readings_and_writes_json_and_picture(tmp_path: Path) 
     assert len(report["points"][0]["readings"]) == 3
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert all(len(line) <= 80 for line in shown.stdout.splitlines()[:4])
+
+    trace, timeline = tmp_path / "trace.json", tmp_path / "timeline.png"
+    seen = CliRunner().invoke(app, [*words, f"--trace={trace}", f"--timeline={timeline}"])
+
+    assert seen.exit_code == 0, seen.output
+    named = [e["cat"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert named.count("compute") == 2 * 24, "trained again, though its result was there"
+    assert timeline.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_timeline_of_several_runs_is_refused() -> None:
+    words = ["lab", "run", f"--run={BASE}", "--islands=2", "--seeds=1,2", "--trace=trace.json"]
+
+    refused = CliRunner().invoke(app, words)
+
+    assert isinstance(refused.exception, ConfigError)
+    assert "--seeds 1" in str(refused.exception)

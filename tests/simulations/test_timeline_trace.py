@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from diloco.errors import ConfigError
 from diloco.telemetry.events import Event, FragmentMerged, InnerStepDone, PhaseDone
 from diloco.telemetry.round_events import RoundClosed
 from diloco.telemetry.sinks import JsonlSink
+from simulations.lanes import by_lane, simulated_spans
 from simulations.plots import timeline_figure
-from simulations.run_model import simulate_run
-from simulations.timeline import Span
+from simulations.run_model import run_plan, simulate_run
+from simulations.timeline import Span, SpanKind
 from simulations.trace import chrome_trace, run_spans, shown, sums_of, tracks_of
+from tests.run_files import FFN_DIM_OF_LANES, run_to_end, write_run
 
 RUN = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
 
@@ -69,7 +72,7 @@ def test_events_of_a_real_run_become_spans_from_its_first_instant(telemetry: Pat
         ("east", "send", 3, 0),
         ("syncer", "merge", None, 0),
         ("east", "fetch", None, 0),
-        ("east", "encode", None, 0),
+        ("east", "decode", None, 0),
         ("east", "merge", None, 0),
     ]
     assert spans[0].begin_s == 0.0
@@ -117,6 +120,86 @@ def test_a_trace_names_its_tracks_and_keeps_every_span(telemetry: Path) -> None:
     ]
     (sent,) = (event for event in drawn if event["args"] == {"fragment": 0, "lane": 4})
     assert names[sent["pid"], sent["tid"]] == "fragment 0 lane 4"
+
+
+def test_what_two_ranks_do_at_once_has_two_rows_and_no_row_overlaps_itself() -> None:
+    spans = [
+        Span("east", None, 0, "fetch", 0.0, 1.0),
+        Span("east", None, 0, "fetch", 0.5, 1.25),
+        Span("east", None, 0, "decode", 1.0 - 2e-7, 1.1),  # as wall clocks say it
+    ]
+
+    events = chrome_trace(spans, run="demo")["traceEvents"]
+
+    names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
+    drawn = [(e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert names == ["fragment 0", "fragment 0"]
+    assert drawn == [(0, 0.0, 1e6), (0, 1e6, 1e5), (1, 5e5, 7.5e5)]
+
+
+def test_lanes_of_a_simulation_are_carried_as_ranks_carry_them() -> None:
+    plan = run_plan(load_config(RUN, [f"model.ffn_dim={FFN_DIM_OF_LANES}"]))
+    kinds: tuple[SpanKind, ...] = ("encode", "send", "fetch")
+    whole = [Span("west", None, 1, kind, 1.0, 2.0) for kind in kinds]
+
+    parts = by_lane([*whole, Span("syncer", None, 1, "merge", 1.0, 2.0)], plan, {"west": 2})
+
+    lanes = {kind: [s.lane for s in parts if s.kind == kind] for kind in (*kinds, "merge")}
+    assert lanes == {
+        "encode": [0, 2, 4, 1, 3],  # one rank's, then the other's
+        "send": [0, 2, 4, 1, 3],
+        "fetch": [None, None],  # a call of each rank, several lanes together
+        "merge": [None],
+    }
+    encoded = {s.lane: (s.begin_s, s.end_s) for s in parts if s.kind == "encode"}
+    assert encoded[0][0] == encoded[1][0] == 1.0
+    assert encoded[0][1] == encoded[2][0]
+    assert encoded[4][1] == encoded[3][1] == 2.0
+    assert {(s.begin_s, s.end_s) for s in parts if s.kind != "encode"} == {(1.0, 2.0)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_real_run_and_its_simulation_have_the_same_rows_with_the_same_in_them(
+    tmp_path: Path,
+) -> None:
+    islands = {"east": "", "west": "dp_shard = 2"}
+    run_file = write_run(tmp_path, islands, overlap_steps=0, ffn_dim=FFN_DIM_OF_LANES)
+    overrides = ["transport.link=thin-5M-60ms"]
+    run_to_end(run_file, overrides)
+    config = load_config(run_file, overrides)
+
+    real = run_spans(config.telemetry_dir)
+    simulated = simulated_spans(config, dict.fromkeys(islands, 0.05))
+
+    assert all(len(fragment.lanes) > 2 for fragment in run_plan(config).fragments)
+    assert counts(real) == counts(simulated)
+    pictures = [timeline_figure(spans, "") for spans in (real, simulated)]
+    labels = [
+        [
+            (axes.get_ylabel(), [label.get_text() for label in axes.get_yticklabels()])
+            for axes in picture.axes
+        ]
+        for picture in pictures
+    ]
+    assert labels[0] == labels[1]
+
+
+def counts(spans: Sequence[Span]) -> dict[tuple[str, str], dict[tuple[str, str], int]]:
+    """Count events of a trace by row, category and name.
+
+    Inner steps are one where a simulation has nothing between them, and what is there at once it
+    does not wait for.
+    """
+    events = chrome_trace(spans, run="")["traceEvents"]
+    places = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
+    for event in (event for event in events if event["ph"] == "X"):
+        row = found.setdefault((places[event["pid"]], rows[event["pid"], event["tid"]]), {})
+        what = event["cat"], event["name"]
+        row[what] = 1 if event["cat"] in ("compute", "wait") else row.get(what, 0) + 1
+    return found
 
 
 def test_a_picture_has_a_panel_a_place_and_a_row_a_fragment(telemetry: Path) -> None:

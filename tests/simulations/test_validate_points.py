@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from diloco.cli.main import app
+from diloco.config.load import resolved_toml
 from diloco.durable import write_json
 from diloco.errors import ConfigError
 from simulations.validate import (
@@ -17,12 +20,20 @@ from simulations.validate import (
     Sweep,
     chosen_points,
     missing_points,
-    predict,
     residual,
     residual_text,
 )
 from simulations.validate_costs import Calibration, host_costs
-from simulations.validate_run import Point, Setting, figures, measure_point, measured_path
+from simulations.validate_prediction import planned_s, predict
+from simulations.validate_run import (
+    FIGURES,
+    Point,
+    Setting,
+    figures,
+    measure_point,
+    measured_path,
+    run_config,
+)
 
 SETTING = Setting(step_s=0.05, rounds=2)
 STEPS = {"east": 0.05, "west": 0.05}
@@ -43,7 +54,8 @@ def test_rounds_are_measured_without_the_first_and_between_their_ends(tmp_path: 
     for number, blocked_s in ((1, 5.0), (2, 1.0), (3, 2.0)):
         end = 10.0 * number
         for inner_step in (2 * number - 1, 2 * number):
-            lines.append({"kind": "inner_step", "inner_step": inner_step, "unix_s": end - 1})
+            stepped = {"kind": "inner_step", "inner_step": inner_step, "duration_s": 0.5}
+            lines.append({**stepped, "unix_s": end - 1})
         phase = {"kind": "phase", "phase": "send", "fragment_id": 0, "version": number - 1}
         lines.append({**phase, "lane_id": 0, "unix_s": end - 2, "duration_s": 1.0})
         lines.append({**phase, "lane_id": 1, "unix_s": end - 1.5, "duration_s": number / 2})
@@ -60,6 +72,7 @@ def test_rounds_are_measured_without_the_first_and_between_their_ends(tmp_path: 
 
     assert found["rounds"] == {name: [(1.0, 10.0), (2.0, 10.0)] for name in ("east", "west")}
     assert (found["blocked_s"], found["round_s"]) == (1.5, 10.0)
+    assert found["wall_s"] == 30 - 8.5, "from the first begin of all to the last merge"
     assert found["step_s"] == {"east": 0.1, "west": 0.1}
     assert found["phases"] == {"send": 1.5, "up": 1.5}, (
         "from the first lane's begin to the last one's end"
@@ -81,6 +94,21 @@ def test_calibrated_costs_give_back_what_they_were_calibrated_by(codec: str) -> 
     for num_fragments, phases in measured.items():
         predicted = predict(SETTING, Point("", 0, codec, 8, num_fragments), costs, STEPS)
         assert predicted["blocked_s"] == pytest.approx(num_fragments * phases["wait"], rel=0.02)
+
+
+def test_the_plan_beside_a_real_run_is_what_the_command_says_of_its_file(tmp_path: Path) -> None:
+    point = Point("100Mbit/s", 20, "int4", 10, 2)
+    run_file = tmp_path / "run.toml"
+    on_its_own_link = replace(SETTING, is_emulated=True)
+    run_file.write_text(resolved_toml(run_config(on_its_own_link, point, tmp_path)))
+    words = ["plan", str(run_file), "--step-time", "200ms", "--bandwidth", "100Mbit/s"]
+
+    told = CliRunner().invoke(app, [*words, "--rtt", "20ms", "--json", "-"])
+
+    assert told.exit_code == 0, told.output
+    predicted = json.loads(told.stdout)["prediction"]
+    steps = dict.fromkeys(STEPS, 0.2)
+    assert planned_s(SETTING, point, steps) == pytest.approx(predicted["wall_s"])
 
 
 def judged(point: Point, missing_s: float) -> dict[str, Any]:
@@ -117,9 +145,13 @@ def test_a_sweep_goes_on_behind_what_was_measured_in_the_same_setting(tmp_path: 
     assert missing_points(sweep) == everything
 
     for point, setting in zip(everything, (SETTING, replace(SETTING, rounds=9)), strict=False):
-        write_json(measured_path(tmp_path, setting, point), {"setting": asdict(setting)})
+        path = measured_path(tmp_path, setting, point)
+        write_json(path, {**dict.fromkeys(FIGURES), "setting": asdict(setting)})
 
     assert missing_points(sweep) == everything[1:]
+
+    write_json(measured_path(tmp_path, SETTING, everything[0]), {"setting": asdict(SETTING)})
+    assert missing_points(sweep) == everything, "a figure that was not taken then is missing"
 
 
 def test_a_pattern_that_matches_no_point_is_refused_with_those_there_are() -> None:
