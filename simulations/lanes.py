@@ -15,7 +15,7 @@ from diloco.config.schema import Config
 from diloco.outer.fragments import Fragment, Plan
 from diloco.sync.shards import carrier_of
 from diloco.sync.staging import grouped
-from simulations.run_model import run_plan, simulate_run
+from simulations.run_model import SimulatedRun, run_plan
 from simulations.timeline import Span, SpanKind
 
 _BY_LANE: tuple[SpanKind, ...] = ("encode", "send")
@@ -32,13 +32,10 @@ class _Part:
     numel: int
 
 
-def simulated_spans(
-    config: Config, step_s: Mapping[str, float], *, rounds: int = 0, seed: int = 0
-) -> list[Span]:
-    """Simulate the run of a run file, and give its timeline; see `run_model.simulate_run`."""
-    plan = run_plan(config)
-    run = simulate_run(config, step_s=step_s, rounds=rounds, seed=seed, plan=plan)
-    return by_lane(run.spans, plan, {name: each.ranks for name, each in config.islands.items()})
+def spans_by_lane(run: SimulatedRun, config: Config) -> list[Span]:
+    """Give the timeline of a run of `config` that was simulated, lane by lane."""
+    ranks = {name: island.ranks for name, island in config.islands.items()}
+    return by_lane(run.spans, run_plan(config), ranks)
 
 
 def by_lane(spans: Sequence[Span], plan: Plan, ranks: Mapping[str, int]) -> list[Span]:

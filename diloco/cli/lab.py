@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from simulations.lab.run import Result
 
 _RUN = "run"
+_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class _FileOrCommand(typer.core.TyperGroup):
@@ -121,7 +122,7 @@ def run_lab(
     from diloco.bench.report import usable_cpus
     from diloco.cli.bench import bench_console
     from diloco.cli.progress import counting
-    from diloco.cli.sim_trace import check_picture, write_spans
+    from diloco.cli.timelines import write_timelines
     from diloco.errors import ConfigError
     from simulations.lab.cache import Cache
     from simulations.lab.plot import write_plot
@@ -134,8 +135,9 @@ def run_lab(
         raise ConfigError(
             "nothing to train: diloco lab LAB.toml, or diloco lab run --run RUN.toml --islands 4"
         )
-    check_picture("--plot", plot)
-    check_picture("--timeline", timeline)
+    for option, path in (("--plot", plot), ("--timeline", timeline)):
+        if path and Path(path).suffix not in _SUFFIXES:
+            raise ConfigError(f"{option} {path}: give a path that ends with {', '.join(_SUFFIXES)}")
     began = time.monotonic()
     points = points_of(lab_file, _flags(run_file, settings or [], sweep or [], seeds, islands))
     watched = Timeline() if trace or timeline else None
@@ -156,7 +158,7 @@ def run_lab(
         write_plot(results, Path(plot))
     if watched is not None:
         what = f"{lab_file or run_file}, laboratory"
-        written = write_spans(watched.spans, what, trace=trace, picture=timeline)
+        written = write_timelines(watched.spans, what, trace=trace, picture=timeline)
         console.print(f"written: {written}", highlight=False, soft_wrap=True)
     if json_target != "-":
         _show(results, finished.num_cached, plot, cache)

@@ -33,7 +33,6 @@ from diloco.cli import (
     replay,
     sim,
     sim_goodput,
-    sim_trace,
     sim_utilization,
     sim_validate,
 )
@@ -91,7 +90,6 @@ bench_inner.register(bench.bench)
 bench_race.register(bench.bench)
 sim_goodput.register(sim.sim)
 sim_utilization.register(sim.sim)
-sim_trace.register(sim.sim)
 sim_validate.register(sim.sim)
 
 

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError
 from diloco.telemetry.events import Event, FragmentMerged, InnerStepDone, PhaseDone
 from diloco.telemetry.round_events import RoundClosed
 from diloco.telemetry.sinks import JsonlSink
-from simulations.lanes import by_lane, simulated_spans
+from simulations.lanes import by_lane, spans_by_lane
 from simulations.plots import timeline_figure
 from simulations.run_model import run_plan, simulate_run
 from simulations.timeline import Span, SpanKind
@@ -170,7 +170,8 @@ def test_a_real_run_and_its_simulation_have_the_same_rows_with_the_same_in_them(
     config = load_config(run_file, overrides)
 
     real = run_spans(config.telemetry_dir)
-    simulated = simulated_spans(config, dict.fromkeys(islands, 0.05))
+    simulation = simulate_run(config, step_s=dict.fromkeys(islands, 0.05))
+    simulated = spans_by_lane(simulation, config)
 
     assert all(len(fragment.lanes) > 2 for fragment in run_plan(config).fragments)
     assert counts(real) == counts(simulated)
