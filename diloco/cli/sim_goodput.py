@@ -298,7 +298,8 @@ def _show_rows(rows: Sequence[CheckRow], console: Console) -> None:
     """Print a row a claim, below its source: what, published, how far off it may be, ours."""
     from rich.table import Table
 
-    for source, of_source in groupby(rows, key=lambda row: row.source):
+    for source, group in groupby(rows, key=lambda row: row.source):
+        of_source = list(group)
         console.print(source, style="dim")
         table = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
         for width in _CHECK_WIDTHS:
@@ -306,9 +307,10 @@ def _show_rows(rows: Sequence[CheckRow], console: Console) -> None:
         for row in of_source:
             verdict = f"[{_VERDICTS[row.verdict]}]{row.verdict}[/]"
             table.add_row(row.target, row.what, row.published, row.allowed, row.ours, verdict)
-            if row.missed:
-                table.add_row("", f"[yellow]{row.missed}[/]")
         console.print(table)
+        for row in of_source:
+            if row.missed:
+                console.print(f"    {row.target} misses it: {row.missed}", style="yellow")
 
 
 def _table(*columns: str) -> Table:

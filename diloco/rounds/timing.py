@@ -282,8 +282,13 @@ class MeasuredTiming:
         return self._rules.overlap_steps * max(steps), quorum + fetched
 
     def lacks_grace(self, members: Collection[str]) -> tuple[float, float] | None:
-        """Give `slack_terms` where a grace that is measured comes to 0 for want of slack."""
-        terms = self.slack_terms(members) if self._rules.grace_s is None else None
+        """Give `slack_terms` where a grace that is measured comes to 0 for want of slack.
+
+        None while a member's step is unknown, too: it may be the slowest.
+        """
+        if self._rules.grace_s is not None or len(self._steps.of(members)) < len(members):
+            return None
+        terms = self.slack_terms(members)
         return terms if terms is not None and terms[0] <= terms[1] else None
 
     def deadline_s(self, members: Collection[str]) -> float:

@@ -21,7 +21,7 @@ from simulations.goodput.decoupled_table import (
     scavenged,
     table_cells,
 )
-from simulations.goodput.failures import FleetTime, simulate_fleet, simulate_learner, stopped
+from simulations.goodput.failures import simulate_fleet, simulate_learner, stopped
 from simulations.goodput.learners import Learner, LearnersTime, simulate_learners
 
 _DECOUPLED = "Decoupled DiLoCo (2604.21428)"
@@ -115,7 +115,7 @@ def _fleet_time(learners: int, chips: int) -> tuple[float, float]:
     """Simulate seconds in which nobody trains, and give their mean in closed form."""
     config = fleet_of(GoodputConfig(), chips, learners)
     rng = np.random.default_rng(config.seed)
-    time: FleetTime = simulate_fleet(config.fleet, config.duration_s, rng)
+    time = simulate_fleet(config.fleet, config.duration_s, rng)
     return time.nobody_s, closed_form.nobody_s(config.fleet, config.duration_s)
 
 

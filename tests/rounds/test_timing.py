@@ -170,6 +170,7 @@ def test_a_grace_that_comes_to_nothing_says_what_of() -> None:
     timing.fetched(140.0)
 
     assert timing.lacks_grace(BOTH) == pytest.approx((4.0, 1.0 + (0.5 + 9.0) / 2))
+    assert timing.lacks_grace((*BOTH, "new")) is None, "which may be slower than both"
 
     fixed = MeasuredTiming(replace(RULES, grace_s=0.0), step_times(), begins_at=100.0)
     one_round(fixed, 130.0, slow_after=0.0)
