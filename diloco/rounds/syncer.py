@@ -1,8 +1,7 @@
 """The syncer: the only authority over the rounds of its fragments.
 
 It checks grants, answers islands and ends the run when it must; each fragment has a service
-(`service`) that performs what its rounds decide. Every incarnation is durable before anything of it
-is accepted.
+(`service`) that runs its rounds. Every incarnation is durable before anything of it is accepted.
 
 Source: protocol.md sections 4, 5 and 8.
 """
@@ -118,26 +117,26 @@ class Syncer:
             worker=worker,
             meter=self.meter,
             listeners=Listeners(
-                self._granted,
-                self._take_roster,
-                self._take_rules,
-                self._spawn,
-                self._donations.let_go,
+                on_grant=self._granted,
+                on_roster=self._take_roster,
+                on_rules=self._take_rules,
+                spawn=self._spawn,
+                on_full=self._donations.let_go,
             ),
         )
         hooks = Hooks(
-            worker,
-            self._spawn,
-            on_record,
-            self._notify,
-            self._lose,
-            on_event,
-            Room(worker, self.meter, self._hold_openings, self._donations.let_go),
-            self.meter,
-            self._spool,
-            rules.num_threads,
-            unix_clock,
-            Downtime(asyncio.get_running_loop().time()),
+            worker=worker,
+            spawn=self._spawn,
+            on_record=on_record,
+            on_change=self._notify,
+            on_lost=self._lose,
+            on_event=on_event,
+            room=Room(worker, self.meter, self._hold_openings, self._donations.let_go),
+            meter=self.meter,
+            spool=self._spool,
+            num_threads=rules.num_threads,
+            unix_clock=unix_clock,
+            downtime=Downtime(asyncio.get_running_loop().time()),
         )
         self._steps = StepTimes()
         self._services = {

@@ -307,20 +307,23 @@ class FragmentPeer:
         """Say PREPARED, once to each start of the decider."""
         staged = self.replica.staged
         assert staged is not None
-        reporting = self._decider_id, staged.assignment_id
-        if self._reported == reporting:
+        if self._reported == (self._decider_id, staged.assignment_id):
             return False
-        await self._calls.tell(
-            "allreduce.prepared",
+        await self._tell_prepared(
             wire.PreparedRequest(
-                fragment_id=self.fragment.fragment_id,
                 assignment_id=staged.assignment_id,
                 lane_digests=self.replica.staged_lane_digests,
                 state_digest=staged.state_digest,
-            ),
+            )
         )
-        self._reported = reporting
         return True
+
+    async def _tell_prepared(self, request: wire.PreparedRequest) -> None:
+        """Say what came of an assignment; a start of the decider that comes meanwhile is told."""
+        request.fragment_id = self.fragment.fragment_id
+        reporting = self._decider_id, request.assignment_id
+        await self._calls.tell("allreduce.prepared", request)
+        self._reported = reporting
 
     def _forgotten(self, journal: str) -> QuorumLost:
         """Return the error of an island that is ahead of the journal."""
@@ -350,18 +353,14 @@ class FragmentPeer:
                 await work
         except (AggregationError, CodecError) as error:
             logger.error("result not usable, key=%s: %s", assignment.key, error)
-            await self._calls.tell(
-                "allreduce.prepared",
+            contributor = error.contributor if isinstance(error, ContributionMalformed) else ""
+            await self._tell_prepared(
                 wire.PreparedRequest(
-                    fragment_id=self.fragment.fragment_id,
                     assignment_id=assignment.id,
                     broken=bounded_text(str(error)),
-                    malformed=(
-                        error.contributor if isinstance(error, ContributionMalformed) else ""
-                    ),
-                ),
+                    malformed=contributor,
+                )
             )
-            self._reported = self._decider_id, assignment.id
         finally:
             work.cancel()
             news.cancel()

@@ -62,6 +62,7 @@ from diloco.sync.captured import StateLayout
 from diloco.sync.checkpoint_part import CheckpointPart, CutTaken
 from diloco.sync.connection import Connection
 from diloco.sync.groups import island_sums, make_groups
+from diloco.sync.io_thread import Waits
 from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.position import Position
@@ -175,14 +176,11 @@ class DiLoCo(Position):
         policy = transport.config.outer  # the coordinator's: mostly the same, and then done
         warm_up(self.plan, (policy.uplink, policy.downlink))
         if self._is_ready:
-            self._trained.settle(self.start_step)
-            transport.io.drive(
+            self._enter(
                 self._loop.starting(
                     overwrite_initial=overwrite_initial, last_inner_step=reply.last_inner_step
                 )
             )
-            self.start_step = self._loop.inner_step
-            self._begin()
 
     def _join(self, start_step: int, data_digest: str, tokenizer_digest: str) -> JoinReply:
         """Let the leader join, and everybody have the answer."""
@@ -497,21 +495,8 @@ class DiLoCo(Position):
                 f"RUN.toml --resume`; an island that starts again takes what is published, and "
                 f"needs its inner optimizer only"
             )
-        step, what = self.resume_step, "cut" if self._on_arrival else "inner step"
-        if "meta" in state and state["meta"].shape == (5,):  # else it is refused below
-            _, _, inner_step, cut, _ = state["meta"].tolist()
-            step = cut if self._on_arrival else inner_step
-        if not self._groups.all_say(step == self.resume_step):
-            other = "another rank's is not" if step == self.resume_step else f"of {what} {step}"
-            raise ConfigError(
-                f"the run is resumed at {what} {self.resume_step}, this outer state is "
-                f"{other}: load the checkpoint of outer.resume_step on all ranks"
-            )
-        self._trained.settle(self.inner_step)
-        self._connection.io.drive(self._loop.resuming(state))
-        self.start_step = self._loop.inner_step
-        self._is_ready = True
-        self._begin()
+        self._insist_on_resumed(state)
+        self._enter(self._loop.resuming(state))
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -521,8 +506,29 @@ class DiLoCo(Position):
             return inner_step % self._period == 0
         return bool(self._schedule.due(inner_step))
 
-    def _begin(self) -> None:
-        """Begin to train, together."""
+    def _insist_on_resumed(self, state: Mapping[str, Tensor]) -> None:
+        """Insist that a state is of the checkpoint that is resumed, on all ranks; collective.
+
+        Raises:
+            ConfigError: On all ranks, if one of them has another.
+        """
+        step, what = self.resume_step, "cut" if self._on_arrival else "inner step"
+        if "meta" in state and state["meta"].shape == (5,):  # else it is refused as it is restored
+            _, _, inner_step, cut, _ = state["meta"].tolist()
+            step = cut if self._on_arrival else inner_step
+        if not self._groups.all_say(step == self.resume_step):
+            other = "another rank's is not" if step == self.resume_step else f"of {what} {step}"
+            raise ConfigError(
+                f"the run is resumed at {what} {self.resume_step}, this outer state is "
+                f"{other}: load the checkpoint of outer.resume_step on all ranks"
+            )
+
+    def _enter(self, entering: Waits[None]) -> None:
+        """Enter the run, at its start or where it is resumed, and begin to train, together."""
+        self._trained.settle(self.start_step)
+        self._connection.io.drive(entering)
+        self.start_step = self._loop.inner_step
+        self._is_ready = True
         self._stop_line.begin(self._loop.inner_step, self._loop.first_checkpoint_step)
         self._groups.barrier()
         self._began_s = time.monotonic()
