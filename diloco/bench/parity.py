@@ -15,7 +15,6 @@ plain simulation that the bars were taken from.
 
 from __future__ import annotations
 
-import fnmatch
 import multiprocessing
 import tempfile
 import time
@@ -29,8 +28,8 @@ from diloco.bench import parity_row
 from diloco.bench.counted_process import prepare_process
 from diloco.bench.parity_row import Row, RowResult, Task
 from diloco.bench.report import Column, Report, Requirement
+from diloco.bench.row_choice import matching
 from diloco.bench.statistics import Spread
-from diloco.errors import ConfigError
 
 DATA_PARALLEL = "data-parallel"
 
@@ -127,11 +126,7 @@ def chosen_rows(setting: Setting, patterns: Sequence[str]) -> tuple[Row, ...]:
     Raises:
         ConfigError: If a pattern matches no row.
     """
-    names = [row.name for row in setting.rows]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise ConfigError(f"--rows {pattern} matches no row; rows are {', '.join(names)}")
-    wanted = {name for pattern in patterns or ["*"] for name in fnmatch.filter(names, pattern)}
+    wanted = matching([row.name for row in setting.rows], patterns)
     return tuple(row for row in setting.rows if row.name in wanted or row.name == DATA_PARALLEL)
 
 

@@ -23,6 +23,7 @@ from diloco.bench.emulating import check_text, measure_inside
 from diloco.bench.link_row import ISLANDS, LinkRow
 from diloco.bench.race_link import race_on_link
 from diloco.bench.report import Column, Report, Requirement
+from diloco.bench.row_choice import matching
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -113,15 +114,13 @@ def chosen_links(
     offered = [link for link in setting.links if is_emulated or not link.loss]
     names = [link.name for link in offered]
     for pattern in patterns:
-        if fnmatch.filter(names, pattern):
-            continue
-        if lossy := fnmatch.filter([link.name for link in setting.links], pattern):
+        lossy = fnmatch.filter([link.name for link in setting.links], pattern)
+        if lossy and not fnmatch.filter(names, pattern):
             raise ConfigError(
                 f"--rows {pattern}: {lossy[0]} loses packets, and TCP's answer to that is the "
                 f"kernel's: add --emulate (root), or take {lossy[0].removesuffix('-0.1%')}"
             )
-        raise ConfigError(f"--rows {pattern} matches no link; links are {', '.join(names)}")
-    wanted = {name for pattern in patterns or ["*"] for name in fnmatch.filter(names, pattern)}
+    wanted = matching(names, patterns, what="link")
     return tuple(link for link in offered if link.name in wanted)
 
 

@@ -9,7 +9,6 @@ again under `diloco chaos`, and bytes written and time to recover are measured b
 
 from __future__ import annotations
 
-import fnmatch
 import signal
 import statistics
 import tempfile
@@ -22,17 +21,18 @@ from typing import Any
 
 from diloco.bench.recovery_site import SYNCER, Event, Site, running
 from diloco.bench.report import Column, Report, Requirement
+from diloco.bench.row_choice import matching
 from diloco.chaos.experiment import run_plan
 from diloco.chaos.plan import Plan, PlanConfig
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
-from diloco.errors import ConfigError
 from diloco.launch.ending import Request
 from diloco.launch.forecast import forecast
 from transport.units import parse_duration
 
 _ISLANDS = ("east", "north", "west")
 _VICTIM = "west"
+_SURVIVORS = ("east", "north")
 _WAIT_S = 300.0
 #: Seconds after the word of a send until the kill: the link carries it for longer.
 _INTO_THE_SEND_S = 0.1
@@ -117,14 +117,7 @@ def run_recovery(
     """
     began = time.monotonic()
     measures = _measures(setting)
-    for pattern in patterns:
-        if not fnmatch.filter(measures, pattern):
-            raise ConfigError(f"--rows {pattern} matches no row; rows are {', '.join(measures)}")
-    wanted = [
-        name
-        for name in measures
-        if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-    ]
+    wanted = matching(measures, patterns)
     rows: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
     for number, row in enumerate(wanted):
@@ -222,33 +215,8 @@ def _kill(setting: Setting, preset: str, place: Path) -> list[Figure]:
         time.sleep(_INTO_THE_SEND_S)
         killed = site.kill(_VICTIM)
         started = site.start(_VICTIM)
-
-        def later(who: str, kind: str) -> list[Event]:
-            return [e for e in site.events(who, kind) if e["unix_s"] > killed]
-
-        def included() -> list[Event]:
-            begun = [event["unix_s"] for event in later(_VICTIM, "timed_step")[:1]]
-            return [
-                event
-                for event in later(SYNCER, "round_closed")
-                if begun and event["unix_s"] > begun[0] and _VICTIM in event["contributors"]
-            ]
-
-        site.wait_for(lambda: bool(included()), "a contribution of the next start", _WAIT_S)
-        survivors = [island for island in _ISLANDS if island != _VICTIM]
-        site.wait_for(
-            lambda: all(later(island, "fragment_merged") for island in survivors),
-            "a merge of the others",
-            _WAIT_S,
-        )
-        until = included()[0]["unix_s"]
-        # A step that lasted until then is told once it is over.
-        site.wait_for(
-            lambda: all(site.events(i, "timed_step")[-1]["unix_s"] > until for i in survivors),
-            "a step of the others after it",
-            _WAIT_S,
-        )
-        steps = {island: site.events(island, "timed_step") for island in survivors}
+        until = _included_again(site, killed)
+        steps = {island: site.events(island, "timed_step") for island in _SURVIVORS}
         usual_s = statistics.median(
             e["duration_s"] for told in steps.values() for e in told if e["unix_s"] < killed
         )
@@ -258,12 +226,13 @@ def _kill(setting: Setting, preset: str, place: Path) -> list[Figure]:
             for e in told
             if killed < e["unix_s"] and e["unix_s"] - e["duration_s"] <= until
         )
-        own = [event["unix_s"] for event in later(_VICTIM, "timed_step")]
+        own = [event["unix_s"] for event in _later(site, killed, _VICTIM, "timed_step")]
         own_steps = sum(unix_s <= until for unix_s in own)
         next_merge_s = max(
-            later(island, "fragment_merged")[0]["unix_s"] - killed for island in survivors
+            _later(site, killed, island, "fragment_merged")[0]["unix_s"] - killed
+            for island in _SURVIVORS
         )
-        expired = sum(len(later(island, "round_expired")) for island in survivors)
+        expired = sum(len(_later(site, killed, island, "round_expired")) for island in _SURVIVORS)
     outer = config.outer
     grace_s = parse_duration(outer.grace)
     bars = (1.0 + grace_s, 1.0, float(outer.inner_steps_per_round + outer.overlap_steps), 0.0)
@@ -276,6 +245,39 @@ def _kill(setting: Setting, preset: str, place: Path) -> list[Figure]:
         Figure("its own steps until it is included again", own_steps, "steps", limits[2]),
         Figure("rounds of the others that expired", expired, "rounds", limits[3]),
     ]  # fmt: skip
+
+
+def _later(site: Site, killed: float, who: str, kind: str) -> list[Event]:
+    return [event for event in site.events(who, kind) if event["unix_s"] > killed]
+
+
+def _included_again(site: Site, killed: float) -> float:
+    """Wait until a contribution of the victim's next start counts; returns when, in unix time.
+
+    Waits for what the others tell of that time, too: a merge, and the step that lasted until then.
+    """
+
+    def included() -> list[Event]:
+        begun = [event["unix_s"] for event in _later(site, killed, _VICTIM, "timed_step")[:1]]
+        return [
+            event
+            for event in _later(site, killed, SYNCER, "round_closed")
+            if begun and event["unix_s"] > begun[0] and _VICTIM in event["contributors"]
+        ]
+
+    site.wait_for(lambda: bool(included()), "a contribution of the next start", _WAIT_S)
+    site.wait_for(
+        lambda: all(_later(site, killed, i, "fragment_merged") for i in _SURVIVORS),
+        "a merge of the others",
+        _WAIT_S,
+    )
+    until: float = included()[0]["unix_s"]
+    site.wait_for(
+        lambda: all(site.events(i, "timed_step")[-1]["unix_s"] > until for i in _SURVIVORS),
+        "a step of the others after it",
+        _WAIT_S,
+    )
+    return until
 
 
 def _freeze(setting: Setting, preset: str, place: Path) -> list[Figure]:
@@ -297,11 +299,10 @@ def _freeze(setting: Setting, preset: str, place: Path) -> list[Figure]:
         )
         back_s = site.events(_VICTIM, "fragment_merged")[-1]["unix_s"] - thawed
         rises = []
-        for island in _ISLANDS:
-            if island != _VICTIM:
-                ends = [event["unix_s"] for event in site.events(island, "timed_step")]
-                before = _steps_a_second(ends, warm, frozen)
-                rises.append(before / _steps_a_second(ends, frozen, thawed) - 1)
+        for island in _SURVIVORS:
+            ends = [event["unix_s"] for event in site.events(island, "timed_step")]
+            before = _steps_a_second(ends, warm, frozen)
+            rises.append(before / _steps_a_second(ends, frozen, thawed) - 1)
     return [
         Figure("seconds frozen", freeze_s, "s"),
         Figure("the others' time a step rises by", max(rises), "x", 0.03 if is_judged else None),

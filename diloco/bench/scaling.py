@@ -11,7 +11,6 @@ Source: strong scaling; the strategies are those of `diloco.config.mesh`.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import tempfile
 import time
@@ -24,11 +23,12 @@ from typing import Any
 from diloco.baseline.time_model import step_s, tcp_bps
 from diloco.bench.emulating import check_text, measure_inside
 from diloco.bench.report import Column, Report, usable_cpus
+from diloco.bench.row_choice import matching
 from diloco.bench.scaling_link import NODE, measure_ranks
 from diloco.bench.scaling_rank import ISLAND, run_delay_s
 from diloco.config.load import config_of, resolved_toml
 from diloco.config.schema import Config
-from diloco.errors import ConfigError, IslandFailed
+from diloco.errors import IslandFailed
 from transport.units import parse_bandwidth
 
 _ONE = "one"
@@ -117,12 +117,7 @@ def chosen_rows(setting: Setting, ranks: Sequence[int], patterns: Sequence[str])
         for num_ranks in sorted(set(ranks) - {1})
         for strategy in STRATEGIES
     ]
-    names = [row.name for row in rows]
-    for pattern in patterns:
-        if not fnmatch.filter([_ONE, *names], pattern):
-            listed = ", ".join([_ONE, *names])
-            raise ConfigError(f"--rows {pattern} matches no row; rows are {listed}")
-    wanted = {name for pattern in patterns or ["*"] for name in fnmatch.filter(names, pattern)}
+    wanted = matching([_ONE, *(row.name for row in rows)], patterns)
     chosen = (Row("", 1), *(row for row in rows if row.name in wanted))
     for row in chosen:
         row_config(setting, row)

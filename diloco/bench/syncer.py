@@ -25,14 +25,10 @@ The bar, with mTLS and without, is one fragment's state and a quarter.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,24 +38,21 @@ import blake3
 from diloco.bench.publish_process import lane_values
 from diloco.bench.report import Column, Report, Requirement
 from diloco.bench.simulated_island import SimulatedIsland
+from diloco.bench.syncer_process import Spent, SyncerProcess, serving
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.coordinator.grants import load_or_create_secret, sign
-from diloco.errors import CoordinatorUnavailable
-from diloco.launch.logs import tail
 from diloco.launch.run_ca import RunCa
 from diloco.launch.security import Security
-from diloco.launch.state_dir import StateDir, read_endpoint
+from diloco.launch.state_dir import StateDir
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.rounds.spool import LEAST_ARRIVING_BYTES
 from protos.control_pb2 import ROLE_ISLAND, Grant
 from transport.identity import Identity, Role
 
 _RUN = "bench-syncer"
-_START_S = 180.0
-_LOOK_S = 0.1
 _MIB = 1 << 20
 _STATE_BYTES = 12
 _LIMITS = {"tensors": "memory", "loop": "Python", "wire": "gRPC", "tls": "TLS"}
@@ -207,7 +200,7 @@ def _measure(
         bytes(to_bytes(codec.encode(lane_values(lane.numel, lane.lane_id))))
         for lane in fragment.lanes
     ]
-    with _serving(state) as (address, process):
+    with serving(state) as (address, process):
         islands = [
             SimulatedIsland(
                 _security(certs, name).transport(address, Role.SYNCER),
@@ -217,16 +210,45 @@ def _measure(
             )
             for name in names
         ]
-        spent, peak, baseline, wall_s = asyncio.run(
-            _rounds(islands, payloads, process, row, setting.num_rounds, on_round)
-        )
+        took = asyncio.run(_rounds(islands, payloads, process, row, setting.num_rounds, on_round))
     coded = sum(map(len, payloads))
-    spool_bytes = config.coordinator.spool_bytes
+    return _figures(setting, row, took, plain, coded, config.coordinator.spool_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Took:
+    """What all measured rounds of a row took, and the bytes that the syncer had in memory."""
+
+    spent: Spent
+    wall_s: float
+    idle_bytes: int
+    peak_bytes: int
+
+
+def _figures(
+    setting: Setting,
+    row: Row,
+    took: _Took,
+    plain: dict[str, Any] | None,
+    coded: int,
+    spool_bytes: int,
+) -> dict[str, Any]:
+    """Compute a row's figures: JSON values, hence `Any`.
+
+    Args:
+        setting: Of the bench.
+        row: What was measured.
+        took: By measurement.
+        plain: The row of the same without mTLS; None: this one is without.
+        coded: Bytes of a contribution.
+        spool_bytes: Of coded contributions that stay in memory.
+    """
+    spent = took.spent
     held = min(row.num_islands * coded, spool_bytes)
     at_once = min(row.num_sending or row.num_islands, row.num_islands)
     in_flight = min(at_once * coded, max(spool_bytes, LEAST_ARRIVING_BYTES))
     fragment_bytes = _STATE_BYTES * setting.numel
-    extra = peak - baseline - fragment_bytes - held - in_flight
+    extra = took.peak_bytes - took.idle_bytes - fragment_bytes - held - in_flight
     tls_s = max(0.0, spent.wire_s - plain["wire_s"]) if plain else 0.0
     parts = {
         "tensors": spent.tensors_s,
@@ -243,13 +265,13 @@ def _measure(
         "at_once": at_once,
         "nanoseconds": 1e9 * spent.cpu_s / served,
         "millions_per_s": 1e-6 * served / spent.cpu_s,
-        "round_s": wall_s / setting.num_rounds,
+        "round_s": took.wall_s / setting.num_rounds,
         **shares,
         "wire_s": spent.wire_s,
         "limit": _LIMITS[max(shares, key=lambda part: shares[part])],
         "kernel": spent.kernel_s / spent.cpu_s,
-        "baseline_mib": baseline / _MIB,
-        "peak_mib": peak / _MIB,
+        "baseline_mib": took.idle_bytes / _MIB,
+        "peak_mib": took.peak_bytes / _MIB,
         "held_mib": held / _MIB,
         "in_flight_mib": in_flight / _MIB,
         "extra_mib": extra / _MIB,
@@ -260,12 +282,12 @@ def _measure(
 async def _rounds(
     islands: Sequence[SimulatedIsland],
     payloads: Sequence[bytes],
-    process: _Process,
+    process: SyncerProcess,
     row: Row,
     num_rounds: int,
     on_round: Callable[[int], None],
-) -> tuple[_Spent, int, int, float]:
-    """Found, warm up, then measure: CPU seconds, peak and first resident bytes, wall seconds."""
+) -> _Took:
+    """Found, warm up, then measure."""
     digests = [blake3.blake3(payload).digest() for payload in payloads]
     sending = asyncio.Semaphore(row.num_sending or row.num_islands)
 
@@ -279,7 +301,7 @@ async def _rounds(
         on_round(version + 1)
 
     await asyncio.gather(*(island.join() for island in islands))
-    baseline = process.resident_bytes()
+    idle_bytes = process.resident_bytes()
     await islands[0].found()
     await one(0)
     process.forget_peak()
@@ -287,107 +309,10 @@ async def _rounds(
     for version in range(1, num_rounds + 1):
         await one(version)
     spent, wall_s = process.spent() - before, time.monotonic() - began
-    peak = process.peak_bytes()
+    peak_bytes = process.peak_bytes()
     for island in islands:
         await island.close()
-    return spent, peak, baseline, wall_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Spent:
-    """CPU seconds of a process, by what its threads do; `kernel_s` are those in system calls."""
-
-    loop_s: float
-    tensors_s: float
-    wire_s: float
-    kernel_s: float
-
-    @property
-    def cpu_s(self) -> float:
-        return self.loop_s + self.tensors_s + self.wire_s
-
-    def __sub__(self, before: _Spent) -> _Spent:
-        return _Spent(
-            self.loop_s - before.loop_s,
-            self.tensors_s - before.tensors_s,
-            self.wire_s - before.wire_s,
-            self.kernel_s - before.kernel_s,
-        )
-
-
-class _Process:
-    """A running syncer, as /proc shows it."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._proc = Path(f"/proc/{pid}")
-
-    def spent(self) -> _Spent:
-        """CPU seconds since its start: its main thread's is the event loop; gRPC names its own.
-
-        The threads of a merge have ended by then, so tensors are what is left of the whole.
-        """
-        user, kernel = _ticks(self._proc / "stat")
-        loop = wire = 0
-        for task in (self._proc / "task").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                ticks = sum(_ticks(task / "stat"))
-                if int(task.name) == self._pid:
-                    loop = ticks
-                elif not (task / "comm").read_text().startswith("python"):
-                    wire += ticks
-        per_s = os.sysconf("SC_CLK_TCK")
-        whole = user + kernel
-        return _Spent(loop / per_s, (whole - loop - wire) / per_s, wire / per_s, kernel / per_s)
-
-    def resident_bytes(self) -> int:
-        """Return what it has in memory now."""
-        return self._status("VmRSS")
-
-    def peak_bytes(self) -> int:
-        """Return the most that it has had in memory since `forget_peak`."""
-        return self._status("VmHWM")
-
-    def forget_peak(self) -> None:
-        """Begin to look for the peak anew."""
-        (self._proc / "clear_refs").write_text("5")
-
-    def _status(self, name: str) -> int:
-        lines = (self._proc / "status").read_text().splitlines()
-        found = next(line for line in lines if line.startswith(name + ":"))
-        return 1024 * int(found.split()[1])
-
-
-def _ticks(path: Path) -> tuple[int, int]:
-    """User and kernel ticks of a process or a thread."""
-    fields = path.read_text().rpartition(")")[2].split()
-    return int(fields[11]), int(fields[12])
-
-
-@contextlib.contextmanager
-def _serving(state: StateDir) -> Iterator[tuple[str, _Process]]:
-    """Run a syncer on one CPU while the context lasts.
-
-    Raises:
-        CoordinatorUnavailable: If it does not serve in time; says what its log does.
-    """
-    command = [sys.executable, "-m", "diloco.launch.syncer", str(state.root)]
-    with open(state.syncer_log, "ab") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
-        os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
-        until = time.monotonic() + _START_S
-        while (endpoint := read_endpoint(state.syncer)) is None or not endpoint.address:
-            if process.poll() is not None or time.monotonic() > until:
-                raise CoordinatorUnavailable(
-                    f"the bench's syncer did not start (exit code {process.returncode}); its log "
-                    f"says:\n{tail(state.syncer_log)}"
-                )
-            time.sleep(_LOOK_S)
-        yield endpoint.address, _Process(process.pid)
-    finally:
-        process.kill()
-        process.wait()
+    return _Took(spent, wall_s, idle_bytes, peak_bytes)
 
 
 def _issue(certs: Path, names: Sequence[str]) -> str:

@@ -17,20 +17,19 @@ Source: measured.md B4.
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from diloco.bench.emulating import check_text, measure_inside
 from diloco.bench.report import Column, Report, Requirement
+from diloco.bench.row_choice import matching
 from diloco.bench.wan_beside import measure_mtls, measure_shaper
 from diloco.bench.wan_link import IPERF3, LANES, PLAIN
-from diloco.errors import ConfigError
 
 _MIB = 1 << 20
 _LINKS, _HIVEMIND, _BESIDE = "links", "hivemind, for comparison", "beside the links"
@@ -224,11 +223,7 @@ def run_wan(
         IslandFailed: If a measurement failed.
     """
     began = time.monotonic()
-    names = row_names(setting)
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise ConfigError(f"--rows {pattern} matches no row; rows are {', '.join(names)}")
-    wanted = {name for pattern in patterns or ["*"] for name in fnmatch.filter(names, pattern)}
+    wanted = matching(row_names(setting), patterns)
     rows: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
     by_link: dict[LinkSpec, list[Row]] = {}
@@ -240,11 +235,7 @@ def run_wan(
         for row, measured in zip(of_link, _measure(spec, of_link, setting, on_look), strict=True):
             rows.append(measured)
             if row.at_least:
-                figure = float("nan") if measured["figure"] is None else measured["figure"]
-                what = f"{row.name}: payload over {row.limit_by}"
-                if measured["figure"] is None:
-                    what += f" ({measured['note']})"
-                requirements.append(Requirement(what, figure, row.at_least, "x", True))
+                requirements.append(_requirement(row, measured))
     if SHAPER in wanted:
         on_progress(SHAPER, len(rows), len(wanted))
         shaper = measure_shaper(
@@ -264,6 +255,14 @@ def run_wan(
         requirements.append(Requirement(what, mtls["figure"], setting.tls_cost, "x"))
     described = {"lanes": LANES, "repetitions": setting.repetitions, "limit_s": setting.limit_s}
     return Report("wan", described, _COLUMNS, rows, requirements, time.monotonic() - began)
+
+
+def _requirement(row: Row, measured: Mapping[str, Any]) -> Requirement:
+    """Judge a link's row; one without a figure, which says why, misses its bar."""
+    what, figure = f"{row.name}: payload over {row.limit_by}", measured["figure"]
+    if figure is None:
+        what, figure = f"{what} ({measured['note']})", float("nan")
+    return Requirement(what, figure, row.at_least, "x", is_at_least=True)
 
 
 def _measure(

@@ -1,6 +1,6 @@
 """Judges what a run under chaos left behind against the invariants of design.md section 3.
 
-Pure: evidence in, findings and figures out. Nobody's own word on what he holds is taken for more
+Pure: evidence in, findings out. Nobody's own word on what he holds is taken for more
 than that: what islands told (events), what the syncer made durable (tape, newest records) and what
 was done to them (truth log) are held against each other.
 """
@@ -16,12 +16,11 @@ from typing import Any
 from diloco.chaos.plan import Kind
 from diloco.chaos.tokens import Account, Event, Send, Tape, account, sends_of, starts_of
 from diloco.chaos.truth import FaultStory, Story
-from diloco.launch.lives import effective
 
 #: Violations shown of one invariant.
 _SHOWN = 3
 #: Faults after which an island is expected to start once more.
-_STARTING_AGAIN = frozenset({Kind.KILL, Kind.RESTART})
+STARTING_AGAIN = frozenset({Kind.KILL, Kind.RESTART})
 _OUTCOMES = frozenset({"included", "not_included", "refused", "declined", "expired", "unknown"})
 
 
@@ -85,29 +84,10 @@ class Finding:
         return f"{'held' if self.holds else 'BROKEN'}: {self.invariant}: {self.evidence}"
 
 
-@dataclass(frozen=True, slots=True)
-class IslandFigures:
-    """How an island fared; times in seconds.
-
-    `goodput` is the share of wall time in inner steps that stand; `predicted` is that of the same
-    run without faults, less the share of time for which faults kept islands from training: all
-    islands, where each waits for the others; None: no such run was made.
-    """
-
-    island: str
-    goodput: float
-    predicted: float | None
-    num_starts: int
-    tokens: int
-    dropped_tokens: int
-    lost_tokens: int
-    nats_per_byte: float | None
-
-
 def judge(evidence: Evidence) -> tuple[Finding, ...]:
     """Judge every invariant."""
-    tape, clashes = _tape_of(evidence.headers)
-    accounts = _accounts(evidence, tape)
+    tape, clashes = tape_of(evidence.headers)
+    accounts = accounts_of(evidence, tape)
     return (
         Finding(
             "the run comes to its end",
@@ -157,57 +137,6 @@ def judge(evidence: Evidence) -> tuple[Finding, ...]:
     )
 
 
-def island_figures(
-    evidence: Evidence, undisturbed: Mapping[str, float] | None = None
-) -> tuple[IslandFigures, ...]:
-    """Compute how each island fared; `undisturbed` is their goodput in the run without faults."""
-    tape, _ = _tape_of(evidence.headers)
-    accounts = _accounts(evidence, tape)
-    downtimes = {island: [*_downtimes(evidence, island)] for island in evidence.events}
-    figures = []
-    for island, events in evidence.events.items():
-        steps = [e for e in events if e["kind"] == "inner_step"]
-        stands = [e for e in effective([*events]) if e["kind"] == "inner_step"]
-        told = [e["nats_per_byte"] for e in events if _is_published_loss(e)]
-        began = min((e["unix_s"] - e["duration_s"] for e in steps), default=0.0)
-        wall_s = max((e["unix_s"] for e in steps), default=0.0) - began
-        others = downtimes if not evidence.is_on_arrival else {island: downtimes[island]}
-        down_s = _union_s([span for spans in others.values() for span in spans])
-        mine = [each for (name, _), each in accounts.items() if name == island]
-        figures.append(
-            IslandFigures(
-                island=island,
-                goodput=sum(e["duration_s"] for e in stands) / wall_s if wall_s else 0.0,
-                predicted=(
-                    undisturbed[island] * max(0.0, 1 - down_s / wall_s)
-                    if undisturbed and wall_s
-                    else None
-                ),
-                num_starts=len(starts_of(events)),
-                tokens=sum(e["num_tokens"] for e in steps),
-                dropped_tokens=max((each.dropped for each in mine), default=0),
-                lost_tokens=max((each.lost for each in mine), default=0),
-                nats_per_byte=told[-1] if told else None,
-            )
-        )
-    return tuple(figures)
-
-
-def next_publication_s(fault: FaultStory, story: Story) -> float | None:
-    """Seconds from a fault's begin, and the time that it lasts, until all fragments have moved.
-
-    Fragments that publish nothing more at all do not count; None: none does, or it never began.
-    """
-    if fault.began_s is None:
-        return None
-    since_s = fault.began_s + fault.lasted_s
-    first: dict[int, float] = {}
-    for at_s, fragment, _ in story.published:
-        if at_s > since_s:
-            first.setdefault(fragment, at_s - since_s)
-    return max(first.values(), default=None)
-
-
 def island_back_s(fault: FaultStory, events: Sequence[Event]) -> float | None:
     """Seconds from an island's kill until its next start has made an inner step; None: never."""
     if fault.began_unix_s is None:
@@ -221,7 +150,7 @@ def island_back_s(fault: FaultStory, events: Sequence[Event]) -> float | None:
 # -- invariants ----------------------------------------------------------------------------------
 
 
-def _tape_of(headers: Sequence[Mapping[str, Any]]) -> tuple[Tape, list[str]]:
+def tape_of(headers: Sequence[Mapping[str, Any]]) -> tuple[Tape, list[str]]:
     """Give one header a version, and what two headers of a version differ in."""
     tape: dict[tuple[int, int], Mapping[str, Any]] = {}
     clashes = []
@@ -353,10 +282,11 @@ def _was_away(evidence: Evidence, island: str) -> bool:
 
 def _starts_again(story: FaultStory, island: str) -> bool:
     fault = story.fault
-    return fault.island == island and story.fired and fault.kind in _STARTING_AGAIN
+    return fault.island == island and story.fired and fault.kind in STARTING_AGAIN
 
 
-def _accounts(evidence: Evidence, tape: Tape) -> dict[tuple[str, int], Account]:
+def accounts_of(evidence: Evidence, tape: Tape) -> dict[tuple[str, int], Account]:
+    """Recount every fragment of every island, by their names."""
     return {
         (island, p): account(
             island,
@@ -371,7 +301,7 @@ def _accounts(evidence: Evidence, tape: Tape) -> dict[tuple[str, int], Account]:
     }
 
 
-# -- words and figures ---------------------------------------------------------------------------
+# -- words ---------------------------------------------------------------------------------------
 
 
 def _finding(invariant: str, problems: Sequence[str], evidence: str) -> Finding:
@@ -413,29 +343,3 @@ _TOKENS = ("trained", "included", "dropped", "lost", "left")
 
 def _steps(events: Sequence[Event]) -> Iterator[Event]:
     return (event for event in events if event["kind"] == "inner_step")
-
-
-def _is_published_loss(event: Event) -> bool:
-    return bool(event["kind"] == "evaluated" and event["parameters"] == "published")
-
-
-def _downtimes(evidence: Evidence, island: str) -> Iterator[tuple[float, float]]:
-    """Spans of unix time in which faults kept an island from training."""
-    for story in evidence.story.faults:
-        if story.fault.island != island or not story.fired or story.began_unix_s is None:
-            continue
-        began = story.began_unix_s
-        if story.fault.kind is Kind.FREEZE:
-            yield began, began + story.fault.lasts_s
-        elif story.fault.kind in _STARTING_AGAIN:
-            back_s = island_back_s(story, evidence.events[island])
-            if back_s is not None:
-                yield began, began + back_s
-
-
-def _union_s(spans: Sequence[tuple[float, float]]) -> float:
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total

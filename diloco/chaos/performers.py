@@ -11,6 +11,7 @@ it, are the truth itself.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import signal
 import time
@@ -221,11 +222,8 @@ class DiskFull(Performance):
     def begin(self) -> bool:
         """Set the limit."""
         self._pid = self.world.serving_pid(self.fault.target)
-        if self._pid is None:
+        if self._pid is None or not _limit_files(self._pid, is_full=True):
             return False
-        _, hard = resource.prlimit(self._pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (0, hard))
-        self._hard = hard
         self._newest = self._written()
         return True
 
@@ -238,12 +236,21 @@ class DiskFull(Performance):
         self.fired = not is_same or num_written <= 1
         self.note = "the syncer went on" if is_same else "the syncer ended and was started again"
         if is_same:
-            resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (self._hard, self._hard))
+            _limit_files(self._pid, is_full=False)
         return True
 
     def _written(self) -> dict[int, int]:
         """Newest version of each of its fragments."""
         return {p: v[-1] for p, v in self.world.versions(self.fault.target).items() if v}
+
+
+def _limit_files(pid: int, *, is_full: bool) -> bool:
+    """Let a process write no byte, or as many as it may; false if it has just ended."""
+    with contextlib.suppress(ProcessLookupError):
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if is_full else hard, hard))
+        return True
+    return False
 
 
 class _FromWithin(Performance):

@@ -8,15 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco.bench.report import Column, Requirement, machine
-from diloco.chaos.judge import (
-    Evidence,
-    Finding,
-    IslandFigures,
-    island_back_s,
-    island_figures,
-    judge,
-    next_publication_s,
-)
+from diloco.chaos.figures import IslandFigures, island_figures, next_publication_s
+from diloco.chaos.judge import Evidence, Finding, island_back_s, judge
 from diloco.chaos.plan import COORDINATOR, SYNCER, JudgeConfig, Kind
 from diloco.chaos.truth import FaultStory
 from transport.units import parse_duration

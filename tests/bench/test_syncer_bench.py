@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.bench import syncer as bench
 from diloco.bench.syncer import SETTING, Setting, run_syncer
+from diloco.bench.syncer_process import serving
 from diloco.errors import CoordinatorUnavailable
 from diloco.launch.state_dir import StateDir
 
@@ -62,7 +62,7 @@ def test_a_syncer_that_does_not_start_is_quoted(tmp_path: Path) -> None:
 
     with (
         pytest.raises(CoordinatorUnavailable, match=r"(?s)exit code [0-9]+.*resolved\.toml"),
-        bench._serving(state),
+        serving(state),
     ):
         pass
 

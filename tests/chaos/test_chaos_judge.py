@@ -9,15 +9,8 @@ from typing import Any
 
 import pytest
 
-from diloco.chaos.judge import (
-    Evidence,
-    Newest,
-    Recomputed,
-    island_back_s,
-    island_figures,
-    judge,
-    next_publication_s,
-)
+from diloco.chaos.figures import island_figures, next_publication_s
+from diloco.chaos.judge import Evidence, Newest, Recomputed, island_back_s, judge
 from diloco.chaos.plan import COORDINATOR, JudgeConfig, Kind, Timed
 from diloco.chaos.report import is_alone, report_on
 from diloco.chaos.truth import FaultStory, Story, read_story

@@ -303,6 +303,13 @@ def test_a_full_disk_takes_no_record_and_then_does_again(scene: Scene) -> None:
     wait_until(lambda: versions_in(scene.fragment)[-1] > newest + 2)
 
 
+def test_a_syncer_that_has_just_ended_has_no_full_disk(scene: Scene) -> None:
+    leaves_its_lock = "import os, time; os.fork() and os._exit(0); time.sleep(2)"
+    scene.hold(SYNCER, leaves_its_lock).wait()
+
+    assert not scene.perform(Kind.DISK_FULL, SYNCER).begin()
+
+
 def test_a_disk_that_takes_everything_is_not_full(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

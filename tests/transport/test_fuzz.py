@@ -640,7 +640,7 @@ class Service:
         runs = (self.run, self.open_run)
         is_lost = any(run.syncer.fatal is not None for run in runs) or self.allreduce.lost
         memberships = (each._membership for each in (self.coordinator, self.open))
-        is_operated = any(each._num_operations > 0 for each in memberships)
+        is_operated = any(each.settings._num_operations > 0 for each in memberships)
         if is_lost or is_operated or any(each.peer._tasks.failure for each in self.islands):
             await self._end()
             await self._begin()
