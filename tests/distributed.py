@@ -21,6 +21,7 @@ import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.forkserver
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -125,7 +126,7 @@ def _gather(processes: list[Any], pipes: list[Any], deadline: float, timeout_s: 
             break
         for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
             try:
-                is_ok, when, value = pending.pop(rank).recv()
+                is_ok, when, value = pickle.loads(pending.pop(rank).recv_bytes())
             except EOFError:
                 processes[rank].join()
                 is_ok, when = False, time.monotonic()
@@ -164,7 +165,8 @@ def _run_rank(
         message = (True, time.monotonic(), value)
     except BaseException:
         message = (False, time.monotonic(), traceback.format_exc())
-    sender.send(message)
+    # By value: the memory that tensors are shared in would not outlive this process.
+    sender.send_bytes(pickle.dumps(message))
     sender.close()
     if message[0]:
         dist.destroy_process_group()
