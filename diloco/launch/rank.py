@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.config.classes import fingerprint
+from diloco.config.hugging_face import insist_on_version
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
@@ -179,6 +180,7 @@ class _Rank:
                 f"their supervisor, and another launcher has started these; start the island with "
                 f"`diloco island` and without RANK, WORLD_SIZE and MASTER_ADDR, or set it to 0"
             )
+        insist_on_version(config.model.transformers)
         shape = shape_of(config.model)
         insist_on_names(shape, config.inner.optimizer)
         insist_on_mesh(shape, config.island.mesh)
