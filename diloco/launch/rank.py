@@ -47,7 +47,7 @@ from diloco.inner.families import (
 )
 from diloco.inner.flops import flops_per_token, peak_flops
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.parallelize import parallelize
+from diloco.inner.parallelize import compile_ahead, parallelize
 from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.state import load_parameters_
 from diloco.inner.trainer import InnerTrainer
@@ -221,6 +221,9 @@ class _Rank:
                 initialise_(part, config.run.seed)
         if warm is not None:
             load_parameters_(model, warm.read)
+        if config.island.compute.compile_backend:
+            assert not isinstance(model, Pipeline), "stages are not compiled"
+            self._compile(model, mesh, data)
         connection.on_join = self._joined
         try:
             self._outer = DiLoCo(
@@ -263,6 +266,18 @@ class _Rank:
             self._outer.plan.fingerprint(),
             device,
         )
+
+    def _compile(self, model: Model, mesh: IslandMesh, data: Data) -> None:
+        """Compile before the join, as long as nobody waits for this island."""
+        island, began = self._config.island, time.monotonic()
+        batch_size = island.tokens_per_inner_step // data.sequence_length
+        compile_ahead(
+            model,
+            mesh,
+            batch_size=batch_size // (mesh.dp_size * island.micro_batches),
+            sequence_length=data.sequence_length,
+        )
+        logger.info("blocks are compiled, seconds=%.1f", time.monotonic() - began)
 
     def _find_warm_start(self, connection: Connection) -> tuple[WarmStart | None, int]:
         """Open the warm start, and say at which inner step the run began or will.
