@@ -132,15 +132,20 @@ class SyncerDesk:
         self._note_lost(report)
         if report.fatal_reason:
             self._on_lost(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
+        return Reply.of(self._answer(report.syncer_id, known))
+
+    def _answer(self, syncer_id: int, known: Collection[int]) -> RoundReportReply:
+        """Say what a syncer of some fragments is to know and to do."""
+        membership = self._membership
         reply = RoundReportReply(
             checkpoint_steps=membership.checkpoints,
             policy_revision=membership.settings.revision,
             policy_json=membership.settings.policy_json,
         )
         cut = membership.cuts.open(membership.timeline)
-        self._asked.pop(report.syncer_id, None)
+        self._asked.pop(syncer_id, None)
         if cut is not None and cut.is_taken:
-            reply.cut = self._asked[report.syncer_id] = cut.number
+            reply.cut = self._asked[syncer_id] = cut.number
             reply.cut_versions.extend(cut.versions)
         for p in sorted(membership.repairs.asked.keys() & known):
             island = membership.repairs.asked[p]
@@ -155,7 +160,7 @@ class SyncerDesk:
                     min_islands=roster.min_islands,
                 )
             )
-        return Reply.of(reply)
+        return reply
 
     def _expired(self, expiry: Expiry) -> Told:
         """Say of an attempt what can be true of it."""
