@@ -51,8 +51,13 @@ def at_bandwidth(profile: LinkProfile, bandwidth_bps: float) -> LinkProfile:
     )
 
 
-def needed_bps(curve: Curve, target: float) -> float | None:
+def needed_bps(curve: Curve, target: float, least_bps: float = _LEAST_BPS) -> float | None:
     """Find the least rate that reaches a target, within 0.5 %, by bisection of its logarithm.
+
+    Args:
+        curve: The share at a rate.
+        target: A share.
+        least_bps: Where the search begins; what is less is not looked at.
 
     Returns:
         Bits a second; None: no bandwidth does, delays alone are too long.
@@ -63,7 +68,7 @@ def needed_bps(curve: Curve, target: float) -> float | None:
     _check(target)
     if curve(_MOST_BPS) < target:
         return None
-    low, high = _LEAST_BPS, _MOST_BPS
+    low, high = least_bps, _MOST_BPS
     if curve(low) >= target:
         return low
     while high / low > 1 + _PRECISION:

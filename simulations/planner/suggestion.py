@@ -31,8 +31,6 @@ LEAST_ROUNDS = 20
 #: By which inputs are wrong, to see what depends on them.
 WRONG = 0.2
 _EQUAL = 1e-3
-#: Rounds of a candidate that are simulated; the first warms up.
-_ROUNDS = 3
 
 #: Loads the run with some values of --set.
 Load = Callable[[Sequence[str]], Config]
@@ -268,7 +266,7 @@ class Search:
         config = self._config if setting == self._own else self._loadable(setting)
         if config is None:
             raise ConfigError(f"{', '.join(setting.overrides())} is refused")
-        run, wall_s = simulate_whole(config, self._plan(config), assumed, _ROUNDS)
+        run, wall_s = simulate_whole(config, self._plan(config), assumed)
         return wall_s, run.utilisation
 
     # -- what decides ----------------------------------------------------------------------------
