@@ -21,22 +21,37 @@ GRID: tuple[float, ...] = tuple(1e9 * float(rate) for rate in np.logspace(-1, 3,
 #: not, which is what the tables of Streaming DiLoCo show.
 GridRule: TypeAlias = Literal["reaching", "below"]
 
-_LEAST_BPS, _MOST_BPS = 1e3, 1e15
+LEAST_BPS, _MOST_BPS = 1e3, 1e15
 _PRECISION = 0.005
 
 #: Share of the time at a rate in bits a second, which grows with the rate.
 Curve: TypeAlias = Callable[[float], float]
 
 
-def bandwidth_curve(scenario: Scenario, *, rounds: int = DEFAULT_ROUNDS, seed: int = 0) -> Curve:
-    """Give the share of a scenario at a rate of every line, both ways; remembers what it was."""
+def bandwidth_curve(
+    scenario: Scenario,
+    *,
+    rounds: int = DEFAULT_ROUNDS,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Curve:
+    """Give the share of a scenario at a rate of every line, both ways; remembers what it was.
+
+    Args:
+        scenario: What is simulated.
+        rounds: Of every rate.
+        seed: Of steps, jitter and loss.
+        on_progress: Told (inner steps made at a rate, of how many).
+    """
     known: dict[float, float] = {}
     profile = scenario.profile
 
     def share(bandwidth_bps: float) -> float:
         if bandwidth_bps not in known:
             link = at_bandwidth(profile, bandwidth_bps)
-            known[bandwidth_bps] = simulate(scenario, link=link, rounds=rounds, seed=seed).useful
+            known[bandwidth_bps] = simulate(
+                scenario, link=link, rounds=rounds, seed=seed, on_progress=on_progress
+            ).useful
         return known[bandwidth_bps]
 
     return share
@@ -51,7 +66,7 @@ def at_bandwidth(profile: LinkProfile, bandwidth_bps: float) -> LinkProfile:
     )
 
 
-def needed_bps(curve: Curve, target: float, least_bps: float = _LEAST_BPS) -> float | None:
+def needed_bps(curve: Curve, target: float, least_bps: float = LEAST_BPS) -> float | None:
     """Find the least rate that reaches a target, within 0.5 %, by bisection of its logarithm.
 
     Args:

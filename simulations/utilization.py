@@ -70,6 +70,7 @@ def simulate(
     link: LinkProfile | None = None,
     seed: int = 0,
     rounds: int = DEFAULT_ROUNDS,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Utilisation:
     """Simulate some rounds of a scenario.
 
@@ -78,6 +79,7 @@ def simulate(
         link: The line of every island in place of the scenario's.
         seed: Of steps, jitter and loss.
         rounds: At least 2; the first is not counted.
+        on_progress: Told (inner steps made, of how many), where islands wait for each other.
     """
     profile = link or scenario.profile
     if scenario.method == "decoupled":
@@ -91,14 +93,14 @@ def simulate(
             pace=share,
             spans=pace.spans,
         )
-    return _Simulation(scenario, profile, seed, rounds).run()
+    return _Simulation(scenario, profile, seed, rounds, on_progress).run()
 
 
 def layered_plan(scenario: Scenario) -> Plan:
     """Cut a model of equal layers into fragments, as the product does."""
-    numel = max(1, round(scenario.params / scenario.layers))
+    shape = (scenario.layer_numel,)
     return make_plan(
-        [TensorSpec(f"layers.{layer}.weight", (numel,)) for layer in range(scenario.layers)],
+        [TensorSpec(f"layers.{layer}.weight", shape) for layer in range(scenario.layers)],
         num_fragments=scenario.fragments,
         pattern=scenario.fragment_pattern,
         num_lanes=1,
@@ -124,7 +126,15 @@ class _Exchange:
 class _Simulation:
     """One scenario whose islands wait for each other."""
 
-    def __init__(self, scenario: Scenario, profile: LinkProfile, seed: int, rounds: int) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        profile: LinkProfile,
+        seed: int,
+        rounds: int,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._on_progress = on_progress
         self._scenario, self._profile, self._rounds = scenario, profile, rounds
         self._engine = Engine(seed)
         self._network = Network(self._engine)
@@ -137,6 +147,8 @@ class _Simulation:
             inner_steps=rounds * period + tau,
             flush=False,
         )
+        # One fragment of all that are sent after the same inner steps.
+        self._leads = {phase % period: p for p, phase in enumerate(self._schedule.phases)}.values()
         self._exchanges: dict[tuple[int, int], _Exchange] = {}
         self._lines = [simpy.Resource(self._engine, 1) for _ in range(scenario.islands)]
         self._insides = [simpy.Resource(self._engine, 1) for _ in range(scenario.islands)]
@@ -196,6 +208,8 @@ class _Simulation:
             compute_s += idle_s + own_s
             step = following
             self._span(island, None, "compute", began)
+            if island == 0:
+                self._on_progress(step, schedule.inner_steps)
             outstanding += [(schedule.merge_step(step), p) for p in due]
             for merge, p in [each for each in outstanding if each[0] <= step]:
                 outstanding.remove((merge, p))
@@ -206,7 +220,7 @@ class _Simulation:
     def _boundary(self, step: int, merges: Sequence[int]) -> int:
         schedule = self._schedule
         period = schedule.inner_steps_per_round
-        dues = [schedule.next_due(p, step) for p in range(schedule.num_fragments)]
+        dues = [schedule.next_due(p, step) for p in self._leads]
         steps = [due for due in dues if due is not None]
         return min([*steps, *merges, schedule.inner_steps, (step // period + 1) * period])
 
