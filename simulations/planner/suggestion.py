@@ -88,6 +88,20 @@ class Suggestion:
     is_own_known: bool
 
 
+def insist_on_waiting(config: Config) -> None:
+    """Refuse a run for which nothing can be suggested.
+
+    Raises:
+        ConfigError: If nobody in it waits for a link.
+    """
+    if config.outer.is_on_arrival:
+        raise ConfigError(
+            '--suggest: with outer.merge = "on_arrival" nobody waits for a link, so that settings '
+            "cost no time but staleness, whose loss is not known: choose merge = "
+            '"scheduled" (outer.preset = "streaming"), or try settings with --set'
+        )
+
+
 class Search:
     """Tries settings of a run, and remembers what they took under the assumptions it is given."""
 
@@ -99,12 +113,7 @@ class Search:
         """
         self._load, self._assumed, self._grid = load, assumed, grid
         self._config = load(())
-        if self._config.outer.is_on_arrival:
-            raise ConfigError(
-                '--suggest: with outer.merge = "on_arrival" nobody waits for a link, so that '
-                "settings cost no time but staleness, whose loss is not known: choose merge = "
-                '"scheduled" (outer.preset = "streaming"), or try settings with --set'
-            )
+        insist_on_waiting(self._config)
         self._own = Setting.of(self._config.outer)
         self._loaded: dict[Setting, Config | None] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
