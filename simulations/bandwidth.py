@@ -11,7 +11,7 @@ import numpy as np
 
 from diloco.errors import ConfigError
 from simulations.scenario import Scenario
-from simulations.utilization import DEFAULT_ROUNDS, simulate
+from simulations.utilization import simulate
 from transport.link import LinkProfile
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -31,7 +31,7 @@ Curve: TypeAlias = Callable[[float], float]
 def bandwidth_curve(
     scenario: Scenario,
     *,
-    rounds: int = DEFAULT_ROUNDS,
+    rounds: int = 0,
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Curve:
@@ -39,7 +39,7 @@ def bandwidth_curve(
 
     Args:
         scenario: What is simulated.
-        rounds: Of every rate.
+        rounds: Of every rate; 0: as many as it takes to be steady.
         seed: Of steps, jitter and loss.
         on_progress: Told (inner steps made at a rate, of how many).
     """

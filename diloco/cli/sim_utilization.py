@@ -22,6 +22,28 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from simulations.scenario import Scenario
 
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of step times, jitter and loss.")]
+
+
+def _several(rounds: int) -> int:
+    """Refuse one round, which only warms up."""
+    from diloco.errors import ConfigError
+
+    if rounds == 1:
+        raise ConfigError("--rounds 1: the first only warms up; give 2 or more, or 0")
+    return rounds
+
+
+Rounds = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        callback=_several,
+        help="Simulated, of which the first warms up; 0: 3, or where several fragments are under "
+        "way at once 32, of which 16 do.",
+    ),
+]
+
 #: Least of the 75 cells that are exact, and that are within one step of the grid.
 _LEAST_EXACT, _LEAST_NEAR = 60, 73
 _TABLES = ("streaming-table4",)
@@ -48,9 +70,7 @@ def utilization(
         typer.Option("--table", metavar="NAME", help=f"A paper's, beside ours: {_TABLES[0]}."),
     ] = "",
     plot: Annotated[str, plot_option("utilisation against bandwidth")] = "",
-    rounds: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Simulated; the first warms up.")
-    ] = 3,
+    rounds: Rounds = 0,
     seed: Seed = 0,
     json_target: JsonTarget = "",
     require: Annotated[
@@ -65,10 +85,11 @@ def utilization(
     for are not its. --table streaming-table4 computes the 75 bandwidths of Streaming DiLoCo's
     Table 4 by the same code, with --buckets and --release as said there.
 
-    Read "utilisation": compute over compute and stalls, in the rounds after the first; "formula":
-    the same in closed form, where there is one; "stall": seconds a round that the slowest island
-    stood still; "pace": of decoupled islands, which never wait, their rounds over those on
-    unlimited lines. To predict a run file with its own model, codecs and hosts: diloco plan.
+    Read "utilisation": compute over compute and stalls, in the rounds after those that warm up;
+    "formula": the same in closed form, where there is one; "stall": seconds a round that the
+    slowest island stood still; "pace": of decoupled islands, which never wait, their rounds over
+    those on unlimited lines. To predict a run file with its own model, codecs and hosts: diloco
+    plan.
     """
     from diloco.errors import ConfigError
     from simulations.scenario import make_scenarios
@@ -109,9 +130,7 @@ def bandwidth(
             "it; reaching, the smallest that does not.",
         ),
     ] = "below",
-    rounds: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Simulated; the first warms up.")
-    ] = 3,
+    rounds: Rounds = 0,
     seed: Seed = 0,
     json_target: JsonTarget = "",
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from diloco.errors import ConfigError
 
@@ -95,6 +96,17 @@ class Schedule:
             flush=flush,
             phases=tuple(phases or spread),
         )
+
+    @property
+    def is_one_at_a_time(self) -> bool:
+        """Whether what is sent is merged before anything else is sent, so that none share a link.
+
+        Fragments that are sent after the same inner step are one.
+        """
+        period = self.inner_steps_per_round
+        dues = sorted({phase % period for phase in self.phases})
+        gaps = (after - due for due, after in pairwise([*dues, dues[0] + period]))
+        return self.overlap_steps < min(gaps)
 
     def due(self, inner_step: int) -> tuple[int, ...]:
         """Return the fragments to send after `inner_step` completed inner steps, ascending.

@@ -32,7 +32,7 @@ from transport.units import (
     parse_duration,
 )
 
-_N = TypeVar("_N", int, float)
+_T = TypeVar("_T")
 
 CPU_FLOPS = 20e9
 #: Stands for the threads of a rank without an accelerator.
@@ -115,6 +115,18 @@ class Told:
     reached: float | None = None
 
     @property
+    def share(self) -> float:
+        """Of an accelerator's peak.
+
+        Raises:
+            ConfigError: If it is none.
+        """
+        share = REACHED if self.reached is None else self.reached
+        if not 0 < share <= 1:
+            raise ConfigError(f"--mfu {share:g} is outside (0, 1]: a share of the device's peak")
+        return share
+
+    @property
     def tcp(self) -> Tcp | None:
         """Ceilings of a connection; None: there are none.
 
@@ -171,9 +183,7 @@ def estimated_step(
     Raises:
         ConfigError: If the device is unknown, or the share is none.
     """
-    reached = REACHED if told.reached is None else told.reached
-    if not 0 < reached <= 1:
-        raise ConfigError(f"--mfu {reached:g} is outside (0, 1]: a share of the device's peak")
+    reached = told.share
     device = device_of(config, island, told)
     if device == CPU:
         threads = config.islands[island].threads
@@ -286,7 +296,7 @@ def positive_bytes(text: str) -> int:
     return parse_bytes(text, is_positive=True)
 
 
-def parsed(option: str, text: str, parse: Callable[[str], _N]) -> _N:
+def parsed(option: str, text: str, parse: Callable[[str], _T]) -> _T:
     """Read what an option says.
 
     Raises:

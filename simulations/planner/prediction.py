@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -208,10 +207,7 @@ def _length(config: Config) -> tuple[int, int]:
     if config.outer.is_on_arrival:
         return _ON_ARRIVAL
     schedule = build_schedule(config.outer, config.run.inner_steps)
-    period = schedule.inner_steps_per_round
-    dues = sorted({phase % period for phase in schedule.phases})
-    gaps = [after - due for due, after in pairwise([*dues, dues[0] + period])]
-    return _ONE_AT_A_TIME if schedule.overlap_steps < min(gaps) else _SEVERAL
+    return _ONE_AT_A_TIME if schedule.is_one_at_a_time else _SEVERAL
 
 
 def _counted_s(config: Config, run: SimulatedRun) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -13,8 +14,10 @@ from simulations.planner.assumptions import (
     device_of,
     find_links,
     has_delay,
+    parsed,
     told_steps,
 )
+from transport.addresses import split_address
 
 NO_LINK = (
     "transport.link names no profile, so the figures of the real link are not known: give --link "
@@ -44,12 +47,14 @@ def insist_on_use(
     Raises:
         ConfigError: Naming the first such option, and why.
     """
-    unused = [
-        *_unused_of_steps(
-            config, told, is_measured=is_measured, is_path=bool(coordinator or probe)
-        ),
-        *_unused_of_links(config, told, coordinator, probe, needing),
-    ]
+    for option, address in (("--coordinator", coordinator), ("--probe", probe)):
+        if address:
+            parsed(option, address, split_address)
+    is_path = bool(coordinator or probe)
+    unused = chain(
+        _unused_of_steps(config, told, is_measured=is_measured, is_path=is_path),
+        _unused_of_links(config, told, coordinator, probe, needing),
+    )
     for option, why in unused:
         raise ConfigError(f"{option} would change nothing: {why}, or leave it out")
 
@@ -63,9 +68,9 @@ def _unused_of_steps(
         yield "--measure", "every inner step is told; tell fewer by --step-time"
     if told.device and not estimated:
         yield f"--device {told.device}", "no inner step is estimated; tell or measure fewer"
-    if told.reached is not None and estimated <= {CPU}:
+    if told.reached is not None and told.share and estimated <= {CPU}:
         why = "no inner step is estimated from the peak of an accelerator; give --device"
-        yield f"--mfu {told.reached:g}", why
+        yield f"--mfu {told.share:g}", why
 
 
 def _unused_of_links(

@@ -321,12 +321,17 @@ def test_what_is_suggested_can_be_typed_and_takes_what_was_said(
         (("--suggest", "--codecs", "int5"), "--codecs int5: 'int5' is none"),
         (("--suggest", "--overlap-steps", "1;2"), "--overlap-steps 1;2: give whole numbers fr"),
         (("--suggest", "--lab", "gone.json"), "gone.json"),
+        (("--measure", "--probe", "here"), "--probe: 'here' must be HOST:PORT"),
+        (("--device", "H100", "--mfu", "2"), r"--mfu 2 is outside \(0, 1\]"),
         (("--codecs", "int4", "--num-lanes", "4"), "--codecs, --num-lanes: of --suggest, without"),
         (("--syncer-memory", "lots"), "--syncer-memory: 'lots' is not a size"),
         (("--set", "outer.exchange=allreduce", "--suggest"), "diloco sim utilization --topology"),
     ],
-    ids=["probe", "plot", "loss", "codec", "tau", "lab", "suggest", "memory", "allreduce"],
-)
+    ids=[
+        "probe", "plot", "loss", "codec", "tau", "lab", "address", "share", "suggest", "memory",
+        "allreduce",
+    ],
+)  # fmt: skip
 def test_options_that_cannot_be_are_refused(
     run_file: Path, arguments: tuple[str, ...], words: str
 ) -> None:

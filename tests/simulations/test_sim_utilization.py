@@ -106,6 +106,19 @@ def test_fragments_in_flight_at_once_share_the_line() -> None:
     assert simulate(drawn, rounds=20).utilisation == pytest.approx(1 / 3, rel=0.02)
 
 
+@pytest.mark.parametrize("load", [1.05, 1.3])
+def test_a_line_a_little_too_thin_is_full_in_the_end_though_the_overlap_hides_it_at_first(
+    load: float,
+) -> None:
+    """H = 10, P = 8, tau = 5: 5 s are hidden, 0.5 s more a round; of 3 rounds it was 100 %."""
+    drawn = scenario(
+        method="streaming", params=1e10, layers=8, num_fragments=8, inner_steps_per_round=10,
+        overlap_steps=5, bandwidth=f"{16 / load:.6f}Gbit/s",
+    )  # fmt: skip
+
+    assert simulate(drawn).utilisation == pytest.approx(1 / load, rel=0.005)
+
+
 def test_slow_islands_hold_up_those_that_wait_and_not_those_that_do_not() -> None:
     waiting = simulate(scenario(method="diloco", step_skew=1.0, bandwidth="1Tbit/s"))
     free = simulate(
