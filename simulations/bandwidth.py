@@ -11,7 +11,7 @@ import numpy as np
 
 from diloco.errors import ConfigError
 from simulations.scenario import Scenario
-from simulations.utilization import DEFAULT_ROUNDS, simulate
+from simulations.utilization import simulate
 from transport.link import LinkProfile
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -21,22 +21,37 @@ GRID: tuple[float, ...] = tuple(1e9 * float(rate) for rate in np.logspace(-1, 3,
 #: not, which is what the tables of Streaming DiLoCo show.
 GridRule: TypeAlias = Literal["reaching", "below"]
 
-_LEAST_BPS, _MOST_BPS = 1e3, 1e15
+LEAST_BPS, _MOST_BPS = 1e3, 1e15
 _PRECISION = 0.005
 
 #: Share of the time at a rate in bits a second, which grows with the rate.
 Curve: TypeAlias = Callable[[float], float]
 
 
-def bandwidth_curve(scenario: Scenario, *, rounds: int = DEFAULT_ROUNDS, seed: int = 0) -> Curve:
-    """Give the share of a scenario at a rate of every line, both ways; remembers what it was."""
+def bandwidth_curve(
+    scenario: Scenario,
+    *,
+    rounds: int = 0,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Curve:
+    """Give the share of a scenario at a rate of every line, both ways; remembers what it was.
+
+    Args:
+        scenario: What is simulated.
+        rounds: Of every rate; 0: as many as it takes to be steady.
+        seed: Of steps, jitter and loss.
+        on_progress: Told (inner steps made at a rate, of how many).
+    """
     known: dict[float, float] = {}
     profile = scenario.profile
 
     def share(bandwidth_bps: float) -> float:
         if bandwidth_bps not in known:
             link = at_bandwidth(profile, bandwidth_bps)
-            known[bandwidth_bps] = simulate(scenario, link=link, rounds=rounds, seed=seed).useful
+            known[bandwidth_bps] = simulate(
+                scenario, link=link, rounds=rounds, seed=seed, on_progress=on_progress
+            ).useful
         return known[bandwidth_bps]
 
     return share
@@ -51,8 +66,13 @@ def at_bandwidth(profile: LinkProfile, bandwidth_bps: float) -> LinkProfile:
     )
 
 
-def needed_bps(curve: Curve, target: float) -> float | None:
+def needed_bps(curve: Curve, target: float, least_bps: float = LEAST_BPS) -> float | None:
     """Find the least rate that reaches a target, within 0.5 %, by bisection of its logarithm.
+
+    Args:
+        curve: The share at a rate.
+        target: A share.
+        least_bps: Where the search begins; what is less is not looked at.
 
     Returns:
         Bits a second; None: no bandwidth does, delays alone are too long.
@@ -63,7 +83,7 @@ def needed_bps(curve: Curve, target: float) -> float | None:
     _check(target)
     if curve(_MOST_BPS) < target:
         return None
-    low, high = _LEAST_BPS, _MOST_BPS
+    low, high = least_bps, _MOST_BPS
     if curve(low) >= target:
         return low
     while high / low > 1 + _PRECISION:

@@ -37,9 +37,8 @@ def write_timeline(spans: Sequence[Span], title: str, path: Path) -> None:
     Args:
         spans: Of one run, real or simulated.
         title: Above it.
-        path: Its directory is made when it is missing.
+        path: In a directory that there is.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     timeline_figure(spans, title).savefig(path)
 
 

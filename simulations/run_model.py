@@ -19,6 +19,7 @@ from diloco.launch.build import build_syncer_rules, link_profile
 from diloco.launch.traffic import fragment_bytes
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Plan
+from diloco.outer.schedule import Schedule
 from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.shards import canonical_parameters, tensor_specs
 from simulations.actors import Publication, SimulatedSyncer
@@ -88,8 +89,9 @@ class SimulatedRun:
     Attributes:
         wall_s: From the first inner step to the last island's end, flush included.
         whole: Figures of the whole run, by island.
-        steady: The same of its rounds (H inner steps) after the first, which warms up, without the
-            flush; of the whole run where it has not two rounds.
+        steady: The same of its rounds (H inner steps) after those that warm up, without the flush
+            and, where there are two more, the round before it, which leaves sends to it; of the
+            whole run where it has not two rounds.
         publications: Versions, in the order in which they were durable.
         num_expired: Attempts that came to nothing.
         lost: Why the run ended early; empty: it did not.
@@ -124,6 +126,7 @@ def simulate_run(
     costs: HostCosts = MEASURED,
     step_noise: float = 0.0,
     rounds: int = 0,
+    warm_up_rounds: int = 1,
     syncer_link: LinkProfile | None = None,
     outages: Sequence[Outage] = (),
     tcp: Tcp | None = None,
@@ -141,6 +144,7 @@ def simulate_run(
         step_noise: Standard deviation of a step's duration over its mean (normal, cut at 10 % of
             it).
         rounds: Simulate only so many times H inner steps, without a flush; 0: the whole run.
+        warm_up_rounds: At the beginning that are not steady; of a short run at most half of it.
         syncer_link: The line of the site where syncers are, which all islands share; None: it is
             no bottleneck, and adds no delay.
         outages: When that line, or where there is none every island's, carries nothing.
@@ -205,7 +209,8 @@ def simulate_run(
     here = [site for site in sites if site.is_here]
     for syncer in syncers:
         syncer.found([site.name for site in here], [site.name for site in sites])
-    return _run(engine, sites, syncers, spans, config.outer.inner_steps_per_round)
+    is_flushed = not rounds and config.outer.flush and not config.outer.is_on_arrival
+    return _run(engine, sites, syncers, spans, common.schedule, warm_up_rounds, is_flushed)
 
 
 def run_plan(config: Config) -> Plan:
@@ -231,8 +236,11 @@ def _run(
     sites: Sequence[Site],
     syncers: Sequence[SimulatedSyncer],
     spans: Sequence[Span],
-    period: int,
+    schedule: Schedule,
+    warm_up_rounds: int,
+    is_flushed: bool,
 ) -> SimulatedRun:
+    period = schedule.inner_steps_per_round
     everybody = engine.all_of([engine.process(site.live()) for site in sites])
     while not everybody.processed and not any(syncer.lost for syncer in syncers):
         engine.step()
@@ -241,9 +249,10 @@ def _run(
     for island in (site.island for site in sites):
         now = island.sums.copy(engine.now)
         whole[island.name] = _figures(Sums(), now, period)
+        ends = island.rounds[: -1 if is_flushed and len(island.rounds) > 2 else None]
         steady[island.name] = (
-            _figures(island.rounds[0], island.rounds[-1], period)
-            if len(island.rounds) > 1
+            _figures(ends[max(1, min(warm_up_rounds, len(ends) // 2)) - 1], ends[-1], period)
+            if len(ends) > 1
             else whole[island.name]
         )
     return SimulatedRun(

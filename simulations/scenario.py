@@ -7,6 +7,7 @@ Files have one table, [scenario], whose keys are the commands' flags; flags win.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -51,6 +52,7 @@ _WHOLE = (*_EVERY_STEP, "diloco")
 _OF_LINK = ("bandwidth", "bandwidth_down", "rtt", "jitter", "loss")
 _OF_RINGS = ("ranks", "inside_bandwidth")
 _OF_RELEASE = ("buckets", "release")
+_OF_TCP = ("tcp_loss", "tcp_window")
 #: Longest step or delay, where a sum of many still has its digits: 1000 h.
 _LONGEST_S = 3.6e6
 
@@ -116,7 +118,7 @@ class Scenario(Section):
     num_fragments: int = Field(
         default=0,
         ge=0,
-        le=100_000,
+        le=10_000,
         description="P; 0: one for every three layers, one of methods that send everything at once",
     )
     overlap_steps: int = Field(default=0, ge=0, description="tau, smaller than H")
@@ -131,8 +133,9 @@ class Scenario(Section):
     )
     topology: Topology = Field(
         default="allreduce",
-        description="Who merges: the islands among themselves (2 (M - 1)/M of the payload each "
-        "way), one syncer in the middle (star), or one a site, each of its share of the fragments",
+        description="Who merges. allreduce: the islands among themselves (2 (M - 1)/M of the "
+        "payload each way); star: one syncer in the middle; sites: one a site, each of its share "
+        "of the fragments",
     )
     quorum: int = Field(
         default=0, ge=0, description="K, contributions that close a round, of decoupled; 0: all"
@@ -211,17 +214,6 @@ class Scenario(Section):
             )
         return value
 
-    @field_validator("fragment_pattern")
-    @classmethod
-    def _check_pattern(cls, value: str, info: ValidationInfo) -> str:
-        layers, fragments = info.data.get("layers"), info.data.get("num_fragments")
-        if value != "balanced" and layers and fragments and fragments > layers:
-            raise ValueError(
-                f"deals {layers} layers to {fragments} fragments, at least one each: lower "
-                "num_fragments, or choose balanced, which cuts layers"
-            )
-        return value
-
     @field_validator("topology")
     @classmethod
     def _check_topology(cls, value: str, info: ValidationInfo) -> str:
@@ -258,12 +250,15 @@ class Scenario(Section):
 
     @model_validator(mode="after")
     def _check_used(self) -> Scenario:
-        """Refuse what was said and would change nothing."""
+        """Refuse what cannot be with the rest, and what was said and would change nothing."""
+        has_delay = self.profile.up.delay_s + self.profile.down.delay_s > 0
         cases = (
             (bool(self.link), _OF_LINK, f"link = {self.link} says it"),
             (self.topology != "star", ("syncer_bandwidth",), 'is of topology = "star"'),
             (self.method not in _EVERY_STEP, _OF_RINGS, "is of gradients at every step"),
             (self.method == "decoupled", _OF_RELEASE, "decoupled sends after its steps"),
+            (not has_delay, _OF_TCP, "bounds nothing without a round trip (rtt, or a link)"),
+            (not self.has_tcp, ("streams",), "counts with tcp_loss or tcp_window only"),
         )
         fields = type(self).model_fields
         problems: list[Problem] = [
@@ -272,9 +267,30 @@ class Scenario(Section):
             for key in keys
             if is_case and (value := getattr(self, key)) != fields[key].default
         ]
+        if self.layers > self.params:
+            message = f"must be in [1, {self.params:g}]: a layer has at least one of the params"
+            problems.append(("layers", self.layers, message))
+        elif self.num_fragments > (most := self._most_fragments):
+            message = (
+                f"must be in [0, {most}]: {self.fragment_pattern} deals so many, at least one each"
+            )
+            if self.fragment_pattern != "balanced":
+                message += "; lower num_fragments, or choose balanced, which cuts layers"
+            problems.append(("num_fragments", self.num_fragments, message))
         if problems:
             raise several_problems(problems)
         return self
+
+    @property
+    def layer_numel(self) -> int:
+        """Parameters of a layer."""
+        return round(self.params / self.layers)
+
+    @property
+    def _most_fragments(self) -> int:
+        """Pieces that there are to deal: layers, or parameters where layers are cut."""
+        whole = self.fragment_pattern != "balanced"
+        return self.layers if whole else self.layers * self.layer_numel
 
     @property
     def step_s(self) -> float:
@@ -353,11 +369,11 @@ _FOREIGN: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def make_scenarios(path: str, flags: Mapping[str, Any]) -> list[Scenario]:
+def make_scenarios(path: Path | None, flags: Mapping[str, Any]) -> list[Scenario]:
     """Make the scenario of a file, if any, and of flags that win; one a method if none is named.
 
     Args:
-        path: A file with a table [scenario], or empty.
+        path: A file with a table [scenario]; None: flags say all.
         flags: Keys and raw values.
 
     Raises:

@@ -28,13 +28,14 @@ from simulations.timeline import Span, SpanKind
 from simulations.wallclock import FORWARD_SHARE, ring_latency_s
 from transport.link import LinkProfile
 
-#: Rounds of which the first warms up.
-DEFAULT_ROUNDS = 3
+#: Rounds, and how many of them warm up, where one fragment at a time is under way; and where
+#: several are, which fill a link that is a little too thin only after tau steps more than it has.
+_ONE_AT_A_TIME, _SEVERAL = (3, 1), (32, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """What a scenario comes to, in the rounds after the first.
+    """What a scenario comes to, in the rounds after those that warm up.
 
     Attributes:
         utilisation: Share of the time in inner steps, mean over islands.
@@ -69,7 +70,8 @@ def simulate(
     *,
     link: LinkProfile | None = None,
     seed: int = 0,
-    rounds: int = DEFAULT_ROUNDS,
+    rounds: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Utilisation:
     """Simulate some rounds of a scenario.
 
@@ -77,11 +79,13 @@ def simulate(
         scenario: What is simulated.
         link: The line of every island in place of the scenario's.
         seed: Of steps, jitter and loss.
-        rounds: At least 2; the first is not counted.
+        rounds: At least 2, of which the first is not counted; 0: as many as it takes to be steady.
+        on_progress: Told (inner steps made, of how many), where islands wait for each other.
     """
     profile = link or scenario.profile
     if scenario.method == "decoupled":
-        pace, share = decoupled_pace(scenario, profile, layered_plan(scenario), seed, rounds)
+        plan = layered_plan(scenario)
+        pace, share = decoupled_pace(scenario, profile, plan, seed, rounds or _ONE_AT_A_TIME[0])
         return Utilisation(
             utilisation=pace.utilisation,
             stall_s=pace.round_s * (1 - pace.utilisation),
@@ -91,14 +95,14 @@ def simulate(
             pace=share,
             spans=pace.spans,
         )
-    return _Simulation(scenario, profile, seed, rounds).run()
+    return _Simulation(scenario, profile, seed, rounds, on_progress).run()
 
 
 def layered_plan(scenario: Scenario) -> Plan:
     """Cut a model of equal layers into fragments, as the product does."""
-    numel = max(1, round(scenario.params / scenario.layers))
+    shape = (scenario.layer_numel,)
     return make_plan(
-        [TensorSpec(f"layers.{layer}.weight", (numel,)) for layer in range(scenario.layers)],
+        [TensorSpec(f"layers.{layer}.weight", shape) for layer in range(scenario.layers)],
         num_fragments=scenario.fragments,
         pattern=scenario.fragment_pattern,
         num_lanes=1,
@@ -124,19 +128,35 @@ class _Exchange:
 class _Simulation:
     """One scenario whose islands wait for each other."""
 
-    def __init__(self, scenario: Scenario, profile: LinkProfile, seed: int, rounds: int) -> None:
-        self._scenario, self._profile, self._rounds = scenario, profile, rounds
+    def __init__(
+        self,
+        scenario: Scenario,
+        profile: LinkProfile,
+        seed: int,
+        rounds: int,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._on_progress = on_progress
+        self._scenario, self._profile = scenario, profile
         self._engine = Engine(seed)
         self._network = Network(self._engine)
         self._pieces = _pieces(scenario, layered_plan(scenario))
         period, tau = scenario.inner_steps_per_round, scenario.overlap_steps
-        self._schedule = Schedule.make(
-            inner_steps_per_round=period,
-            num_fragments=scenario.fragments,
-            overlap_steps=tau,
-            inner_steps=rounds * period + tau,
-            flush=False,
-        )
+
+        def scheduled(num_rounds: int) -> Schedule:
+            return Schedule.make(
+                inner_steps_per_round=period,
+                num_fragments=scenario.fragments,
+                overlap_steps=tau,
+                inner_steps=num_rounds * period + tau,
+                flush=False,
+            )
+
+        usual = _ONE_AT_A_TIME if scheduled(1).is_one_at_a_time else _SEVERAL
+        self._rounds, self._warm_up = (rounds, 1) if rounds else usual
+        self._schedule = scheduled(self._rounds)
+        # One fragment of all that are sent after the same inner steps.
+        self._leads = {phase % period: p for p, phase in enumerate(self._schedule.phases)}.values()
         self._exchanges: dict[tuple[int, int], _Exchange] = {}
         self._lines = [simpy.Resource(self._engine, 1) for _ in range(scenario.islands)]
         self._insides = [simpy.Resource(self._engine, 1) for _ in range(scenario.islands)]
@@ -162,11 +182,11 @@ class _Simulation:
         self._engine.run(self._engine.all_of(ends))
         shares, stalls, walls = [], [], []
         for mark in marks:
-            (first, compute_before), (last, compute_after) = mark[0], mark[-1]
+            (first, compute_before), (last, compute_after) = mark[self._warm_up - 1], mark[-1]
             wall_s, compute_s = last - first, compute_after - compute_before
             shares.append(compute_s / wall_s)
-            stalls.append((wall_s - compute_s) / (self._rounds - 1))
-            walls.append(wall_s / (self._rounds - 1))
+            stalls.append((wall_s - compute_s) / (self._rounds - self._warm_up))
+            walls.append(wall_s / (self._rounds - self._warm_up))
         return Utilisation(
             utilisation=sum(shares) / len(shares),
             stall_s=max(stalls),
@@ -196,6 +216,8 @@ class _Simulation:
             compute_s += idle_s + own_s
             step = following
             self._span(island, None, "compute", began)
+            if island == 0:
+                self._on_progress(step, schedule.inner_steps)
             outstanding += [(schedule.merge_step(step), p) for p in due]
             for merge, p in [each for each in outstanding if each[0] <= step]:
                 outstanding.remove((merge, p))
@@ -206,7 +228,7 @@ class _Simulation:
     def _boundary(self, step: int, merges: Sequence[int]) -> int:
         schedule = self._schedule
         period = schedule.inner_steps_per_round
-        dues = [schedule.next_due(p, step) for p in range(schedule.num_fragments)]
+        dues = [schedule.next_due(p, step) for p in self._leads]
         steps = [due for due in dues if due is not None]
         return min([*steps, *merges, schedule.inner_steps, (step // period + 1) * period])
 

@@ -30,7 +30,7 @@ def write_plot(
 
     Args:
         scenarios: A curve each.
-        path: Its directory is made when it is missing.
+        path: In a directory that there is.
         rounds: Simulated of each.
         seed: Of step times, jitter and loss.
         on_progress: Told (what is drawn, points done, of how many).
@@ -47,7 +47,6 @@ def write_plot(
             is_full = bool(shares) and shares[-1] > 1 - 1e-9
             shares.append(1.0 if is_full else curve(rate))
         curves.append(shares)
-    path.parent.mkdir(parents=True, exist_ok=True)
     utilization_figure(scenarios, rates, curves).savefig(path)
 
 

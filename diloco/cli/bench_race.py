@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from diloco.cli.bench import Require, bench_console, show_report
-from diloco.cli.options import JsonTarget
+from diloco.cli.options import JsonTarget, plot_option
 
 
 def register(bench: typer.Typer) -> None:
@@ -29,9 +29,7 @@ def race(
         bool,
         typer.Option("--emulate", help="Links of network namespaces (root), not of the process."),
     ] = False,
-    plot: Annotated[
-        str, typer.Option("--plot", metavar="PATH", help="Draw all figures, as .png, .svg or .pdf.")
-    ] = "",
+    plot: Annotated[str, plot_option("all figures")] = "",
     json_target: JsonTarget = "",
     require: Require = False,
 ) -> None:
@@ -54,11 +52,8 @@ def race(
     from diloco.bench.race import QUICK, SETTING, chosen_links, run_race
     from diloco.bench.race_plot import write_plot
     from diloco.cli.progress import counting
-    from diloco.errors import ConfigError
     from diloco.launch.ending import Interrupted, heeding_signals
 
-    if plot and Path(plot).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {plot}: give a path that ends with .png, .svg or .pdf")
     setting = QUICK if quick else SETTING
     links = chosen_links(setting, rows or [], is_emulated=emulate)
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli.options import JsonTarget, existing_place, write_json
+from diloco.cli.options import JsonTarget, plot_option, writable, write_json
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from simulations.lab.config import Flags
@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from simulations.lab.run import Result
 
 _RUN = "run"
-_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class _FileOrCommand(typer.core.TyperGroup):
@@ -85,21 +84,17 @@ def run_lab(
         int | None,
         typer.Option("--islands", metavar="N", help="Equal islands instead of the file's."),
     ] = None,
-    plot: Annotated[
-        str, typer.Option("--plot", metavar="PATH", help="Draw the losses: .png, .svg or .pdf.")
-    ] = "",
+    plot: Annotated[str, plot_option("the losses")] = "",
     trace: Annotated[
         str,
         typer.Option(
             "--trace",
             metavar="PATH",
-            callback=existing_place,
+            callback=writable,
             help="Write the one run's timeline, Chrome's JSON.",
         ),
     ] = "",
-    timeline: Annotated[
-        str, typer.Option("--timeline", metavar="PATH", help="Draw it, as .png, .svg or .pdf.")
-    ] = "",
+    timeline: Annotated[str, plot_option("it", "--timeline")] = "",
     cache: CacheDir = _CACHE,
     processes: Processes = 0,
     json_target: JsonTarget = "",
@@ -135,9 +130,6 @@ def run_lab(
         raise ConfigError(
             "nothing to train: diloco lab LAB.toml, or diloco lab run --run RUN.toml --islands 4"
         )
-    for option, path in (("--plot", plot), ("--timeline", timeline)):
-        if path and Path(path).suffix not in _SUFFIXES:
-            raise ConfigError(f"{option} {path}: give a path that ends with {', '.join(_SUFFIXES)}")
     began = time.monotonic()
     points = points_of(lab_file, _flags(run_file, settings or [], sweep or [], seeds, islands))
     watched = Timeline() if trace or timeline else None

@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+#: Formats of pictures.
+_PICTURES = (".png", ".svg", ".pdf")
 
-def existing_place(target: str) -> str:
-    """Refuse, before the work, a file for its figures that cannot be written after it."""
-    directory = Path(target).parent
-    if target not in ("", "-") and not directory.is_dir():
-        raise typer.BadParameter(f"{target}: there is no directory {directory}")
+
+def writable(option: typer.CallbackParam, target: str) -> str:
+    """Refuse, before the work, a file that cannot be written after it; empty and "-" are none.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    from diloco.errors import ConfigError
+
+    path, said = Path(target), f"{option.opts[0]} {target}:"
+    if target in ("", "-"):
+        return target
+    if path.is_dir():
+        raise ConfigError(f"{said} is a directory; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{said} there is no directory {path.parent}; mkdir -p {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{said} may not be written by this user; name another file")
     return target
+
+
+def _picture(option: typer.CallbackParam, target: str) -> str:
+    """Refuse what is no file of a format that pictures have."""
+    from diloco.errors import ConfigError
+
+    if target and Path(target).suffix not in _PICTURES:
+        formats = ", ".join(_PICTURES)
+        raise ConfigError(f"{option.opts[0]} {target}: give a path that ends with {formats}")
+    return writable(option, target)
+
+
+def plot_option(what: str, name: str = "--plot") -> Any:
+    """Describe a picture's path; typer takes an option for a default of any type, hence `Any`."""
+    return typer.Option(
+        name, metavar="PATH", callback=_picture, help=f"Draw {what}, as .png, .svg or .pdf."
+    )
 
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run.")]
@@ -40,7 +73,7 @@ JsonTarget = Annotated[
     typer.Option(
         "--json",
         metavar="PATH|-",
-        callback=existing_place,
+        callback=writable,
         help="Write the figures as JSON; -: print only them.",
     ),
 ]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco.cli import plan_options as options
 from diloco.cli.bench import bench_console
-from diloco.cli.options import JsonTarget, Overrides, RunFile, write_json
+from diloco.cli.options import JsonTarget, Overrides, RunFile, plot_option, write_json
+from diloco.cli.section_flags import is_typed
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
@@ -18,15 +20,39 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.config.schema import Config
     from diloco.launch.forecast import Forecast
     from simulations.planner.assumptions import Assumptions, Told
+    from simulations.planner.capacity import Capacity
     from simulations.planner.measure import MeasuredStep
-    from simulations.planner.planned import MeasuredPath
+    from simulations.planner.penalties import Penalties
+    from simulations.planner.planned import MeasuredPath, Planned
     from simulations.planner.setting import Grid
     from simulations.planner.suggestion import Suggestion
 
-_KNOWN = "What is known of machines and links"
-_MEASURE = "Measure what is not known"
-_SYNCERS = "Machine of the syncers: needing more than it has is refused"
-_SUGGEST = "Suggest"
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """What is timed: inner steps, and the way to an address if one is said."""
+
+    steps: bool
+    coordinator: str
+    probe: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a suggestion is to be: of which settings, at most so much loss, by whose results."""
+
+    grid: Grid
+    most_penalty: float
+    lab: Sequence[Path]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """Which run is shown, and where beside the terminal."""
+
+    run_file: Path
+    json_target: str
+    plot: str
 
 
 def register(app: typer.Typer) -> None:
@@ -35,176 +61,36 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
+    context: typer.Context,
     run_file: RunFile,
     json_target: JsonTarget = "",
     overrides: Overrides = None,
-    plot: Annotated[
-        str, typer.Option(metavar="PATH", help="Draw the schedule, as .png, .svg or .pdf.")
-    ] = "",
-    step_time: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[ISLAND=]TIME",
-            help="Of an inner step: eu=0.8s, or 0.8s of all others; repeatable.",
-            rich_help_panel=_KNOWN,
-        ),
-    ] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[ISLAND=]PROFILE",
-            help="Of configs/links, in place of transport.link; repeatable.",
-            rich_help_panel=_KNOWN,
-        ),
-    ] = None,
-    bandwidth: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[ISLAND=]RATE",
-            help="Both ways, in place of the profile's: 200Mbit/s; repeatable.",
-            rich_help_panel=_KNOWN,
-        ),
-    ] = None,
-    rtt: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[ISLAND=]TIME",
-            help="Round trip, in place of the profile's: 80ms; repeatable.",
-            rich_help_panel=_KNOWN,
-        ),
-    ] = None,
-    syncer_link: Annotated[
-        str,
-        typer.Option(
-            metavar="PROFILE",
-            help="Line of the syncers' site, which islands share; left out: no bottleneck.",
-            rich_help_panel=_KNOWN,
-        ),
-    ] = "",
-    tcp_loss: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE",
-            min=0.0,
-            max=0.999,
-            help="Packets lost, which bound a connection of TCP (Mathis); 0: no bound.",
-            rich_help_panel=_KNOWN,
-        ),
-    ] = 0.0,
-    tcp_window: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help="Most that a connection has on its way: 4MiB; left out: no bound.",
-            rich_help_panel=_KNOWN,
-        ),
-    ] = "",
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Whose peak an estimated step has: H100, A100, cpu ...; left out: H100 for "
-            "islands.NAME.device = cuda, else cpu.",
-            rich_help_panel=_KNOWN,
-        ),
-    ] = "",
-    mfu: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE", help="Of that peak which is reached.", rich_help_panel=_KNOWN
-        ),
-    ] = 0.4,
-    inside_bandwidth: Annotated[
-        str,
-        typer.Option(
-            metavar="RATE",
-            help="Of a rank inside its island, for all-reduces; left out: no bottleneck.",
-            rich_help_panel=_KNOWN,
-        ),
-    ] = "",
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Time real inner steps here, of every island without --step-time.",
-            rich_help_panel=_MEASURE,
-        ),
-    ] = False,
-    coordinator: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="With --measure: time the round trip from here to there.",
-            rich_help_panel=_MEASURE,
-        ),
-    ] = "",
-    probe: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="With --measure: time the rate from here to a receiver there, started as "
-            'python -m diloco.bench.wan_end \'{"do": "receive", "kind": "grpc", "host": '
-            '"0.0.0.0"}\'; it answers everybody, so stop it afterwards.',
-            rich_help_panel=_MEASURE,
-        ),
-    ] = "",
-    syncer_cores: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="CPU cores; 0: any.", rich_help_panel=_SYNCERS),
-    ] = 0,
-    syncer_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Such as 64GiB.", rich_help_panel=_SYNCERS)
-    ] = "",
-    syncer_disk: Annotated[
-        str, typer.Option(metavar="SIZE", help="Such as 2TB.", rich_help_panel=_SYNCERS)
-    ] = "",
-    syncer_network: Annotated[
-        str, typer.Option(metavar="RATE", help="Such as 10Gbit/s.", rich_help_panel=_SYNCERS)
-    ] = "",
-    suggest: Annotated[
-        bool,
-        typer.Option(
-            "--suggest",
-            help="Search H, P, tau, codec and lanes for the earliest end.",
-            rich_help_panel=_SUGGEST,
-        ),
-    ] = False,
-    max_loss: Annotated[
-        str,
-        typer.Option(
-            metavar="PERCENT",
-            help="Most that settings may cost of the loss.",
-            rich_help_panel=_SUGGEST,
-        ),
-    ] = "1%",
-    lab: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="RESULT.json",
-            help="Losses of your own model, which go before others': a list points of h, m, "
-            "codec, tau, loss; repeatable.",
-            rich_help_panel=_SUGGEST,
-        ),
-    ] = None,
-    inner_steps_per_round: Annotated[
-        str,
-        typer.Option(
-            metavar="H,H", help="Values to try; left out: a grid.", rich_help_panel=_SUGGEST
-        ),
-    ] = "",
-    num_fragments: Annotated[
-        str, typer.Option(metavar="P,P", help="Values to try.", rich_help_panel=_SUGGEST)
-    ] = "",
-    overlap_steps: Annotated[
-        str, typer.Option(metavar="TAU,TAU", help="Values to try.", rich_help_panel=_SUGGEST)
-    ] = "",
-    codecs: Annotated[
-        str,
-        typer.Option(metavar="NAME,NAME", help="To try, both ways.", rich_help_panel=_SUGGEST),
-    ] = "",
-    num_lanes: Annotated[
-        str, typer.Option(metavar="N,N", help="Values to try.", rich_help_panel=_SUGGEST)
-    ] = "",
+    plot: Annotated[str, plot_option("the schedule")] = "",
+    step_time: options.StepTimes = None,
+    link: options.Links = None,
+    bandwidth: options.Bandwidths = None,
+    rtt: options.RoundTrips = None,
+    syncer_link: options.SyncerLink = "",
+    tcp_loss: options.TcpLoss = 0.0,
+    tcp_window: options.TcpWindow = "",
+    device: options.Device = "",
+    mfu: options.Mfu = None,
+    inside_bandwidth: options.InsideBandwidth = "",
+    measure: options.Measure = False,
+    coordinator: options.CoordinatorAddress = "",
+    probe: options.Probe = "",
+    syncer_cores: options.SyncerCores = 0,
+    syncer_memory: options.SyncerMemory = "",
+    syncer_disk: options.SyncerDisk = "",
+    syncer_network: options.SyncerNetwork = "",
+    suggest: options.Suggest = False,
+    max_loss: options.MaxLoss = "1%",
+    lab: options.LabResults = None,
+    inner_steps_per_round: options.Periods = "",
+    num_fragments: options.Fragments = "",
+    overlap_steps: options.Overlaps = "",
+    codecs: options.Codecs = "",
+    num_lanes: options.Lanes = "",
 ) -> None:
     """Show what a run will do, take and last, and what would be better. Nothing is started.
 
@@ -223,27 +109,17 @@ def plan(
     Text and warm start are opened as far as they are on this machine, and what is wrong with them
     is said below the plan.
     """
-    from rich.console import Console
-
-    from diloco.cli.plan_predicted import show_planned, show_suggestion
-    from diloco.cli.plan_tables import show_forecast
-    from diloco.cli.progress import waiting
     from diloco.config.load import load_config
-    from diloco.errors import ConfigError
-    from diloco.launch.disk import insist_on_directories
-    from diloco.launch.forecast import forecast
-    from diloco.launch.inputs import open_inputs
-    from diloco.sync.layout import build_schedule
     from simulations.planner.assumptions import Told
-    from simulations.planner.capacity import Capacity, insist_on_capacity
-    from simulations.planner.planned import assume, plan_run
-    from simulations.planner.plot import insist_on_format, write_plot
+    from simulations.planner.capacity import Capacity
     from simulations.planner.setting import Grid
 
-    if plot:
-        insist_on_format(plot)
-    if (coordinator or probe) and not measure:
-        raise ConfigError("--coordinator and --probe say what --measure measures: give it, too")
+    _insist_on_company(context, "--measure", measure, options.OF_MEASURE)
+    _insist_on_company(context, "--suggest", suggest, options.OF_SUGGEST)
+    wanted = None
+    if suggest:
+        grid = Grid.read(inner_steps_per_round, num_fragments, overlap_steps, codecs, num_lanes)
+        wanted = _Wanted(grid, _share("--max-loss", max_loss), lab or ())
     told = Told(
         step_times=step_time or (),
         links=link or (),
@@ -257,40 +133,123 @@ def plan(
         reached=mfu,
     )
     capacity = Capacity.read(syncer_cores, syncer_memory, syncer_disk, syncer_network)
-    grid = Grid.read(inner_steps_per_round, num_fragments, overlap_steps, codecs, num_lanes)
+    needing = [*_typed(context, options.OF_SYNCERS), *(["--suggest"] if suggest else [])]
 
     def load(more: Sequence[str]) -> Config:
         return load_config(run_file, [*(overrides or ()), *more])
 
+    measuring = _Measuring(measure, coordinator, probe)
+    _show_plan(
+        load, told, measuring, capacity, wanted, needing, _Shown(run_file, json_target, plot)
+    )
+
+
+def _show_plan(
+    load: Callable[[Sequence[str]], Config],
+    told: Told,
+    measuring: _Measuring,
+    capacity: Capacity,
+    wanted: _Wanted | None,
+    needing: Sequence[str],
+    shown: _Shown,
+) -> None:
+    """Print what follows from the file, predict, and suggest; refuse what can be before all that.
+
+    Args:
+        load: The run with some values of --set.
+        told: Of machines and links.
+        measuring: What is timed.
+        capacity: Of the syncers' machine.
+        wanted: What is suggested; None: nothing.
+        needing: Options that come to nothing where no time is predicted.
+        shown: Where it goes.
+    """
+    from rich.console import Console
+
+    from diloco.cli.plan_predicted import show_planned, show_suggestion
+    from diloco.cli.plan_tables import show_forecast
+    from diloco.cli.progress import waiting
+    from diloco.errors import ConfigError
+    from diloco.launch.disk import insist_on_directories
+    from diloco.launch.forecast import forecast
+    from simulations.planner.capacity import insist_on_capacity
+    from simulations.planner.penalties import load_penalties
+    from simulations.planner.planned import assume, plan_run
+    from simulations.planner.suggestion import insist_on_waiting
+    from simulations.planner.unused import insist_on_use
+
     config = load(())
+    insist_on_use(
+        config,
+        told,
+        is_measured=measuring.steps,
+        coordinator=measuring.coordinator,
+        probe=measuring.probe,
+        needing=needing,
+    )
+    if wanted is not None:
+        insist_on_waiting(config)
+        penalties = load_penalties(wanted.lab)
     insist_on_directories(config)
     foreseen = forecast(config)
-    notes = bench_console(json_target)
-    steps = _measured_steps(config, foreseen, told, notes) if measure else {}
-    path = _measured_path(coordinator, probe, notes) if coordinator or probe else None
-    console = Console(highlight=False, soft_wrap=True, quiet=json_target == "-")
+    notes = bench_console(shown.json_target)
+    steps = _measured_steps(config, foreseen, told, notes) if measuring.steps else {}
+    path = _measured_path(measuring, notes)
+    console = Console(highlight=False, soft_wrap=True, quiet=shown.json_target == "-")
     show_forecast(console, foreseen)
     assumed = assume(config, foreseen, told, steps=steps, path=path)
-    planned = plan_run(config, foreseen, assumed)
+    with waiting(notes, "simulating the run"):
+        planned = plan_run(config, foreseen, assumed)
     show_planned(console, planned, foreseen)
-    if suggest:
-        if planned.prediction is None:
-            raise ConfigError(f"--suggest: no time is predicted: {planned.why_not}")
-        most = _share("--max-loss", max_loss)
-        suggestion = _suggested(load, assumed, grid, most, lab or (), notes)
+    if planned.prediction is None and needing:
+        raise ConfigError(f"{needing[0]}: no time is predicted: {planned.why_not}")
+    if wanted is not None:
+        suggestion = _suggested(load, assumed, wanted, penalties, notes)
         planned = replace(planned, suggestion=suggestion)
-        show_suggestion(console, suggestion, str(run_file))
-    if plot:
-        schedule = build_schedule(config.outer, config.run.inner_steps)
-        write_plot(config.run.name, schedule, planned.prediction, Path(plot))
-        console.print(f"\npicture: {plot}", markup=False)
-    write_json({**foreseen.as_dict(), **planned.as_dict()}, json_target)
+        show_suggestion(console, suggestion, str(shown.run_file))
+    if shown.plot:
+        _draw(config, planned, shown.plot, console)
+    write_json({**foreseen.as_dict(), **planned.as_dict()}, shown.json_target)
     if planned.prediction is not None:
         insist_on_capacity(config, planned.prediction.syncers, capacity)
+    _open_inputs(config, is_aside=shown.json_target == "-")
+
+
+def _draw(config: Config, planned: Planned, plot: str, console: Console) -> None:
+    from diloco.sync.layout import build_schedule
+    from simulations.planner.plot import write_plot
+
+    schedule = build_schedule(config.outer, config.run.inner_steps)
+    write_plot(config.run.name, schedule, planned.prediction, Path(plot))
+    console.print(f"\npicture: {plot}", markup=False)
+
+
+def _open_inputs(config: Config, *, is_aside: bool) -> None:
+    """Say what text and warm start are, as far as they are here."""
+    from rich.console import Console
+
+    from diloco.cli.progress import waiting
+    from diloco.launch.inputs import open_inputs
+
     with waiting(Console(stderr=True), "opening text and warm start"):
         lines = open_inputs(config, may_download=False)
     for line in lines:
-        typer.echo(line, err=json_target == "-")
+        typer.echo(line, err=is_aside)
+
+
+def _typed(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Give those options that were typed, as they are."""
+    return [f"--{name.replace('_', '-')}" for name in names if is_typed(context, name)]
+
+
+def _insist_on_company(
+    context: typer.Context, option: str, is_given: bool, names: Sequence[str]
+) -> None:
+    """Refuse options that mean something with another one only."""
+    from diloco.errors import ConfigError
+
+    if not is_given and (alone := _typed(context, names)):
+        raise ConfigError(f"{', '.join(alone)}: of {option}, without which nothing changes: add it")
 
 
 def _measured_steps(
@@ -314,33 +273,33 @@ def _measured_steps(
     return steps
 
 
-def _measured_path(coordinator: str, probe: str, notes: Console) -> MeasuredPath:
-    """Time the way to the coordinator, or to the receiver at its site."""
+def _measured_path(measuring: _Measuring, notes: Console) -> MeasuredPath | None:
+    """Time the way to the receiver at the coordinator's site, or to the coordinator."""
     from diloco.cli.progress import waiting
     from simulations.planner.measure import measure_rate_bps, measure_rtt_s
     from simulations.planner.planned import MeasuredPath
 
-    with waiting(notes, f"timing the way to {coordinator or probe}"):
-        rtt_s = measure_rtt_s(coordinator or probe)
+    address, probe = measuring.coordinator or measuring.probe, measuring.probe
+    if not address:
+        return None
+    with waiting(notes, f"timing the way to {address}"):
+        rtt_s = measure_rtt_s(address)
         return MeasuredPath(rtt_s, measure_rate_bps(probe) if probe else 0.0)
 
 
 def _suggested(
     load: Callable[[Sequence[str]], Config],
     assumed: Assumptions,
-    grid: Grid,
-    most_penalty: float,
-    lab: Sequence[Path],
+    wanted: _Wanted,
+    penalties: Penalties,
     notes: Console,
 ) -> Suggestion:
     from diloco.cli.progress import counting
-    from simulations.planner.penalties import load_penalties
     from simulations.planner.suggestion import Search
 
-    penalties = load_penalties(lab)
     with counting(notes) as show:
-        return Search(load, assumed, grid).suggest(
-            penalties, most_penalty, lambda done, total: show("settings", done, total)
+        return Search(load, assumed, wanted.grid).suggest(
+            penalties, wanted.most_penalty, lambda done, total: show("settings", done, total)
         )
 
 

@@ -6,14 +6,15 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli.options import JsonTarget, write_json
+from diloco.cli.options import JsonTarget, plot_option, write_json
+from diloco.cli.section_flags import ScenarioFile, given_keys, section_command
 from transport.units import format_bytes
 
 if TYPE_CHECKING:  # commands import what they need when they run
@@ -21,7 +22,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from rich.table import Table
 
     from diloco.cli.progress import Show
-    from diloco.config.classes import Section
     from simulations.check_row import CheckRow
     from simulations.goodput.config import GoodputConfig
     from simulations.goodput.decoupled_table import Cell
@@ -37,118 +37,45 @@ _VERDICTS = {"pass": "green", "miss": "yellow", "FAIL": "bold red"}
 
 def register(sim: typer.Typer) -> None:
     """Add the commands of this module to `diloco sim`."""
-    sim.command()(goodput)
+    sim.command(cls=section_command(_section))(goodput)
     sim.command()(check)
 
 
-def _flag(text: str, metavar: str = "TIME") -> Any:
-    """Describe a flag whose default is the file's; typer takes it for any type, hence `Any`."""
-    return typer.Option(help=text, metavar=metavar, show_default=False)
+def _section() -> type[GoodputConfig]:
+    from simulations.goodput.config import GoodputConfig
+
+    return GoodputConfig
 
 
 def goodput(
-    scenario: Annotated[
-        Path | None,
-        typer.Argument(metavar="SCENARIO.toml", help="The scenario; flags win over it."),
-    ] = None,
-    chips: Annotated[int | None, _flag("N, of all learners; 1200000.", "N")] = None,
-    learners: Annotated[int | None, _flag("M; 1: one elastic job; 8.", "N")] = None,
-    duration: Annotated[str | None, _flag("Simulated for failures; 720h.")] = None,
-    seed: Annotated[int | None, _flag("Of all that is drawn; 1.", "N")] = None,
-    mtbi: Annotated[str | None, _flag("Mean time until a chip fails; 8760h.")] = None,
-    failures_shape: Annotated[
-        float | None, _flag("Of that time, Weibull (1: exponential); 1.", "X")
-    ] = None,
-    failures_exponent: Annotated[
-        float | None, _flag("Of that time, exponentiated Weibull; 1.", "X")
-    ] = None,
-    elastic: Annotated[
-        bool | None,
-        typer.Option(
-            "--elastic/--not-elastic",
-            help="Whether learners train on with fewer chips, or wait for a spare; elastic.",
-            show_default=False,
-        ),
-    ] = None,
-    shrink: Annotated[str | None, _flag("Stopped by a failure, if elastic; 20s.")] = None,
-    restart: Annotated[str | None, _flag("Stopped by a failure, if not elastic; 73s.")] = None,
-    chips_lost: Annotated[int | None, _flag("Chips that leave with a failed one; 1.", "N")] = None,
-    mean: Annotated[str | None, _flag("Mean time until a failed chip is back; 2min.")] = None,
-    returns_shape: Annotated[
-        float | None, _flag("Of that time, Weibull (1: exponential); 2.", "X")
-    ] = None,
-    returns_exponent: Annotated[
-        float | None, _flag("Of that time, exponentiated Weibull; 3.", "X")
-    ] = None,
-    growth: Annotated[str | None, _flag("Stopped to take chips in again; 15s.")] = None,
-    merge_growth: Annotated[
-        bool | None,
-        typer.Option(
-            "--merge-growth/--grow-each",
-            help="Whether returned chips wait for the others that are away; merged.",
-            show_default=False,
-        ),
-    ] = None,
-    merge: Annotated[
-        str | None, _flag("on_arrival, or scheduled: all wait for all; on_arrival.", "HOW")
-    ] = None,
-    quorum: Annotated[int | None, _flag("K, learners that close a round; 0: all; 1.", "N")] = None,
-    inner_steps_per_round: Annotated[int | None, _flag("H; 24.", "N")] = None,
-    num_fragments: Annotated[int | None, _flag("P; 24.", "N")] = None,
-    overlap_steps: Annotated[int | None, _flag("tau, inner steps; 2.", "N")] = None,
-    grace: Annotated[str | None, _flag("From a quorum to the close, or auto; auto.")] = None,
-    grace_share: Annotated[float | None, _flag("gamma of grace auto; 0.5.", "X")] = None,
-    grace_cap: Annotated[str | None, _flag("Longest grace of auto; 10s.")] = None,
-    step_time: Annotated[str | None, _flag("Mean inner step of a learner; 1s.")] = None,
-    slow_learners: Annotated[int | None, _flag("Learners that are slower; 0.", "N")] = None,
-    slow_by: Annotated[float | None, _flag("Share of the speed that these lack; 0.", "X")] = None,
-    noise: Annotated[float | None, _flag("A step varies by up to this share; 0.", "X")] = None,
-    up_time: Annotated[str | None, _flag("A contribution travels; 100ms.")] = None,
-    down_time: Annotated[str | None, _flag("A published version travels; 100ms.")] = None,
-    simulated_steps: Annotated[
-        int | None, _flag("Inner steps for which rounds are simulated; 480.", "N")
-    ] = None,
+    context: typer.Context,
+    scenario_file: ScenarioFile = None,
     table: Annotated[
         str,
         typer.Option(metavar="NAME", help=f"{DECOUPLED_TABLE}: its 30 cells beside ours instead."),
     ] = "",
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw it, too; the table as well.")
-    ] = None,
+    plot: Annotated[str, plot_option("goodput against chips")] = "",
     json_target: JsonTarget = "",
 ) -> None:
     """Predict how much of the chips' time is training while chips fail and learners differ.
 
     Every chip is drawn: it fails, is away, comes back; its learner stops to go on without it (or
     with a spare) and again to take it in. What unequal learners lose to each other is simulated
-    with the project's own rounds: quorum, grace, openings. Flags are the keys of SCENARIO.toml: the
-    first four, then tables failures (mtbi to chips_lost), returns (mean to merge_growth) and rounds
-    (merge to simulated_steps). Seconds, also for millions of chips.
+    with the project's own rounds: quorum, grace, openings. Flags are the keys of
+    SCENARIO.toml, by its tables. Seconds, also for millions of chips.
 
     Read "goodput": chips x learners. "chips": what reconfigurations leave, its closed form beside
     it; "learners": what waiting leaves; "counted": contributions that a round did not close
     without. The times of reconfigurations are fitted to Decoupled DiLoCo's Table 1 (all 30 cells
     by the same ones): put your own in.
     """
-    given = {name: value for name, value in locals().items() if value is not None}
     from diloco.cli.bench import bench_console
     from diloco.cli.progress import counting
-    from diloco.errors import ConfigError
-    from simulations.goodput.config import GoodputConfig, load_goodput
+    from simulations.goodput.config import load_goodput
 
-    if table not in ("", DECOUPLED_TABLE):
-        raise ConfigError(f"--table {table}: there is none; choose {DECOUPLED_TABLE}")
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {plot}: give a path that ends with .png, .svg or .pdf")
-    paths = _paths(GoodputConfig)
-    flags = {paths[name]: value for name, value in given.items() if name in paths}
-    odd = [path for path in flags if not path.startswith(_OF_TABLE) or path == "failures.elastic"]
-    if table and odd:
-        raise ConfigError(
-            f"--table {table} has chips and learners of its own, {', '.join(odd)} would change "
-            "nothing: leave it out; keys of [failures] and [returns], duration and seed count"
-        )
-    config = load_goodput(scenario, flags)
+    flags = given_keys(context)
+    _check_table(table, flags)
+    config = load_goodput(scenario_file, flags)
     console, began = _console(json_target), time.monotonic()
     with counting(bench_console(json_target)) as show:
         cells, result = _simulated(config, table, show)
@@ -163,7 +90,7 @@ def goodput(
         f"simulated in {wall_s:.2f} s; peak memory of this process {format_bytes(peak_bytes)}",
         style="dim",
     )
-    if plot is not None:
+    if plot:
         _draw(cells, result, plot, console)
     figures |= {"wall_s": wall_s, "peak_memory_bytes": peak_bytes}
     write_json(figures, json_target)
@@ -209,26 +136,18 @@ def check(
         raise typer.Exit(1)
 
 
-def _paths(section: type[Section]) -> dict[str, str]:
-    """Name every key's flag: the key, with its table where several tables have such a key."""
-    paths = list(_keys(section))
-    counts = Counter(path.rpartition(".")[2] for path in paths)
-    return {
-        (key if counts[key := path.rpartition(".")[2]] == 1 else path.replace(".", "_")): path
-        for path in paths
-    }
+def _check_table(table: str, flags: Mapping[str, Any]) -> None:
+    """Refuse a table that there is not, and what it says itself."""
+    from diloco.errors import ConfigError
 
-
-def _keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Walk the dotted paths of all keys below a section."""
-    from diloco.config.classes import section_of
-
-    for name, field in section.model_fields.items():
-        inner = section_of(field)
-        if inner is None:
-            yield f"{prefix}{name}"
-        else:
-            yield from _keys(inner, f"{prefix}{name}.")
+    if table not in ("", DECOUPLED_TABLE):
+        raise ConfigError(f"--table {table}: there is none; choose {DECOUPLED_TABLE}")
+    odd = [path for path in flags if not path.startswith(_OF_TABLE) or path == "failures.elastic"]
+    if table and odd:
+        raise ConfigError(
+            f"--table {table} has chips and learners of its own, {', '.join(odd)} would change "
+            "nothing: leave it out; keys of [failures] and [returns], duration and seed count"
+        )
 
 
 def _simulated(config: GoodputConfig, table: str, show: Show) -> tuple[list[Cell], Goodput | None]:
@@ -242,10 +161,10 @@ def _simulated(config: GoodputConfig, table: str, show: Show) -> tuple[list[Cell
     return [], simulate_goodput(config, show)
 
 
-def _draw(cells: Sequence[Cell], result: Goodput | None, plot: Path, console: Console) -> None:
+def _draw(cells: Sequence[Cell], result: Goodput | None, plot: str, console: Console) -> None:
     from simulations.goodput.plots import cells_figure, goodput_figure, write_figure
 
-    write_figure(goodput_figure(result) if result else cells_figure(cells), plot)
+    write_figure(goodput_figure(result) if result else cells_figure(cells), Path(plot))
     console.print(f"picture: {plot}", soft_wrap=True)
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
-from typer.main import get_command
 
-from diloco.cli.options import JsonTarget, write_json
+from diloco.cli.options import JsonTarget, plot_option, write_json
+from diloco.cli.section_flags import ScenarioFile, given_keys, is_typed, section_command
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import JustifyMethod
@@ -24,88 +22,55 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from simulations.scenario import Scenario
 
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of step times, jitter and loss.")]
-ScenarioPath = Annotated[
-    str,
+
+
+def _several(rounds: int) -> int:
+    """Refuse one round, which only warms up."""
+    from diloco.errors import ConfigError
+
+    if rounds == 1:
+        raise ConfigError("--rounds 1: the first only warms up; give 2 or more, or 0")
+    return rounds
+
+
+Rounds = Annotated[
+    int,
     typer.Option(
-        "--scenario", metavar="FILE.toml", help="A file whose table scenario has them; flags win."
+        metavar="N",
+        min=0,
+        callback=_several,
+        help="Simulated, of which the first warms up; 0: 3, or where several fragments are under "
+        "way at once 32, of which 16 do.",
     ),
 ]
 
 #: Least of the 75 cells that are exact, and that are within one step of the grid.
 _LEAST_EXACT, _LEAST_NEAR = 60, 73
 _TABLES = ("streaming-table4",)
-_FLAGS = "diloco.scenario"
 
 
 def register(sim: typer.Typer) -> None:
     """Add the commands of this module to `diloco sim`."""
-    sim.command("utilization", cls=ScenarioCommand)(utilization)
-    sim.command("bandwidth", cls=ScenarioCommand)(bandwidth)
+    kind = section_command(_section, {"bits": ("bits_up", "bits_down")})
+    sim.command("utilization", cls=kind)(utilization)
+    sim.command("bandwidth", cls=kind)(bandwidth)
 
 
-class ScenarioCommand(TyperCommand):
-    """A command with an option for every key of a scenario, and `--bits` for both directions.
-
-    The keys' own descriptions are the help, so that a flag is what the file's key is. They are
-    read when the command is, not when `diloco` starts. What is given lies in `Context.meta`.
-    """
-
-    def get_params(self, ctx: Any) -> list[Any]:  # of the click that typer brings along
-        """Add the scenario's options to the command's own."""
-        return [*super().get_params(ctx), *_scenario_options()]
-
-
-@functools.cache
-def _scenario_options() -> list[Any]:
+def _section() -> type[Scenario]:
     from simulations.scenario import Scenario
 
-    def options() -> None: ...
-
-    fields = Scenario.model_fields
-    described = {key: (field.description or "", field.default) for key, field in fields.items()}
-    described["bits"] = "bits_up and bits_down at once", ""
-    parameters = []
-    for key, (text, default) in described.items():
-        option = typer.Option(
-            f"--{key.replace('_', '-')}",
-            metavar="VALUE",
-            help=text,
-            show_default=str(default) if default not in ("", 0) else False,
-            rich_help_panel="Scenario",
-            expose_value=False,
-            callback=_keep_flag,
-        )
-        kind = Annotated[str | None, option]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(key, keyword, default=None, annotation=kind))
-    vars(options)["__signature__"] = inspect.Signature(parameters)
-    options.__annotations__ = {each.name: each.annotation for each in parameters}
-    only = typer.Typer(add_completion=False)
-    only.command()(options)
-    return list(get_command(only).params)
-
-
-def _keep_flag(context: typer.Context, option: typer.CallbackParam, text: str | None) -> None:
-    if text is not None:
-        context.meta.setdefault(_FLAGS, {})[option.name] = text
+    return Scenario
 
 
 def utilization(
     context: typer.Context,
-    scenario_file: ScenarioPath = "",
+    scenario_file: ScenarioFile = None,
     table: Annotated[
         str,
         typer.Option("--table", metavar="NAME", help=f"A paper's, beside ours: {_TABLES[0]}."),
     ] = "",
-    plot: Annotated[
-        str,
-        typer.Option(
-            "--plot", metavar="PATH", help="Draw utilisation against bandwidth, as .png or .svg."
-        ),
-    ] = "",
-    rounds: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Simulated; the first warms up.")
-    ] = 3,
+    plot: Annotated[str, plot_option("utilisation against bandwidth")] = "",
+    rounds: Rounds = 0,
     seed: Seed = 0,
     json_target: JsonTarget = "",
     require: Annotated[
@@ -120,23 +85,27 @@ def utilization(
     for are not its. --table streaming-table4 computes the 75 bandwidths of Streaming DiLoCo's
     Table 4 by the same code, with --buckets and --release as said there.
 
-    Read "utilisation": compute over compute and stalls, in the rounds after the first; "formula":
-    the same in closed form, where there is one; "stall": seconds a round that the slowest island
-    stood still; "pace": of decoupled islands, which never wait, their rounds over those on
-    unlimited lines. To predict a run file with its own model, codecs and hosts: diloco plan.
+    Read "utilisation": compute over compute and stalls, in the rounds after those that warm up;
+    "formula": the same in closed form, where there is one; "stall": seconds a round that the
+    slowest island stood still; "pace": of decoupled islands, which never wait, their rounds over
+    those on unlimited lines. To predict a run file with its own model, codecs and hosts: diloco
+    plan.
     """
     from diloco.errors import ConfigError
+    from simulations.scenario import make_scenarios
 
     if table and table not in _TABLES:
         raise ConfigError(f"--table {table}: choose {' or '.join(_TABLES)}")
     if require and not table:
         raise ConfigError("--require judges a table: add --table streaming-table4")
-    if plot and Path(plot).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {plot}: give a path that ends with .png, .svg or .pdf")
     if table:
-        _show_table(_values(context), json_target, require=require)
+        odd = [name for name in ("rounds", "seed", "plot") if is_typed(context, name)]
+        odd = [*(["SCENARIO.toml"] if scenario_file else []), *(f"--{name}" for name in odd)]
+        if odd:
+            raise ConfigError(f"--table {table} has no use for {', '.join(odd)}: leave it out")
+        _show_table(given_keys(context), json_target, require=require)
         return
-    scenarios = _scenarios(context, scenario_file)
+    scenarios = make_scenarios(scenario_file, given_keys(context))
     rows = _rows(scenarios, rounds, seed, json_target)
     _show(_COLUMNS, rows, json_target, {"command": "sim utilization", "rows": rows})
     if plot:
@@ -145,7 +114,7 @@ def utilization(
 
 def bandwidth(
     context: typer.Context,
-    scenario_file: ScenarioPath = "",
+    scenario_file: ScenarioFile = None,
     targets: Annotated[
         str, typer.Option(metavar="SHARES", help="Of the time in inner steps, with commas.")
     ] = "0.5,0.8,0.9,0.95,0.99",
@@ -161,9 +130,7 @@ def bandwidth(
             "it; reaching, the smallest that does not.",
         ),
     ] = "below",
-    rounds: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Simulated; the first warms up.")
-    ] = 3,
+    rounds: Rounds = 0,
     seed: Seed = 0,
     json_target: JsonTarget = "",
 ) -> None:
@@ -171,34 +138,28 @@ def bandwidth(
 
     Gbit/s, both ways at once; everything else of the scenario stays. Of a decoupled run, whose
     islands train at any bandwidth, the bandwidth at which so large a share of its rounds is made.
-    A dash: no bandwidth is enough, delays alone are too long. "<": the least that is looked at is
-    enough.
+    A dash: no bandwidth is enough, delays alone are too long. 1e-06 (with --grid 0.1): the least
+    that is looked at, which is enough.
     """
     from diloco.errors import ConfigError
-    from simulations.bandwidth import GRID, bandwidth_curve, needed_bps, on_grid
+    from simulations.bandwidth import GRID
+    from simulations.scenario import make_scenarios
 
     shares = _shares(targets)
-    if said := {"bandwidth", "bandwidth_down"} & context.meta.get(_FLAGS, {}).keys():
-        names = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(said))
+    keys = given_keys(context)
+    if said := [key for key in ("bandwidth", "bandwidth_down") if key in keys]:
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in said)
         raise ConfigError(f"{names}: is what is looked for, both ways at once; leave it out")
     if grid_rule not in ("below", "reaching"):
         raise ConfigError(f"--grid-rule {grid_rule}: choose below or reaching")
-    rows: list[dict[str, Any]] = []
+    if is_typed(context, "grid_rule") and not grid:
+        raise ConfigError("--grid-rule is of --grid: add it; without, the rate is found exactly")
+    scenarios = make_scenarios(scenario_file, keys)
     with _counting(json_target) as show:
-        scenarios = _scenarios(context, scenario_file)
-        for scenario in scenarios:
-            curve = bandwidth_curve(scenario, rounds=rounds, seed=seed)
-            row: dict[str, Any] = _described(scenario)
-            for target in shares:
-                show(f"{scenario.method} at {target:g}", len(rows), len(scenarios))
-                bps = (
-                    on_grid(curve, target, "below" if grid_rule == "below" else "reaching")
-                    if grid
-                    else needed_bps(curve, target)
-                )
-                row[f"gbps_at_{target:g}"] = None if bps is None else bps / 1e9
-                row[f"utilisation_at_{target:g}"] = None if bps is None else curve(bps)
-            rows.append(row)
+        rows = [
+            _needed(scenario, shares, grid_rule if grid else "", rounds, seed, show)
+            for scenario in scenarios
+        ]
     columns = [
         ("method", "method", ""),
         *((f"gbps_at_{target:g}", f"{target:.0%}", ".3g") for target in shares),
@@ -210,6 +171,34 @@ def bandwidth(
         "rows": rows,
     }
     _show(columns, rows, json_target, setting)
+    if json_target != "-":
+        typer.echo("Gbit/s of every line, each way")
+
+
+def _needed(
+    scenario: Scenario, targets: Sequence[float], grid_rule: str, rounds: int, seed: int, show: Show
+) -> dict[str, Any]:
+    """Find what a scenario needs, on the grid if there is a rule; JSON values, hence `Any`."""
+    from simulations.bandwidth import bandwidth_curve, needed_bps, on_grid
+
+    target, rates = 0.0, 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal rates
+        rates += done == total
+        show(f"{scenario.method} at {target:g}, rate {rates + 1}: inner steps", done, total)
+
+    curve = bandwidth_curve(scenario, rounds=rounds, seed=seed, on_progress=count)
+    row = _described(scenario)
+    for target in targets:
+        bps = (
+            on_grid(curve, target, "below" if grid_rule == "below" else "reaching")
+            if grid_rule
+            else needed_bps(curve, target)
+        )
+        row[f"gbps_at_{target:g}"] = None if bps is None else bps / 1e9
+        row[f"utilisation_at_{target:g}"] = None if bps is None else curve(bps)
+    return row
 
 
 _COLUMNS = [
@@ -235,9 +224,9 @@ def _rows(
 
     rows = []
     with _counting(json_target) as show:
-        for index, scenario in enumerate(scenarios):
-            show(scenario.method, index, len(scenarios))
-            figures = simulate(scenario, rounds=rounds, seed=seed)
+        for scenario in scenarios:
+            told = functools.partial(show, f"{scenario.method}: inner steps")
+            figures = simulate(scenario, rounds=rounds, seed=seed, on_progress=told)
             why = wallclock.applies(scenario)
             rows.append(
                 {
@@ -353,29 +342,6 @@ def _plot(
             scenarios, Path(path), rounds=rounds, seed=seed, on_progress=lambda *at: show(*at)
         )
     typer.echo(f"picture: {path}", err=json_target == "-")
-
-
-def _scenarios(context: typer.Context, path: str) -> list[Scenario]:
-    from simulations.scenario import make_scenarios
-
-    return make_scenarios(path, _values(context))
-
-
-def _values(context: typer.Context) -> dict[str, Any]:
-    """Read flags as their keys' types; what cannot be read is refused by the key's own check."""
-    from simulations.scenario import Scenario
-
-    flags: dict[str, str] = dict(context.meta.get(_FLAGS, {}))
-    if (both := flags.pop("bits", None)) is not None:
-        flags = {"bits_up": both, "bits_down": both, **flags}
-    values: dict[str, Any] = {}
-    for key, text in flags.items():
-        kind = Scenario.model_fields[key].annotation
-        values[key] = text
-        if kind in (int, float):
-            with contextlib.suppress(ValueError):
-                values[key] = int(text) if kind is int else float(text)
-    return values
 
 
 def _shares(text: str) -> list[float]:

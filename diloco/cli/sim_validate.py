@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco.cli.bench import Require, bench_console, show_report
-from diloco.cli.options import JsonTarget, Overrides, write_json
+from diloco.cli.options import JsonTarget, Overrides, plot_option, writable, write_json
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
@@ -34,11 +34,12 @@ def trace(
         ),
     ],
     out: Annotated[
-        str, typer.Option("--out", metavar="PATH", help="Write the trace, Chrome's JSON.")
+        str,
+        typer.Option(
+            "--out", metavar="PATH", callback=writable, help="Write the trace, Chrome's JSON."
+        ),
     ] = "",
-    plot: Annotated[
-        str, typer.Option("--plot", metavar="PATH", help="Draw it, as .png, .svg or .pdf.")
-    ] = "",
+    plot: Annotated[str, plot_option("a timeline")] = "",
     step_time: Annotated[
         str,
         typer.Option("--step-time", metavar="TIME", help='Of an inner step, such as "200ms".'),
@@ -79,8 +80,6 @@ def trace(
 
     if not (out or plot or json_target):
         raise ConfigError("nothing would be written: add --out trace.json, or --plot timeline.png")
-    if plot and Path(plot).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {plot}: give a path that ends with .png, .svg or .pdf")
     if run.is_dir() and (step_time or link or rounds or overrides):
         raise ConfigError(
             f"{run} is a run that was made: --step-time, --link, --rounds and --set are of runs to "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from diloco.errors import ConfigError
 
@@ -96,14 +97,24 @@ class Schedule:
             phases=tuple(phases or spread),
         )
 
+    @property
+    def is_one_at_a_time(self) -> bool:
+        """Whether what is sent is merged before anything else is sent, so that none share a link.
+
+        Fragments that are sent after the same inner step are one.
+        """
+        period = self.inner_steps_per_round
+        dues = sorted({phase % period for phase in self.phases})
+        gaps = (after - due for due, after in pairwise([*dues, dues[0] + period]))
+        return self.overlap_steps < min(gaps)
+
     def due(self, inner_step: int) -> tuple[int, ...]:
         """Return the fragments to send after `inner_step` completed inner steps, ascending.
 
         With `flush`, a send that would merge at or after the last inner step is not made: the
         flush carries it. Without, a send that would merge after the last one is not made.
         """
-        merged = self.merge_step(inner_step)
-        if inner_step < 1 or merged > self.inner_steps - self.flush:
+        if not self._is_sending(inner_step):
             return ()
         return tuple(
             fragment_id
@@ -123,7 +134,11 @@ class Schedule:
         """Return the first inner step > `after` >= 0 at which a fragment is sent; None if none."""
         period = self.inner_steps_per_round
         step = after + 1 + (self.phases[fragment_id] - after - 1) % period
-        return step if fragment_id in self.due(step) else None
+        return step if self._is_sending(step) else None
+
+    def _is_sending(self, inner_step: int) -> bool:
+        """Say whether what is sent at a step is merged in time; see `due`."""
+        return inner_step >= 1 and self.merge_step(inner_step) <= self.inner_steps - self.flush
 
     def merge_step(self, due_step: int) -> int:
         """Return the inner step after which what was sent at `due_step` is merged."""

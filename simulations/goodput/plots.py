@@ -25,8 +25,7 @@ _SPREAD = 8
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write a picture; its suffix says the format, its directory is made when it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a picture; its suffix says the format."""
     figure.savefig(path)
 
 

@@ -24,8 +24,7 @@ _PANELS = (("tokens", "tokens"), ("virtual_s", "virtual time [s]"), ("megabytes"
 
 
 def write_plot(results: Sequence[Result], path: Path) -> None:
-    """Write the picture; its suffix says the format, and its directory is made when missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the picture; its suffix says the format."""
     lab_figure(results).savefig(path)
 
 

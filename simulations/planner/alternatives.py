@@ -82,7 +82,7 @@ def _alternative(
         rtt=f"{rtt_s!r}s",
         tcp_loss=tcp.loss if tcp else 0.0,
         tcp_window=f"{tcp.window_bytes:.0f}B" if tcp and tcp.window_bytes < math.inf else "",
-        streams=options.streams,
+        streams=options.streams if tcp else 1,
         ranks=max(island.ranks for island in config.islands.values()),
         inside_bandwidth=f"{assumed.inside_bps!r}bit/s" if assumed.inside_bps < math.inf else "",
         buckets=min(chunks, _MOST_BUCKETS),

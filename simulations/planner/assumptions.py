@@ -32,7 +32,7 @@ from transport.units import (
     parse_duration,
 )
 
-_N = TypeVar("_N", int, float)
+_T = TypeVar("_T")
 
 CPU_FLOPS = 20e9
 #: Stands for the threads of a rank without an accelerator.
@@ -100,7 +100,7 @@ class Told:
         inside_bandwidth: Of a rank inside its island; empty: no bottleneck.
         device: Whose peak counts where a step is estimated: a part of its name, or "cpu"; empty:
             what `islands.NAME.device` says, an H100 for cuda, and a CPU for auto.
-        reached: Share of the peak.
+        reached: Share of the peak of an accelerator; None: `REACHED`.
     """
 
     step_times: Sequence[str] = ()
@@ -112,7 +112,19 @@ class Told:
     tcp_window: str = ""
     inside_bandwidth: str = ""
     device: str = ""
-    reached: float = REACHED
+    reached: float | None = None
+
+    @property
+    def share(self) -> float:
+        """Of an accelerator's peak.
+
+        Raises:
+            ConfigError: If it is none.
+        """
+        share = REACHED if self.reached is None else self.reached
+        if not 0 < share <= 1:
+            raise ConfigError(f"--mfu {share:g} is outside (0, 1]: a share of the device's peak")
+        return share
 
     @property
     def tcp(self) -> Tcp | None:
@@ -171,20 +183,29 @@ def estimated_step(
     Raises:
         ConfigError: If the device is unknown, or the share is none.
     """
-    if not 0 < told.reached <= 1:
-        raise ConfigError(f"--mfu {told.reached:g} is outside (0, 1]: a share of the device's peak")
-    device = told.device or ("H100" if config.islands[island].device == "cuda" else CPU)
+    reached = told.share
+    device = device_of(config, island, told)
     if device == CPU:
         threads = config.islands[island].threads
         rate = CPU_FLOPS * threads
         how = f"{threads} thread{'s' * (threads > 1)} of {CPU_FLOPS / 1e9:g} Gflop/s"
-    elif device in PEAK_FLOPS:
-        rate = told.reached * PEAK_FLOPS[device]
-        how = f"{told.reached:.0%} of the {PEAK_FLOPS[device] / 1e12:g} Tflop/s of {device}"
     else:
-        raise ConfigError(f"--device {device} is unknown: choose {CPU}, {', '.join(PEAK_FLOPS)}")
+        rate = reached * PEAK_FLOPS[device]
+        how = f"{reached:.0%} of the {PEAK_FLOPS[device] / 1e12:g} Tflop/s of {device}"
     seconds = planned.flops_per_inner_step / rate
     return seconds, f"{planned.flops_per_inner_step:.3g} operations a rank, {how}"
+
+
+def device_of(config: Config, island: str, told: Told) -> str:
+    """Name the device whose peak an island's estimated step has.
+
+    Raises:
+        ConfigError: If the one that was told is unknown.
+    """
+    device = told.device or ("H100" if config.islands[island].device == "cuda" else CPU)
+    if device != CPU and device not in PEAK_FLOPS:
+        raise ConfigError(f"--device {device} is unknown: choose {CPU}, {', '.join(PEAK_FLOPS)}")
+    return device
 
 
 def find_links(config: Config, told: Told) -> dict[str, LinkProfile] | None:
@@ -230,6 +251,11 @@ def _replaced(profile: LinkProfile, rate: float, trip_s: float | None) -> LinkPr
     return LinkProfile(_link_name(up), up, down, "told")
 
 
+def has_delay(profile: LinkProfile) -> bool:
+    """Say whether a round trip takes any time."""
+    return profile.up.delay_s + profile.down.delay_s > 0
+
+
 def _link_name(link: Link) -> str:
     return f"{format_bandwidth(link.bandwidth_bps)}, {format_duration(2 * link.delay_s)}"
 
@@ -244,6 +270,7 @@ def _profile(option: str, name: str) -> LinkProfile:
 def _by_island(config: Config, option: str, texts: Sequence[str], example: str) -> dict[str, str]:
     """Read ISLAND=VALUE texts; a bare VALUE is that of all islands that none names."""
     found: dict[str, str] = {}
+    others = sorted(config.islands.keys() - _named(texts))
     for text in texts:
         island, is_named, value = text.rpartition("=")
         if is_named and island not in config.islands:
@@ -251,7 +278,11 @@ def _by_island(config: Config, option: str, texts: Sequence[str], example: str) 
                 f"{option} {text}: {island!r} is not an island of this run; islands: "
                 f"{', '.join(sorted(config.islands))}; write ISLAND={example}, or {example}"
             )
-        for name in [island] if is_named else sorted(config.islands.keys() - _named(texts)):
+        if not is_named and not others:
+            raise ConfigError(f"{option} {text} is of no island, as each is named: leave it out")
+        for name in [island] if is_named else others:
+            if name in found:
+                raise ConfigError(f"{option} {text}: {found[name]} was said of {name}, too")
             found[name] = value
     return found
 
@@ -265,7 +296,7 @@ def positive_bytes(text: str) -> int:
     return parse_bytes(text, is_positive=True)
 
 
-def parsed(option: str, text: str, parse: Callable[[str], _N]) -> _N:
+def parsed(option: str, text: str, parse: Callable[[str], _T]) -> _T:
     """Read what an option says.
 
     Raises:

@@ -24,14 +24,11 @@ from simulations.planner.assumptions import (
 from simulations.planner.measure import MeasuredStep
 from simulations.planner.prediction import Prediction, predict
 from simulations.planner.suggestion import Suggestion
+from simulations.planner.unused import NO_LINK
 from simulations.run_model import run_plan
 from transport.link import Link, LinkProfile
 from transport.units import format_bandwidth, format_duration
 
-NO_LINK = (
-    "transport.link names no profile, so the figures of the real link are not known: give --link "
-    "PROFILE, or --bandwidth and --rtt, or --measure with --probe"
-)
 _COSTS = "work of hosts: as diloco bench measured it on one core of a server"
 
 

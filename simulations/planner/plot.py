@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.errors import ConfigError
 from diloco.outer.schedule import Schedule
 from simulations.planner.prediction import Prediction
 
@@ -33,22 +32,10 @@ _COLOURS = {
 }
 #: Training waits while other things go on.
 _HEIGHTS = {"wait": 0.25}
-_SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def insist_on_format(path: str) -> None:
-    """Refuse a path that names no format.
-
-    Raises:
-        ConfigError: Saying which there are.
-    """
-    if Path(path).suffix not in _SUFFIXES:
-        raise ConfigError(f"--plot {path}: give a path that ends with {', '.join(_SUFFIXES)}")
 
 
 def write_plot(run: str, schedule: Schedule, predicted: Prediction | None, path: Path) -> None:
-    """Write the picture; its directory is made when it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the picture; its suffix says the format."""
     plan_figure(run, schedule, predicted).savefig(path)
 
 

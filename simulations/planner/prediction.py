@@ -3,8 +3,12 @@
 Everything comes from the event simulation of the run itself (`simulations.run_model`); of a long
 run its beginning and its end are simulated, and the rounds between counted:
 
-    seconds = those of 16 rounds, the rest of the last one and the flush
+    seconds = those of some rounds, the rest of the last one and the flush
             + rounds left out * seconds of a steady round
+
+Where every fragment is merged before the next is sent, nothing lasts from one to the next and the
+second round is as any: 4 are simulated. With several under way, waits on a full link come in
+cycles of up to a dozen rounds, and it takes some to fill the link: 32, of which 8 warm up.
 
 On arrival tokens end a run: a steady round is then the time in which the tokens of H inner steps of
 every island are counted, by its publications; whoever is faster makes more of them, and not all
@@ -30,16 +34,18 @@ from diloco.errors import ConfigError
 from diloco.launch.disk import forecast_disk
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Plan
+from diloco.sync.layout import build_schedule
 from simulations.actors import Publication
 from simulations.bandwidth import at_bandwidth, needed_bps
 from simulations.planner.assumptions import Assumptions
 from simulations.run_model import SimulatedRun, fragment_sizes, simulate_run
 
-#: Of a run that is longer; the first warms up. With few of them what lasts for some rounds is taken
-#: for steady: 7 % of a run whose link is full with tau over H / P, if there are 4.
-ROUNDS = 16
-#: "Enough" bandwidth.
+#: Rounds that are simulated of a longer run, and how many of them warm up: where one fragment at a
+#: time is under way, where several are, and on arrival (see the module's text).
+_ONE_AT_A_TIME, _SEVERAL, _ON_ARRIVAL = (4, 1), (32, 8), (16, 1)
+#: "Enough" bandwidth, and how many rounds are simulated to find it.
 ENOUGH = 0.99
+_FEW = 6
 _STATE_BYTES, _SECOND_MOMENT_BYTES = 12, 4
 _EXTRA = 1.25
 
@@ -155,15 +161,22 @@ def predict(config: Config, plan: Plan, assumed: Assumptions) -> Prediction:
 
 
 def simulate_whole(
-    config: Config, plan: Plan, assumed: Assumptions, rounds: int = ROUNDS
+    config: Config, plan: Plan, assumed: Assumptions, most_rounds: int = 0
 ) -> tuple[SimulatedRun, float]:
-    """Simulate a run, of a long one so many rounds and the end; returns it and the run's seconds.
+    """Simulate a run, of a long one some rounds and the end; returns it and the run's seconds.
+
+    Args:
+        config: The run.
+        plan: Its fragments.
+        assumed: Inputs.
+        most_rounds: That are simulated; 0: as many as it takes to be steady.
 
     Raises:
         ConfigError: If it is none that can be simulated, or would come to nothing.
     """
     period, inner_steps = config.outer.inner_steps_per_round, config.run.inner_steps
-    left_out = max(0, inner_steps // period - rounds)
+    rounds, warm_up = _length(config)
+    left_out = max(0, inner_steps // period - (most_rounds or rounds))
     shown = config.run.model_copy(update={"inner_steps": inner_steps - left_out * period})
     run = simulate_run(
         config.model_copy(update={"run": shown}),
@@ -173,6 +186,7 @@ def simulate_whole(
         syncer_link=assumed.syncer_link,
         tcp=assumed.tcp,
         plan=plan,
+        warm_up_rounds=warm_up,
     )
     if run.lost:
         raise ConfigError(
@@ -186,6 +200,14 @@ def simulate_whole(
     if config.outer.is_on_arrival:
         round_s = _counted_s(config, run) or run.wall_s * period / shown.inner_steps
     return run, run.wall_s + left_out * round_s
+
+
+def _length(config: Config) -> tuple[int, int]:
+    """Return how many rounds of a long run are simulated, and how many of them warm up."""
+    if config.outer.is_on_arrival:
+        return _ON_ARRIVAL
+    schedule = build_schedule(config.outer, config.run.inner_steps)
+    return _ONE_AT_A_TIME if schedule.is_one_at_a_time else _SEVERAL
 
 
 def _counted_s(config: Config, run: SimulatedRun) -> float:
@@ -218,17 +240,20 @@ def enough_bandwidth(config: Config, plan: Plan, assumed: Assumptions) -> float 
         return None
 
     trained_s = config.outer.inner_steps_per_round * max(assumed.step_s.values())
+    sizes = fragment_sizes(config, plan)
+    bits = 8 * max(sum(size.bytes_up for size in sizes), sum(size.bytes_down for size in sizes))
 
     def share(bandwidth_bps: float) -> float:
         assert assumed.links is not None, "nothing is predicted without links"
         links = {name: at_bandwidth(each, bandwidth_bps) for name, each in assumed.links.items()}
         try:
-            run, _ = simulate_whole(config, plan, replace(assumed, links=links), rounds=3)
+            run, _ = simulate_whole(config, plan, replace(assumed, links=links), _FEW)
         except ConfigError:  # too thin for its deadlines
             return 0.0
         return trained_s / run.seconds_per_round
 
-    return needed_bps(share, ENOUGH)
+    # A line that carries a round's bits in less than a round; few rounds would not see it fill.
+    return needed_bps(share, ENOUGH, least_bps=ENOUGH * bits / trained_s)
 
 
 def _syncers(

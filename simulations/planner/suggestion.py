@@ -31,8 +31,6 @@ LEAST_ROUNDS = 20
 #: By which inputs are wrong, to see what depends on them.
 WRONG = 0.2
 _EQUAL = 1e-3
-#: Rounds of a candidate that are simulated; the first warms up.
-_ROUNDS = 3
 
 #: Loads the run with some values of --set.
 Load = Callable[[Sequence[str]], Config]
@@ -90,6 +88,20 @@ class Suggestion:
     is_own_known: bool
 
 
+def insist_on_waiting(config: Config) -> None:
+    """Refuse a run for which nothing can be suggested.
+
+    Raises:
+        ConfigError: If nobody in it waits for a link.
+    """
+    if config.outer.is_on_arrival:
+        raise ConfigError(
+            '--suggest: with outer.merge = "on_arrival" nobody waits for a link, so that settings '
+            "cost no time but staleness, whose loss is not known: choose merge = "
+            '"scheduled" (outer.preset = "streaming"), or try settings with --set'
+        )
+
+
 class Search:
     """Tries settings of a run, and remembers what they took under the assumptions it is given."""
 
@@ -101,12 +113,7 @@ class Search:
         """
         self._load, self._assumed, self._grid = load, assumed, grid
         self._config = load(())
-        if self._config.outer.is_on_arrival:
-            raise ConfigError(
-                '--suggest: with outer.merge = "on_arrival" nobody waits for a link, so that '
-                "settings cost no time but staleness, whose loss is not known: choose merge = "
-                '"scheduled" (outer.preset = "streaming"), or try settings with --set'
-            )
+        insist_on_waiting(self._config)
         self._own = Setting.of(self._config.outer)
         self._loaded: dict[Setting, Config | None] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
@@ -268,7 +275,7 @@ class Search:
         config = self._config if setting == self._own else self._loadable(setting)
         if config is None:
             raise ConfigError(f"{', '.join(setting.overrides())} is refused")
-        run, wall_s = simulate_whole(config, self._plan(config), assumed, _ROUNDS)
+        run, wall_s = simulate_whole(config, self._plan(config), assumed)
         return wall_s, run.utilisation
 
     # -- what decides ----------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_figures_are_those_of_the_slowest_and_worst_island():
 
 def test_the_command_draws_and_refuses_what_it_cannot_draw(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "_measure", lambda *_: (FOUND, "-"))
-    picture = tmp_path / "new" / "race.png"
+    picture = tmp_path / "race.png"
 
     drawn = CliRunner().invoke(app, ["bench", "race", "--quick", "--plot", str(picture)])
     refused = CliRunner().invoke(app, ["bench", "race", "--plot", "race.jpeg"])

@@ -14,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from diloco.cli.main import app
+from diloco.errors import ConfigError
 
 WIDTH = 80
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "runs" / "demo.toml"
@@ -55,8 +56,20 @@ def test_a_reader_that_has_enough_is_no_defect() -> None:
     assert (plan.returncode, said) == (128 + signal.SIGPIPE, b"")
 
 
-def test_a_place_for_figures_that_is_not_there_is_refused_before_the_work() -> None:
-    page = CliRunner().invoke(app, ["sim", "check", "--json", "no/x.json"])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sim check --json no/x.json", "--json no/x.json: there is no directory no; mkdir -p no"),
+        ("sim goodput --plot no/x.png", "--plot no/x.png: there is no directory no"),
+        ("bench race --plot x.jpeg", "--plot x.jpeg: give a path that ends with .png"),
+        ("sim trace RUN.toml --out .", "--out .: is a directory; name a file in it"),
+    ],
+    ids=["json", "plot", "format", "directory"],
+)
+def test_a_place_for_figures_that_cannot_be_is_refused_before_the_work(
+    line: str, said: str
+) -> None:
+    page = CliRunner().invoke(app, line.split())
 
-    assert page.exit_code == 2
-    assert "no/x.json: there is no directory no" in page.output
+    assert isinstance(page.exception, ConfigError)
+    assert said in str(page.exception)

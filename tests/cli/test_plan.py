@@ -259,7 +259,7 @@ KNOWN = ("--step-time", "50ms")
 def test_prediction_stands_beside_all_reduces_on_the_same_link(
     run_file: Path, tmp_path: Path
 ) -> None:
-    picture = tmp_path / "there" / "plan.png"
+    picture = tmp_path / "plan.png"
     text = plan(run_file, *KNOWN, "--plot", picture)
     planned = json.loads(plan(run_file, *KNOWN, "--json", "-"))
 
@@ -283,7 +283,7 @@ def test_what_is_not_known_is_not_predicted(run_file: Path) -> None:
 
     assert "No time is predicted: transport.link names no profile" in text
     assert "estimated: " in text and "1 thread of 20 Gflop/s (--step-time or" in text
-    with pytest.raises(ConfigError, match="--suggest: no time is predicted: transport"):
+    with pytest.raises(ConfigError, match="--suggest would change nothing: no time is predicted"):
         plan(run_file, "--set", "transport.link=", "--suggest")
     told = json.loads(
         plan(run_file, "--set", "transport.link=", *KNOWN, "--bandwidth", "1Gbit/s", "--json", "-")
@@ -315,17 +315,47 @@ def test_what_is_suggested_can_be_typed_and_takes_what_was_said(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--probe", "127.0.0.1:1"), "--coordinator and --probe say what --measure measures"),
+        (("--probe", "127.0.0.1:1"), "--probe: of --measure, without which nothing changes"),
         (("--plot", "plan.txt"), r"--plot plan\.txt: give a path that ends with \.png"),
         (("--suggest", "--max-loss", "1"), "--max-loss 1: give a percentage over 0, such as 0.5%"),
         (("--suggest", "--codecs", "int5"), "--codecs int5: 'int5' is none"),
-        (("--overlap-steps", "1;2"), "--overlap-steps 1;2: give whole numbers from 0 on"),
+        (("--suggest", "--overlap-steps", "1;2"), "--overlap-steps 1;2: give whole numbers fr"),
+        (("--suggest", "--lab", "gone.json"), "gone.json"),
+        (("--measure", "--probe", "here"), "--probe: 'here' must be HOST:PORT"),
+        (("--device", "H100", "--mfu", "2"), r"--mfu 2 is outside \(0, 1\]"),
+        (("--codecs", "int4", "--num-lanes", "4"), "--codecs, --num-lanes: of --suggest, without"),
         (("--syncer-memory", "lots"), "--syncer-memory: 'lots' is not a size"),
         (("--set", "outer.exchange=allreduce", "--suggest"), "diloco sim utilization --topology"),
     ],
-    ids=["probe", "plot", "loss", "codec", "tau", "memory", "allreduce"],
-)
+    ids=[
+        "probe", "plot", "loss", "codec", "tau", "lab", "address", "share", "suggest", "memory",
+        "allreduce",
+    ],
+)  # fmt: skip
 def test_options_that_cannot_be_are_refused(
+    run_file: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(run_file, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*KNOWN, "--mfu", "0.3"), "--mfu 0.3 .* no inner step is estimated from the peak of"),
+        (("--mfu", "0.3"), "--mfu 0.3 .* give --device"),
+        ((*KNOWN, "--device", "H100"), "--device H100 would change nothing: no inner step is est"),
+        ((*KNOWN, "--measure"), "--measure would change nothing: every inner step is told"),
+        ((*KNOWN, "--step-time", "1s"), "--step-time 1s: 50ms was said of east, too"),
+        (("--rtt", "0s", "--tcp-window", "4MiB"), "--tcp-window .* without a round trip it bounds"),
+        (("--inside-bandwidth", "1Gbit/s"), "no island has several ranks"),
+        (("--measure", "--probe", "h:1", "--bandwidth", "1Gbit/s"), "--bandwidth .* give no --pro"),
+        (("--set", "transport.link=", "--rtt", "80ms"), "--rtt .* no time is predicted, as transp"),
+        (("--set", "transport.link=", "--syncer-cores", "4"), "--syncer-cores .* no time is pred"),
+    ],
+    ids=["mfu", "cpu", "device", "measure", "twice", "tcp", "inside", "probe", "rtt", "syncers"],
+)
+def test_options_that_would_change_nothing_are_refused_by_name(
     run_file: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):

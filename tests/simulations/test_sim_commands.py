@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from diloco.cli.main import app
 from diloco.errors import ConfigError
 from simulations.scenario import METHODS, Scenario
+from simulations.utilization import simulate
 
 BANDWIDTH = (
     "sim bandwidth --params 10e9 --layers 48 --step-time 0.8s --method streaming "
@@ -47,7 +48,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path, out = tmp_path / "s.toml", tmp_path / "out.json"
     path.write_text('[scenario]\nmethod = "diloco"\nlayers = 6\nparams = 1e8\n', encoding="utf-8")
 
-    invoke(f"sim utilization --scenario {path} --layers 7 --json {out}")
+    invoke(f"sim utilization {path} --layers 7 --json {out}")
 
     (row,) = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert row["scenario"]["layers"] == 7
@@ -60,10 +61,22 @@ def test_every_key_of_a_scenario_is_a_flag_of_both_commands() -> None:
         page = invoke(f"sim {command} --help")
         for key in Scenario.model_fields:
             assert f"--{key.replace('_', '-')}" in page, key
+        assert "[default: 1e9]" in page and "[default: 1Gbit/s]" in page
+
+
+def test_a_scenario_of_ten_thousand_layers_is_counted_while_it_lasts() -> None:
+    done: list[tuple[int, int]] = []
+    scenario = Scenario(method="streaming", layers=10_000, params=1e10, inner_steps_per_round=50)
+
+    figures = simulate(scenario, rounds=2, on_progress=lambda *of: done.append(of))
+
+    # 3,333 fragments, 67 sent at once: it was minutes while every step asked each of them.
+    assert done == [(step, 100) for step in range(1, 101)]
+    assert figures.bits_up == pytest.approx(1e10 * 16)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    picture = tmp_path / "plots" / "u.png"
+    picture = tmp_path / "u.png"
 
     invoke(f"sim utilization --method diloco --layers 3 --inner-steps-per-round 4 --plot {picture}")
 
@@ -90,7 +103,26 @@ def test_a_missed_bar_is_the_last_line_and_exit_1() -> None:
         pytest.param("utilization --table nix", "choose streaming-table4", id="table"),
         pytest.param("utilization --require", "add --table streaming-table4", id="require"),
         pytest.param("utilization --plot x.txt", "ends with .png", id="plot"),
-        pytest.param("utilization --scenario no.toml", "cannot read no.toml", id="file"),
+        pytest.param("utilization no.toml", "cannot read no.toml", id="file"),
+        pytest.param("utilization --plot no/u.png", "--plot no/u.png: there is no dir", id="place"),
+        pytest.param("bandwidth --grid-rule reaching", "is of --grid: add it", id="no-grid"),
+        pytest.param(
+            "utilization --params 100 --layers 101", "scenario.layers: 101: must be in", id="layers"
+        ),
+        pytest.param(
+            "utilization --layers 24 --num-fragments 25 --method streaming",
+            "scenario.num_fragments: 25: must be in [0, 24]",
+            id="fragments",
+        ),
+        pytest.param(
+            "bandwidth --params 100 --layers 10 --num-fragments 101 --fragment-pattern balanced",
+            "scenario.num_fragments: 101: must be in [0, 100]",
+            id="pieces",
+        ),
+        pytest.param("bandwidth --tcp-window 4MiB", "scenario.tcp_window: ", id="window"),
+        pytest.param("bandwidth --tcp-loss 0.01", "bounds nothing without a round", id="tcp-loss"),
+        pytest.param("bandwidth --streams 4", "counts with tcp_loss or tcp_window", id="streams"),
+        pytest.param("utilization --table streaming-table4 --seed 1", "--seed", id="table-seed"),
         pytest.param("utilization --table streaming-table4 --layers 3", "--layers", id="of-table"),
     ],
 )
