@@ -13,6 +13,7 @@ from simulations.engine import Engine, Steps
 from simulations.islands import SimulatedIsland
 from simulations.lives import Absence
 from simulations.network import Network, Outage, Path, Pipe, Tcp
+from simulations.peer import SimulatedPeer
 from transport.link import Link, LinkProfile
 
 
@@ -27,10 +28,15 @@ class Site:
         syncers: Sequence[SimulatedSyncer],
         absences: Sequence[Absence],
         lease_s: float,
+        peer: SimulatedPeer | None = None,
     ) -> None:
-        """Assign only; `build` makes a start, of the one `before` it if there was one."""
+        """Assign only; `build` makes a start, of the one `before` it if there was one.
+
+        Where there are no syncers, the island's `peer` ends with each start.
+        """
         self._engine, self.name, self._build = engine, name, build
         self._syncers, self._absences, self._lease_s = syncers, absences, lease_s
+        self._peer = peer
         self.is_here = not (absences and absences[0].begin_s == 0)
         self.island = build()
 
@@ -49,6 +55,8 @@ class Site:
                     return
                 training.interrupt()
                 self.island.stop()
+                if self._peer is not None:
+                    self._peer.stop()
                 engine.process(self._lapse())
             is_first, self.is_here = False, False
             if math.isinf(absence.end_s):

@@ -38,8 +38,11 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 #: Lanes of a fragment that are pulled at once, of those owned here and of the others.
-_LANES_IN_FLIGHT = 4
-_ASK_AGAIN_S = 0.25
+LANES_IN_FLIGHT = 4
+#: What was not to be had is asked for again after this.
+ASK_AGAIN_S = 0.25
+#: An owner that is asked for a result which is not there yet waits for it so long.
+RESULT_WAIT_S = 20 * ASK_AGAIN_S
 
 
 @dataclass(slots=True)
@@ -93,8 +96,8 @@ class FragmentPeer:
         self._decider_id = ""
         self._reported: tuple[str, bytes] = "", b""
         self._empty_handed = ""
-        self._own_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
-        self._other_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
+        self._own_lanes = asyncio.Semaphore(LANES_IN_FLIGHT)
+        self._other_lanes = asyncio.Semaphore(LANES_IN_FLIGHT)
 
     @property
     def fragment(self) -> Fragment:
@@ -174,11 +177,11 @@ class FragmentPeer:
                 # Before its round is open a decline does nothing: it is said until it has its end.
                 if own.outcome is not None:
                     own.told = decider_id
-                await wait_for(news, _ASK_AGAIN_S)
+                await wait_for(news, ASK_AGAIN_S)
             elif await self._is_declared(own):
                 own.told = decider_id
             else:
-                await wait_for(news, _ASK_AGAIN_S)
+                await wait_for(news, ASK_AGAIN_S)
 
     def _is_over(self, own: Own) -> bool:
         if own.outcome is not None and own.outcome.kind is not OutcomeKind.REFUSED:
@@ -290,7 +293,7 @@ class FragmentPeer:
         )
         if not ack.is_accepted:
             logger.info("the run is not founded yet: %s", ack.message)
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(ASK_AGAIN_S)
         return not ack.is_accepted
 
     async def _tell_empty_handed(self) -> bool:
@@ -434,7 +437,7 @@ class FragmentPeer:
         """Return the result of a lane that is owned here; waits for it, None if it takes long."""
         replica, wanted = self.replica, header.assignment_id
         try:
-            async with asyncio.timeout(_ASK_AGAIN_S * 20):
+            async with asyncio.timeout(RESULT_WAIT_S):
                 while replica.reduced_id != wanted or header.lane_id not in replica.reduced:
                     await self._tasks.news.wait()
         except TimeoutError:
@@ -460,7 +463,7 @@ class FragmentPeer:
             for island in sorted(self._calls.peers):
                 if island != self._grant.island and await self._is_healed_by(island, reply):
                     return True
-            await wait_for(self._tasks.news, _ASK_AGAIN_S)
+            await wait_for(self._tasks.news, ASK_AGAIN_S)
             if self.announced != wanted:
                 return True
         raise CoordinatorUnavailable(
