@@ -52,6 +52,11 @@ FLUSHES_A_ROUND = 3
 CALLS_A_ROUND = 5
 
 
+def peer_name(island: str) -> str:
+    """Name what the peer of an island does, in spans."""
+    return f"{island}-peer"
+
+
 @dataclass(frozen=True, slots=True)
 class PeerSetting:
     """What all peers of a run have in common.
@@ -315,7 +320,7 @@ class SimulatedFragmentPeer:
 
     def _span(self, kind: SpanKind, began: float, lane_id: int | None) -> None:
         p = self.fragment.fragment_id
-        self._setting.record(Span(f"{self.name}-peer", lane_id, p, kind, began, self._engine.now))
+        self._setting.record(Span(peer_name(self.name), lane_id, p, kind, began, self._engine.now))
 
     # -- reducing --------------------------------------------------------------------------------
 
@@ -341,7 +346,7 @@ class SimulatedFragmentPeer:
         )
         seconds = self._costs.commit_s * self.fragment.padded_numel + self._costs.commit_round_s
         yield from self._work(seconds)
-        self._staged, self._staged_id = _Version.of(assignment), assignment.id
+        self._staged, self._staged_id = _Version.of(assignment), self._reduced_id
 
     def _lane(self, assignment: Assignment, lane_id: int, crew: Crew) -> Steps:
         """Sum a lane for all, or take it from its owner."""
@@ -356,7 +361,7 @@ class SimulatedFragmentPeer:
         with self._other_lanes.request() as turn:
             yield turn
             num_bytes = self._replica.result_bytes(assignment, lane_id, self.name)
-            has_result = functools.partial(_has_result, assignment=assignment, lane_id=lane_id)
+            has_result = functools.partial(_has_result, wanted=self._reduced_id, lane_id=lane_id)
             yield from self._pull(owner, lane_id, num_bytes, has_result, RESULT_WAIT_S)
             yield from self._follow(assignment, lane_id)
 
@@ -476,9 +481,9 @@ class SimulatedFragmentPeer:
         return True
 
 
-def _has_result(peer: SimulatedFragmentPeer, *, assignment: Assignment, lane_id: int) -> bool:
-    """Whether the owner of a lane has its result."""
-    return peer._reduced_id == assignment.id and lane_id in peer._reduced
+def _has_result(peer: SimulatedFragmentPeer, *, wanted: bytes, lane_id: int) -> bool:
+    """Whether the owner of a lane has its result, of the assignment that is wanted."""
+    return peer._reduced_id == wanted and lane_id in peer._reduced
 
 
 def _has_contribution(peer: SimulatedFragmentPeer, *, assignment: Assignment) -> bool:

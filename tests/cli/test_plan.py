@@ -321,7 +321,7 @@ def test_what_is_suggested_can_be_typed_and_takes_what_was_said(
         (("--suggest", "--codecs", "int5"), "--codecs int5: 'int5' is none"),
         (("--overlap-steps", "1;2"), "--overlap-steps 1;2: give whole numbers from 0 on"),
         (("--syncer-memory", "lots"), "--syncer-memory: 'lots' is not a size"),
-        (("--set", "outer.exchange=allreduce", "--suggest"), "diloco sim utilization --topology"),
+        (("--set", "outer.exchange=allreduce", "--syncer-cores", "2"), "has no syncers: leave"),
     ],
     ids=["probe", "plot", "loss", "codec", "tau", "memory", "allreduce"],
 )
