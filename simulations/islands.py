@@ -130,10 +130,6 @@ class Server(Protocol):
     def is_steady(self) -> bool:
         """Whether what is published stays the newest until somebody contributes, or for good."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every fragment has come to its end."""
-
     def granted(self, island: str, incarnation: int) -> None:
         """Hear of a start of an island."""
 
@@ -232,7 +228,8 @@ class SimulatedIsland:
         for way in self._ways:
             way.syncer.granted(self.name, self.incarnation)
             yield self._engine.timeout(way.up.link.delay_s + self._costs.call_s)
-            while not (way.syncer.is_steady or way.syncer.is_over):
+            # On arrival rounds go on without it: as `diloco.sync.entry`, it takes what is newest.
+            while not (self._common.on_arrival or way.syncer.is_steady):
                 yield way.syncer.changed.next
             for state in way.syncer.states:
                 carried = way.carried[state.fragment_id]

@@ -75,11 +75,6 @@ class SimulatedPeer:
         """Whether what is published stays the newest until this island contributes, or for good."""
         return all(state.is_open or state.is_flush for state in self.states)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every fragment has had its flush."""
-        return all(state.is_flush for state in self.states)
-
     def stepped(self, island: str, step_s: float) -> None:
         """Hear how long inner steps take; no deadline of an all-reduce depends on it."""
 

@@ -9,7 +9,7 @@ Nothing is trained: an inner step is its duration. What hosts take beside it is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from diloco.config.schema import Config
@@ -36,7 +36,7 @@ from simulations.islands import (
     Sums,
     Training,
 )
-from simulations.lives import Absence, check_absences
+from simulations.lives import Absence, Failures, check_absences
 from simulations.mesh import Mesh
 from simulations.network import Network, Outage, Path, Pipe, Tcp
 from simulations.peer import SimulatedPeer
@@ -110,6 +110,7 @@ class SimulatedRun:
         num_expired: Attempts that came to nothing.
         lost: Why the run ended early; empty: it did not.
         spans: What happened when.
+        absences: Which have begun, by island.
     """
 
     wall_s: float
@@ -119,6 +120,22 @@ class SimulatedRun:
     num_expired: int
     lost: str
     spans: tuple[Span, ...]
+    absences: Mapping[str, tuple[Absence, ...]]
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds in which no island was in an inner step."""
+        stalled_s, until_s = 0.0, 0.0
+        steps = sorted((s.begin_s, s.end_s) for s in self.spans if s.kind == "compute")
+        for begin_s, end_s in (*steps, (self.wall_s, self.wall_s)):
+            stalled_s += max(0.0, begin_s - until_s)
+            until_s = max(until_s, end_s)
+        return stalled_s
+
+    def num_without(self, island: str) -> int:
+        """Count the rounds that were closed without an island, flushes left out."""
+        ordinary = (each for each in self.publications if not each.is_flush)
+        return sum(island not in each.contributors for each in ordinary)
 
     @property
     def utilisation(self) -> float:
@@ -144,6 +161,7 @@ def simulate_run(
     outages: Sequence[Outage] = (),
     tcp: Tcp | None = None,
     absences: Mapping[str, Sequence[Absence]] | None = None,
+    failures: Failures | None = None,
     plan: Plan | None = None,
     is_shaped: bool = False,
 ) -> SimulatedRun:
@@ -163,6 +181,7 @@ def simulate_run(
         outages: When that line, or where there is none every island's, carries nothing.
         tcp: Ceilings of a connection; None: a transfer fills its share of a link.
         absences: When islands are away, by island, ascending; on arrival also from the start.
+        failures: Draws when all others are away; None: they never are.
         plan: Fragments; None: those of the run's model.
         is_shaped: Whether the links of an all-reduce are those that a process shapes: see `Mesh`.
 
@@ -177,13 +196,17 @@ def simulate_run(
         )
     if rounds:
         config = _shortened(config, rounds)
-    away = dict(absences or {})
-    check_absences(away, sorted(config.islands), on_arrival=config.outer.is_on_arrival)
+    given = dict(absences or {})
+    check_absences(given, sorted(config.islands), on_arrival=config.outer.is_on_arrival)
     plan = plan or run_plan(config)
     rules = build_syncer_rules(config, timeline=0)
     if rounds and rules.total_tokens:
         rules = replace(rules, total_tokens=config.total_tokens)
     engine = Engine(seed)
+    away: dict[str, Iterable[Absence]] = dict(given)
+    if failures is not None:
+        for name in config.islands.keys() - given.keys():
+            away[name] = failures.draw(engine.stream("failures", name))
     world = _World(
         config,
         plan,
@@ -217,7 +240,7 @@ class _World:
     network: Network
     profiles: Mapping[str, LinkProfile]
     trainings: Mapping[str, Training]
-    absences: Mapping[str, Sequence[Absence]]
+    absences: Mapping[str, Iterable[Absence]]
     spans: list[Span]
 
     def exchanging(self, sizes: Sequence[FragmentSize]) -> Exchanging:
@@ -344,10 +367,13 @@ def _run(
     everybody = engine.all_of([engine.process(site.live()) for site in sites])
     while not everybody.processed and not any(each.lost for each in authorities):
         engine.step()
+    lost = next((each.lost for each in authorities if each.lost), "")
+    # Of islands that are away when the run ends nobody waits for the return.
+    ended_s = engine.now if lost else max(site.ended_s for site in sites)
     publications = [each for authority in authorities for each in authority.publications]
     whole, steady = {}, {}
     for island in (site.island for site in sites):
-        now = island.sums.copy(engine.now)
+        now = island.sums.copy(ended_s)
         whole[island.name] = _figures(Sums(), now, period)
         steady[island.name] = (
             _figures(island.rounds[0], island.rounds[-1], period)
@@ -355,13 +381,14 @@ def _run(
             else whole[island.name]
         )
     return SimulatedRun(
-        engine.now,
+        ended_s,
         whole,
         steady,
         tuple(sorted(publications, key=lambda each: each.published_s)),
         sum(each.num_expired for each in authorities),
-        next((each.lost for each in authorities if each.lost), ""),
+        lost,
         tuple(world.spans),
+        {site.name: tuple(site.was_away) for site in sites},
     )
 
 

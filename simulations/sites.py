@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import simpy
 
@@ -26,44 +26,54 @@ class Site:
         name: str,
         build: Callable[..., SimulatedIsland],
         syncers: Sequence[SimulatedSyncer],
-        absences: Sequence[Absence],
+        absences: Iterable[Absence],
         lease_s: float,
         peer: SimulatedPeer | None = None,
     ) -> None:
         """Assign only; `build` makes a start, of the one `before` it if there was one.
 
-        Where there are no syncers, the island's `peer` ends with each start.
+        Where there are no syncers, the island's `peer` ends with each start. `was_away` are the
+        absences that have begun, of all that were given or drawn.
         """
         self._engine, self.name, self._build = engine, name, build
-        self._syncers, self._absences, self._lease_s = syncers, absences, lease_s
+        self._syncers, self._absences, self._lease_s = syncers, iter(absences), lease_s
         self._peer = peer
-        self.is_here = not (absences and absences[0].begin_s == 0)
+        self._next = next(self._absences, None)
+        self.is_here = self._next is None or self._next.begin_s > 0
+        self.was_away: list[Absence] = []
+        self.ended_s = 0.0
         self.island = build()
 
     def live(self) -> Steps:
         """Train, with what interrupts it, to the end of the run."""
         engine = self._engine
         is_first = True
-        for absence in (*self._absences, None):
+        while not (self.was_away and self._is_over):
+            absence, self._next = self._next, next(self._absences, None)
             if absence is None or absence.begin_s > 0:
                 training = engine.process(self._train(is_returning=not is_first))
-                if absence is None:
-                    yield training
-                    return
-                yield engine.any_of([training, engine.timeout(absence.begin_s - engine.now)])
-                if training.processed:
+                away = [] if absence is None else [engine.timeout(absence.begin_s - engine.now)]
+                yield engine.any_of([training, *away])
+                self.ended_s = engine.now
+                if absence is None or training.processed:
                     return
                 training.interrupt()
                 self.island.stop()
                 if self._peer is not None:
                     self._peer.stop()
                 engine.process(self._lapse())
+            self.was_away.append(absence)
             is_first, self.is_here = False, False
             if math.isinf(absence.end_s):
                 return
             yield engine.timeout(absence.end_s - engine.now)
             self.island = self._build(before=self.island)
             self.is_here = True
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the run has ended without waiting for this island."""
+        return bool(self._syncers) and all(syncer.is_over for syncer in self._syncers)
 
     def _train(self, *, is_returning: bool) -> Steps:
         with contextlib.suppress(simpy.Interrupt):
@@ -72,7 +82,7 @@ class Site:
                     syncer.live(self.name, is_live=True)
                 yield from self.island.enter()
             self.island.start()
-            yield from self.island.train(lambda: all(s.is_over for s in self._syncers))
+            yield from self.island.train(lambda: self._is_over)
 
     def _lapse(self) -> Steps:
         """Have the lease end of an island that is not back by then."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diloco.cli.bench import Require, bench_console, show_report
 from diloco.cli.options import JsonTarget, Overrides, write_json
+from diloco.cli.sim_failures import Away, MeanRepair, MeanTimeBetween, Shape
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
 
+    from diloco.config.schema import Config
+    from simulations.run_model import SimulatedRun
     from simulations.timeline import Span
 
 
@@ -48,7 +51,11 @@ def trace(
     rounds: Annotated[
         int, typer.Option("--rounds", min=0, help="Simulate H inner steps so often; 0: all.")
     ] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Of jitter and loss.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of jitter, loss and failures.")] = 0,
+    mean_time_between: MeanTimeBetween = "",
+    mean_repair: MeanRepair = "",
+    shape: Shape = 1.0,
+    away: Away = None,
     begin: Annotated[
         str, typer.Option("--from", metavar="TIME", help="Leave out what ended before.")
     ] = "0s",
@@ -67,31 +74,49 @@ def trace(
 
     compute, gather, wait and merge are the training thread's; encode (and decode), send and fetch
     are a fragment's, behind training; merge of a syncer is from the close of a round until the
-    version is durable. Times of a real run are of its machines' wall clocks.
+    version is durable; of ISLAND-peer of an all-reduce what it sums, steps and stages. Times of a
+    real run are of its machines' wall clocks.
+
+    Islands may fail and come back (--mean-time-between), join late and leave (--away): then a
+    second table says what it cost. "rounds without": closed without the island's work; "blocked":
+    its training stood still for others. Where nobody waits (outer.merge = "on_arrival") there is
+    hardly a moment in which no island trains.
     """
     from rich.console import Console
 
     from diloco.cli.progress import waiting
+    from diloco.cli.sim_failures import read_absences, read_failures
     from diloco.errors import ConfigError
     from simulations.plots import write_timeline
+    from simulations.run_model import simulate_run
     from simulations.trace import chrome_trace, shown
 
     if not (out or plot or json_target):
         raise ConfigError("nothing would be written: add --out trace.json, or --plot timeline.png")
     if plot and Path(plot).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot {plot}: give a path that ends with .png, .svg or .pdf")
-    if run.is_dir() and (step_time or link or rounds or overrides):
+    fails = bool(mean_time_between or mean_repair or shape != 1.0 or away)
+    if run.is_dir() and (step_time or link or rounds or overrides or fails):
         raise ConfigError(
-            f"{run} is a run that was made: --step-time, --link, --rounds and --set are of runs to "
-            f"simulate; give the run file in its place"
+            f"{run} is a run that was made: --step-time, --link, --rounds, --set, failures and "
+            f"--away are of runs to simulate; give the run file in its place"
         )
     console = Console(stderr=True, quiet=json_target == "-")
     with waiting(console, f"{'reading' if run.is_dir() else 'simulating'} {run}"):
-        spans = (
-            _real_spans(run)
-            if run.is_dir()
-            else _simulated_spans(run, overrides or (), step_time, link, rounds, seed)
-        )
+        simulated = None
+        if not run.is_dir():
+            failures = read_failures(mean_time_between, mean_repair, shape)
+            absences = read_absences(away or ())
+            config = _config_of(run, overrides or (), step_time, link)
+            simulated = simulate_run(
+                config,
+                step_s=dict.fromkeys(config.islands, _seconds("--step-time", step_time)),
+                rounds=rounds,
+                seed=seed,
+                failures=failures,
+                absences=absences,
+            )
+        spans = _real_spans(run) if simulated is None else simulated.spans
         spans = shown(spans, _seconds("--from", begin), _seconds("--to", end) if end else None)
     kind = "real" if run.is_dir() else "simulated"
     if out:
@@ -99,7 +124,7 @@ def trace(
     if plot:
         write_timeline(spans, f"{run}, {kind}", Path(plot))
     written = ", ".join(path for path in (out, plot) if path)
-    _show_sums(spans, json_target, written, kind)
+    _show_sums(spans, json_target, written, kind, simulated if fails else None)
 
 
 def validate(
@@ -217,12 +242,9 @@ def _real_spans(directory: Path) -> list[Span]:
     return run_spans(load_config(resolved).telemetry_dir)
 
 
-def _simulated_spans(
-    run_file: Path, overrides: Sequence[str], step_time: str, link: str, rounds: int, seed: int
-) -> Sequence[Span]:
+def _config_of(run_file: Path, overrides: Sequence[str], step_time: str, link: str) -> Config:
     from diloco.config.load import load_config
     from diloco.errors import ConfigError
-    from simulations.run_model import simulate_run
 
     if not step_time:
         raise ConfigError(
@@ -230,16 +252,17 @@ def _simulated_spans(
             f"--step-time 200ms; a run that was made says it (undisturbed step)"
         )
     overrides = [*overrides, *([f"transport.link={link}"] if link else [])]
-    config = load_config(run_file, overrides)
-    step_s = dict.fromkeys(config.islands, _seconds("--step-time", step_time))
-    return simulate_run(config, step_s=step_s, rounds=rounds, seed=seed).spans
+    return load_config(run_file, overrides)
 
 
-def _show_sums(spans: Sequence[Span], json_target: str, written: str, kind: str) -> None:
-    """Say how much of the time each island spent on what."""
+def _show_sums(
+    spans: Sequence[Span], json_target: str, written: str, kind: str, failing: SimulatedRun | None
+) -> None:
+    """Say how much of the time each island spent on what, and what absences cost, if any."""
     from rich.console import Console
     from rich.table import Table
 
+    from diloco.cli.sim_failures import lost_of, show_lost
     from simulations.trace import sums_of
 
     sums = sums_of(spans)
@@ -253,6 +276,10 @@ def _show_sums(spans: Sequence[Span], json_target: str, written: str, kind: str)
         cells = (f"{row['times']:,d}", f"{row['seconds']:.3f}", f"{row['share']:.1%}")
         table.add_row(str(row["island"]), str(row["kind"]), *cells)
     console.print(table)
+    message: dict[str, Any] = {"kind": kind, "sums": sums}
+    if failing is not None:
+        message["failures"] = lost_of(failing)
+        show_lost(console, message["failures"])
     if written:
         console.print(f"written: {written}", soft_wrap=True)
-    write_json({"kind": kind, "sums": sums}, json_target)
+    write_json(message, json_target)
