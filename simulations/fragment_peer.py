@@ -47,9 +47,6 @@ _T = TypeVar("_T")
 
 #: Flushes of a disk between a close and what islands hear: staging, the journal, promotion.
 FLUSHES_A_ROUND = 3
-#: Calls of a round that follow one another, beside those within the island: declare, pull a
-#: contribution, pull a result, report, poll.
-CALLS_A_ROUND = 5
 
 
 def peer_name(island: str) -> str:
@@ -266,7 +263,7 @@ class SimulatedFragmentPeer:
     def _asked(self, call: Call[_T]) -> Call[_T]:
         """Have the decider called, over the island's line, and answer."""
         up_s, down_s = self._setting.mesh.control_s(self.name)
-        yield self._engine.timeout(up_s + self._costs.call_s)
+        yield self._engine.timeout(up_s + self._costs.peer_call_s)
         answer = yield from call
         yield self._engine.timeout(down_s)
         return answer
@@ -404,7 +401,7 @@ class SimulatedFragmentPeer:
         path = self._setting.mesh.path(holder, self.name, self.fragment.fragment_id)
         while True:
             request_s = self._setting.mesh.request_s(self.name, holder)
-            yield self._engine.timeout(request_s + self._costs.call_s)
+            yield self._engine.timeout(request_s + self._costs.peer_call_s)
             yield from theirs.wait_until(has_it, patience_s)
             if theirs.is_here and has_it(theirs):
                 if (yield from self._is_crossed(theirs, num_bytes)):
@@ -467,7 +464,7 @@ class SimulatedFragmentPeer:
             payload = lane_codec(codec, self.fragment, lane.lane_id)
             for section in SECTIONS:
                 request_s = self._setting.mesh.request_s(self.name, donor.name)
-                yield self._engine.timeout(request_s + self._costs.call_s)
+                yield self._engine.timeout(request_s + self._costs.peer_call_s)
                 if not donor.is_here or donor._version.digest != digest:
                     return False
                 is_payload = section == "payload"

@@ -130,7 +130,7 @@ class SimulatedPeer:
         while True:
             owned = [fragment.own for fragment in self._fragments.values()]
             keys = [own.key for own in owned if own is not None and own.outcome is None]
-            yield engine.timeout(up_s + self._setting.costs.call_s)
+            yield engine.timeout(up_s + self._setting.costs.peer_call_s)
             news = yield from decider.poll(sequence, keys, self.name, incarnation)
             yield engine.timeout(down_s)
             sequence = news.sequence

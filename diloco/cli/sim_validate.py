@@ -159,23 +159,25 @@ def validate(
     Two islands of a model of 10M parameters, `diloco local` with everything that belongs to it, on
     links of 100 Mbit/s to 1 Gbit/s and 0 to 100 ms round trip, by codec, H, P and tau. An inner
     step trains on 16 bytes and sleeps until it has taken --step-time, so that two cores measure
-    links, not each other. What hosts take is calibrated from four runs without a link, two a codec,
-    never from a point. About a quarter of an hour on two cores without other work, which it needs:
-    commits of rounds are CPU and disk (a --dir in /dev/shm leaves the disk out). What was measured
-    stays in --dir, so a sweep that died goes on where it was, and the timeline of a point can be
-    drawn: diloco sim trace DIR/POINT/run --plot timeline.png.
+    links, not each other. What hosts take is calibrated from runs without a link, two a codec and
+    exchange, never from a point. About a quarter of an hour on two cores without other work, which
+    it needs: commits of rounds are CPU and disk (a --dir in /dev/shm leaves the disk out). What was
+    measured stays in --dir, so a sweep that died goes on where it was, and the timeline of a point
+    can be drawn: diloco sim trace DIR/POINT/run --plot timeline.png.
 
     Read "blocked": seconds a round (H inner steps) for which training stood still, medians over
     rounds and islands, the first round left out; "busy": utilisation; "round": its seconds; "sim":
     the simulator's word on the figure before. The bars: errors of blocked time of 10 % in the
     median and 25 % at worst, over at least 12 points. The last line says with what the difference
-    goes: bandwidth, round trips, bytes, CPU and disk, or a constant.
+    goes: bandwidth, round trips, bytes, CPU and disk, or a constant. Runs without a syncer
+    (outer.exchange = "allreduce") are asked for by name: --rows "*allreduce".
     """
     from dataclasses import replace
 
     from diloco.cli.progress import counting
     from diloco.launch.ending import Interrupted, heeding_signals
     from simulations.validate import (
+        ALLREDUCE_POINTS,
         POINTS,
         QUICK,
         QUICK_POINTS,
@@ -195,13 +197,14 @@ def validate(
         rounds=rounds or setting.rounds,
         is_emulated=emulate,
     )
-    points = chosen_points(QUICK_POINTS if quick else POINTS, rows or [])
+    known = QUICK_POINTS if quick else (*POINTS, *ALLREDUCE_POINTS) if rows else POINTS
+    points = chosen_points(known, rows or [])
     sweep = Sweep(setting, points, directory.resolve(), not (quick or rows))
     console = bench_console(json_target)
     if fresh:
         forget(sweep)
-    elif known := len(sweep.calibrations) + len(points) - len(missing_points(sweep)):
-        said = f"{known} runs were measured before, in {directory}; --fresh measures them again"
+    elif num_known := len(sweep.calibrations) + len(points) - len(missing_points(sweep)):
+        said = f"{num_known} runs were measured before, in {directory}; --fresh measures them again"
         console.print(said, highlight=False, soft_wrap=True)
     try:
         with heeding_signals() as request, counting(console) as show:
