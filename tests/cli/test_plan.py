@@ -332,6 +332,18 @@ def test_options_that_cannot_be_are_refused(
         plan(run_file, *arguments)
 
 
+def test_a_run_without_a_syncer_is_predicted_too(run_file: Path) -> None:
+    on = ("--step-time", "1s", "--bandwidth", "10Mbit/s", "--rtt", "20ms")
+
+    planned = json.loads(plan(run_file, *on, "--set", "outer.exchange=allreduce", "--json", "-"))
+
+    assert planned["not_predicted"] == ""
+    prediction = planned["prediction"]
+    assert prediction["syncers"] == []
+    assert 0.5 < prediction["utilisation"] <= 1.0
+    assert prediction["islands"]["east"]["mean_up_bps"] > 0
+
+
 def test_real_inner_steps_are_measured(run_file: Path) -> None:
     planned = json.loads(plan(run_file, "--step-time", "west=1s", "--measure", "--json", "-"))
 
