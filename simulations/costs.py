@@ -26,6 +26,7 @@ class HostCosts:
         commit_s: Writing a version durably; 12 bytes a parameter at 1 GB/s.
         commit_round_s: Of one commit whatever its size, in seconds: flushes of the disk.
         call_s: Of one call whatever its size, in seconds, both ends.
+        peer_call_s: The same of a call from a peer of an all-reduce, to another or the coordinator.
         carry_s: Carrying a version through both ends of a fetch: copies and checksums. No bench
             tells it from the rest, `diloco sim validate` calibrates it.
     """
@@ -42,10 +43,11 @@ class HostCosts:
     commit_s: float = 12e-9
     commit_round_s: float = 5e-3
     call_s: float = 0.5e-3
+    peer_call_s: float = 0.5e-3
     carry_s: float = 0.0
 
 
 #: The defaults.
 MEASURED = HostCosts()
 #: Hosts that take no time.
-FREE = HostCosts(*[0.0] * 12)
+FREE = HostCosts(*[0.0] * 13)

@@ -133,7 +133,7 @@ class DecoupledRun:
                 [self.syncer],
                 away.get(name, ()),
                 math.inf,
-                is_over,
+                is_over=is_over,
             )
             for index, name in enumerate(names)
         ]

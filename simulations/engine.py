@@ -6,6 +6,7 @@ its inputs and its seed. Knows nothing of links or islands.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
@@ -35,6 +36,34 @@ class Engine(simpy.Environment):
         event = self.timeout(max(0.0, when - self.now))
         assert event.callbacks is not None
         event.callbacks.append(lambda _: action())
+
+
+class Crew:
+    """Processes that are ended together, without a word."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Have none."""
+        self._engine = engine
+        self._processes: list[simpy.Process] = []
+
+    def spawn(self, steps: Steps) -> simpy.Process:
+        """Run something until it has ended, or all are ended."""
+
+        def run() -> Steps:
+            with contextlib.suppress(simpy.Interrupt):
+                yield from steps
+
+        self._processes = [each for each in self._processes if each.is_alive]
+        process = self._engine.process(run())
+        self._processes.append(process)
+        return process
+
+    def stop(self) -> None:
+        """End all; not to be called by one of them."""
+        for process in self._processes:
+            if process.is_alive:
+                process.interrupt()
+        self._processes = []
 
 
 class Signal:

@@ -8,11 +8,11 @@ transfers and staging go on beside it, one thing at a time where one thread does
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import simpy
 
@@ -20,7 +20,7 @@ from diloco.outer.schedule import Schedule
 from diloco.rounds.messages import outcome_of
 from diloco.rounds.publication import MOST_TOGETHER
 from diloco.rounds.syncer import UNTIMED_POLL_S
-from diloco.rounds.terms import Admission
+from diloco.rounds.terms import Admission, RoundKey
 from diloco.sync.agreement import Agreed
 from diloco.sync.carried import CarriedFragment
 from diloco.sync.contributions import NOT_OPEN_WAIT_S
@@ -28,9 +28,9 @@ from diloco.sync.course import Entered, set_course
 from diloco.sync.ledger import FragmentLedger, Outstanding, Target, Verdict
 from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
 from protos import fragment_pb2 as wire
-from simulations.actors import SimulatedSyncer, left_over
+from simulations.actors import left_over
 from simulations.costs import HostCosts
-from simulations.engine import Engine, Signal, Steps
+from simulations.engine import Crew, Engine, Signal, Steps
 from simulations.network import Network, Path
 from simulations.timeline import Span, SpanKind
 from transport.shaped import TURN_BYTES
@@ -38,7 +38,10 @@ from transport.shaped import TURN_BYTES
 
 @dataclass(frozen=True, slots=True)
 class FragmentSize:
-    """What a fragment weighs: values, lanes, and bytes of a contribution and of a version."""
+    """What a fragment weighs: values, lanes, and bytes of a contribution and of a version.
+
+    Bytes are what crosses the island's line to whoever serves it: of the own peer none.
+    """
 
     numel: int
     lanes: int
@@ -110,11 +113,54 @@ class Sums:
         return replace(self, at_s=at_s)
 
 
+class Server(Protocol):
+    """Who serves an island the rounds of some fragments: a syncer, or its own peer."""
+
+    changed: Signal
+
+    @property
+    def fragment_ids(self) -> tuple[int, ...]:
+        """Fragments that it serves."""
+
+    @property
+    def states(self) -> list[wire.FragmentState]:
+        """What islands see of every fragment."""
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether what is published stays the newest until somebody contributes, or for good."""
+
+    def granted(self, island: str, incarnation: int) -> None:
+        """Hear of a start of an island."""
+
+    def stepped(self, island: str, step_s: float) -> None:
+        """Hear how long an island's inner steps take."""
+
+    def answer(
+        self, request: wire.PollRequest, island: str, incarnation: int, keys: Iterable[RoundKey]
+    ) -> wire.PollReply | None:
+        """Answer a poll; None: there is nothing new, and it waits for `changed`."""
+
+    def receive(
+        self, island: str, incarnation: int, sent: Outstanding, spread_s: float = 0.0
+    ) -> Generator[simpy.Event, Any, Admission]:  # what it is sent is of the events' own types
+        """Take a contribution that has arrived whole; returns the answer to its last lane."""
+
+    def refuse(self, island: str, incarnation: int, key: RoundKey, reason: str) -> None:
+        """Take a decline."""
+
+    def fetched(self, island: str, fragment_id: int, version: int) -> None:
+        """Take note that an island was sent a version whole."""
+
+
+ServerT = TypeVar("ServerT", bound=Server)
+
+
 @dataclass(slots=True)
 class _Way:
-    """To one syncer: paths, what is polled, and who serves."""
+    """To one syncer, or the own peer: paths, what is polled, and who serves."""
 
-    syncer: SimulatedSyncer
+    syncer: Server
     up: Path
     down: Path
     carried: dict[int, CarriedFragment]
@@ -132,7 +178,7 @@ class SimulatedIsland:
         training: Training,
         common: Exchanging,
         costs: HostCosts,
-        ways: Mapping[SimulatedSyncer, tuple[Path, Path]],
+        ways: Mapping[ServerT, tuple[Path, Path]],
         *,
         record: Callable[[Span], None],
         before: SimulatedIsland | None = None,
@@ -144,7 +190,7 @@ class SimulatedIsland:
         self.rounds: list[Sums] = [] if before is None else before.rounds
         self.incarnation: int = 1 if before is None else before.incarnation + 1
         self.inner_step: int = 0 if before is None else before.inner_step
-        self._processes: list[simpy.Process] = []
+        self._crew = Crew(engine)
         num_fragments = len(common.sizes)
         self._ledgers = [FragmentLedger(0, p) for p in range(num_fragments)]
         self._carried = [CarriedFragment(p, (0,), anchor_version=0) for p in range(num_fragments)]
@@ -167,26 +213,14 @@ class SimulatedIsland:
     def start(self) -> None:
         """Begin to poll."""
         for way in self._ways:
-            self._spawn(self._polling(way))
+            self._crew.spawn(self._polling(way))
 
     def stop(self) -> None:
         """End without a word, with all that is on its way."""
-        for process in self._processes:
-            if process.is_alive:
-                process.interrupt()
+        self._crew.stop()
         for way in self._ways:
             self._network.drop(way.up)
             self._network.drop(way.down)
-
-    def _spawn(self, steps: Steps) -> None:
-        """Run something beside training until this start ends."""
-
-        def run() -> Steps:
-            with contextlib.suppress(simpy.Interrupt):
-                yield from steps
-
-        self._processes = [each for each in self._processes if each.is_alive]
-        self._processes.append(self._engine.process(run()))
 
     def enter(self) -> Steps:
         """Return to a run: take what is published of every fragment, and go on as others stand."""
@@ -194,8 +228,8 @@ class SimulatedIsland:
         for way in self._ways:
             way.syncer.granted(self.name, self.incarnation)
             yield self._engine.timeout(way.up.link.delay_s + self._costs.call_s)
-            # On arrival a version may be published without it: `diloco.sync.entry`, `_is_ready`.
-            while not (self._common.on_arrival or way.syncer.is_steady or way.syncer.is_over):
+            # On arrival rounds go on without it: as `diloco.sync.entry`, it takes what is newest.
+            while not (self._common.on_arrival or way.syncer.is_steady):
                 yield way.syncer.changed.next
             for state in way.syncer.states:
                 carried = way.carried[state.fragment_id]
@@ -354,10 +388,10 @@ class SimulatedIsland:
         sent = ledger.send(self.inner_step, is_flush=is_flush)
         carried.outstanding, carried.outcome = sent, None
         if sent.weight_tokens == 0 and not is_flush:
-            self._spawn(self._declining(p, sent))
+            self._crew.spawn(self._declining(p, sent))
             return
         yield from self._copy(p, "gather", self._costs.collect_s)
-        self._spawn(self._submitting(p, sent))
+        self._crew.spawn(self._submitting(p, sent))
 
     def _copy(self, p: int, kind: SpanKind, seconds: float) -> Steps:
         """Keep training busy with a fragment's values."""
@@ -444,7 +478,7 @@ class SimulatedIsland:
         version = carried.state.version if self._common.on_arrival else anchored + 1
         if anchored < version <= carried.state.version:
             carried.staging_version = version
-            self._spawn(self._staging(carried, version))
+            self._crew.spawn(self._staging(carried, version))
 
     def _staging(self, carried: CarriedFragment, version: int) -> Steps:
         p = carried.fragment_id
@@ -474,7 +508,7 @@ class SimulatedIsland:
 
         They take turns on the link, so that all end within the last turn of each.
         """
-        turns = math.ceil(num_bytes / num_calls / TURN_BYTES)
+        turns = max(1, math.ceil(num_bytes / num_calls / TURN_BYTES))
         return max(0.0, self._engine.now - began - path.link.delay_s) / turns
 
     def _work(

@@ -49,15 +49,20 @@ class Absence:
     end_s: float = math.inf
 
 
-def draw_absences(
-    stream: random.Random, failures: Weibull, repairs: Weibull, until_s: float
-) -> Iterator[Absence]:
-    """Draw when an island fails, counted from its last return, and when it is back."""
-    now = failures.draw(stream)
-    while now < until_s:
-        back = now + repairs.draw(stream)
-        yield Absence(now, back)
-        now = back + failures.draw(stream)
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """How islands fail: `lives` from a start to the failure, `repairs` from there to the next."""
+
+    lives: Weibull
+    repairs: Weibull
+
+    def draw(self, stream: random.Random) -> Iterator[Absence]:
+        """Draw when an island is away, again and again, without an end."""
+        now = 0.0
+        while True:
+            begin_s = now + self.lives.draw(stream)
+            now = begin_s + self.repairs.draw(stream)
+            yield Absence(begin_s, now)
 
 
 def check_absences(

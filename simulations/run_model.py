@@ -9,7 +9,7 @@ Nothing is trained: an inner step is its duration. What hosts take beside it is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from diloco.config.schema import Config
@@ -19,18 +19,33 @@ from diloco.launch.build import build_syncer_rules, link_profile
 from diloco.launch.traffic import fragment_bytes
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Plan
-from diloco.outer.schedule import Schedule
+from diloco.rounds.rules import SyncerRules
 from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.shards import canonical_parameters, tensor_specs
 from simulations.actors import Publication, SimulatedSyncer
 from simulations.costs import MEASURED, HostCosts
+from simulations.decider import SimulatedDecider
 from simulations.engine import Engine
-from simulations.islands import Exchanging, FragmentSize, SimulatedIsland, StepDraws, Sums, Training
-from simulations.lives import Absence, check_absences
-from simulations.network import Network, Outage, Tcp
+from simulations.fragment_peer import PeerSetting
+from simulations.islands import (
+    Exchanging,
+    FragmentSize,
+    ServerT,
+    SimulatedIsland,
+    StepDraws,
+    Sums,
+    Training,
+)
+from simulations.lives import Absence, Failures, check_absences
+from simulations.mesh import Mesh
+from simulations.network import Network, Outage, Path, Pipe, Tcp
+from simulations.peer import SimulatedPeer
 from simulations.sites import SharedLine, Site
 from simulations.timeline import Span
-from transport.link import LinkProfile
+from transport.link import Link, LinkProfile
+
+#: Between an island's ranks and its own peer: no bottleneck.
+_WITHIN_BPS = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +111,7 @@ class SimulatedRun:
         num_expired: Attempts that came to nothing.
         lost: Why the run ended early; empty: it did not.
         spans: What happened when.
+        absences: Which have begun, by island.
     """
 
     wall_s: float
@@ -105,6 +121,22 @@ class SimulatedRun:
     num_expired: int
     lost: str
     spans: tuple[Span, ...]
+    absences: Mapping[str, tuple[Absence, ...]]
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds in which no island was in an inner step."""
+        stalled_s, until_s = 0.0, 0.0
+        steps = sorted((s.begin_s, s.end_s) for s in self.spans if s.kind == "compute")
+        for begin_s, end_s in (*steps, (self.wall_s, self.wall_s)):
+            stalled_s += max(0.0, begin_s - until_s)
+            until_s = max(until_s, end_s)
+        return stalled_s
+
+    def num_without(self, island: str) -> int:
+        """Count the rounds that were closed without an island, flushes left out."""
+        ordinary = (each for each in self.publications if not each.is_flush)
+        return sum(island not in each.contributors for each in ordinary)
 
     @property
     def utilisation(self) -> float:
@@ -131,7 +163,9 @@ def simulate_run(
     outages: Sequence[Outage] = (),
     tcp: Tcp | None = None,
     absences: Mapping[str, Sequence[Absence]] | None = None,
+    failures: Failures | None = None,
     plan: Plan | None = None,
+    is_shaped: bool = False,
 ) -> SimulatedRun:
     """Simulate the run of a run file.
 
@@ -150,67 +184,167 @@ def simulate_run(
         outages: When that line, or where there is none every island's, carries nothing.
         tcp: Ceilings of a connection; None: a transfer fills its share of a link.
         absences: When islands are away, by island, ascending; on arrival also from the start.
+        failures: Draws when all others are away; None: they never are.
         plan: Fragments; None: those of the run's model.
+        is_shaped: Whether the links of an all-reduce are those that a process shapes: see `Mesh`.
 
     Raises:
         ConfigError: If something is missing or impossible, by its dotted path.
     """
     _check(config, step_s, step_noise, rounds)
+    if config.outer.exchange == "allreduce" and syncer_link is not None:
+        raise ConfigError(
+            'syncer_link: outer.exchange = "allreduce" has no syncers, whose line it could be: '
+            "leave it out"
+        )
     if rounds:
         config = _shortened(config, rounds)
-    profiles = _profiles(config, links)
-    engine = Engine(seed)
-    network = Network(engine)
-    spans: list[Span] = []
-    record = _Recorder(spans)
+    given = dict(absences or {})
+    check_absences(given, sorted(config.islands), on_arrival=config.outer.is_on_arrival)
     plan = plan or run_plan(config)
     rules = build_syncer_rules(config, timeline=0)
     if rounds and rules.total_tokens:
         rules = replace(rules, total_tokens=config.total_tokens)
+    engine = Engine(seed)
+    away: dict[str, Iterable[Absence]] = dict(given)
+    if failures is not None:
+        for name in config.islands.keys() - given.keys():
+            away[name] = failures.draw(engine.stream("failures", name))
+    world = _World(
+        config,
+        plan,
+        rules,
+        costs,
+        engine,
+        Network(engine),
+        _profiles(config, links),
+        {
+            name: _training(engine, config, name, step_s[name], step_noise)
+            for name in config.islands
+        },
+        away,
+        warm_up_rounds,
+        not rounds and config.outer.flush and not config.outer.is_on_arrival,
+        [],
+    )
+    if config.outer.exchange == "allreduce":
+        mesh = Mesh(world.network, world.profiles, outages, tcp, is_shaped=is_shaped)
+        return _among_themselves(world, mesh)
+    return _through_syncers(world, SharedLine(world.network, syncer_link, outages), tcp)
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """What a simulation is made of, whoever merges."""
+
+    config: Config
+    plan: Plan
+    rules: SyncerRules
+    costs: HostCosts
+    engine: Engine
+    network: Network
+    profiles: Mapping[str, LinkProfile]
+    trainings: Mapping[str, Training]
+    absences: Mapping[str, Iterable[Absence]]
+    warm_up_rounds: int
+    is_flushed: bool
+    spans: list[Span]
+
+    def exchanging(self, sizes: Sequence[FragmentSize]) -> Exchanging:
+        """Give what all islands have in common; `sizes` are on the way to whoever serves them."""
+        outer = self.config.outer
+        return Exchanging(
+            schedule=build_schedule(outer, self.config.run.inner_steps),
+            sizes=sizes,
+            local_mix=outer.local_mix,
+            on_arrival=outer.is_on_arrival,
+            is_carried=outer.late == "carry",
+            plain_up=outer.uplink == "float32",
+            plain_down=outer.downlink == "float32",
+        )
+
+    def building(
+        self,
+        name: str,
+        common: Exchanging,
+        ways: Mapping[ServerT, tuple[Path, Path]],
+        record: Callable[[Span], None],
+    ) -> Callable[..., SimulatedIsland]:
+        """Give what makes the starts of an island."""
+        return functools.partial(
+            SimulatedIsland,
+            self.engine,
+            self.network,
+            name,
+            self.trainings[name],
+            common,
+            self.costs,
+            ways,
+            record=record,
+        )
+
+
+def _through_syncers(world: _World, line: SharedLine, tcp: Tcp | None) -> SimulatedRun:
+    config, engine, plan = world.config, world.engine, world.plan
+    record = _Recorder(world.spans)
     syncers = [
         SimulatedSyncer(
             engine,
             f"syncer-{i}" if config.coordinator.num_syncers > 1 else "syncer",
             [plan.fragments[p] for p in own],
-            rules,
-            costs,
+            world.rules,
+            world.costs,
             num_fragments=len(plan.fragments),
             record=record,
         )
         for i, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers))
     ]
-    common = Exchanging(
-        schedule=build_schedule(config.outer, config.run.inner_steps),
-        sizes=fragment_sizes(config, plan),
-        local_mix=config.outer.local_mix,
-        on_arrival=config.outer.is_on_arrival,
-        is_carried=config.outer.late == "carry",
-        plain_up=config.outer.uplink == "float32",
-        plain_down=config.outer.downlink == "float32",
-    )
-    away = dict(absences or {})
-    check_absences(away, sorted(config.islands), on_arrival=config.outer.is_on_arrival)
-    shared = SharedLine(network, syncer_link, outages)
+    common = world.exchanging(fragment_sizes(config, plan))
     sites = []
     for name in sorted(config.islands):
-        paths = shared.paths(name, profiles[name], tcp)
-        build = functools.partial(
-            SimulatedIsland,
-            engine,
-            network,
-            name,
-            _training(engine, config, name, step_s[name], step_noise),
-            common,
-            costs,
-            dict.fromkeys(syncers, paths),
-            record=record,
-        )
-        sites.append(Site(engine, name, build, syncers, away.get(name, ()), config.lease_s))
+        paths = line.paths(name, world.profiles[name], tcp)
+        build = world.building(name, common, dict.fromkeys(syncers, paths), record)
+        away = world.absences.get(name, ())
+        sites.append(Site(engine, name, build, syncers, away, config.lease_s))
     here = [site for site in sites if site.is_here]
     for syncer in syncers:
         syncer.found([site.name for site in here], [site.name for site in sites])
-    is_flushed = not rounds and config.outer.flush and not config.outer.is_on_arrival
-    return _run(engine, sites, syncers, spans, common.schedule, warm_up_rounds, is_flushed)
+    return _run(world, sites, syncers)
+
+
+def _among_themselves(world: _World, mesh: Mesh) -> SimulatedRun:
+    config, engine, plan = world.config, world.engine, world.plan
+    record, retry = _Recorder(world.spans), config.transport.retry
+    decider = SimulatedDecider(engine, plan.fragments, world.rules, world.costs)
+    setting = PeerSetting(
+        sorted(config.islands),
+        engine,
+        world.network,
+        mesh,
+        decider,
+        world.rules.publication,
+        world.costs,
+        retry.first_wait_s,
+        retry.max_wait_s,
+        record,
+    )
+    within = Link(_WITHIN_BPS, 0.0)
+    common = world.exchanging(
+        [FragmentSize(f.padded_numel, len(f.lanes), 0, 0, 0) for f in plan.fragments]
+    )
+    sites = []
+    for name in sorted(config.islands):
+        peer = SimulatedPeer(setting, name, plan.fragments)
+        up, down = (
+            Path(f"{name}-{way}", (Pipe(name, _WITHIN_BPS),), within, 0.0) for way in ("up", "down")
+        )
+        build = world.building(name, common, {peer: (up, down)}, record)
+        away = world.absences.get(name, ())
+        site = Site(engine, name, build, (), away, config.lease_s, peer)
+        site.island.sums = peer.sums  # which count what crosses its line
+        sites.append(site)
+        peer.granted(name, 1)
+    return _run(world, sites, [decider])
 
 
 def run_plan(config: Config) -> Plan:
@@ -232,37 +366,37 @@ def fragment_sizes(config: Config, plan: Plan) -> list[FragmentSize]:
 
 
 def _run(
-    engine: Engine,
+    world: _World,
     sites: Sequence[Site],
-    syncers: Sequence[SimulatedSyncer],
-    spans: Sequence[Span],
-    schedule: Schedule,
-    warm_up_rounds: int,
-    is_flushed: bool,
+    authorities: Sequence[SimulatedSyncer | SimulatedDecider],
 ) -> SimulatedRun:
-    period = schedule.inner_steps_per_round
+    engine, period = world.engine, world.config.outer.inner_steps_per_round
     everybody = engine.all_of([engine.process(site.live()) for site in sites])
-    while not everybody.processed and not any(syncer.lost for syncer in syncers):
+    while not everybody.processed and not any(each.lost for each in authorities):
         engine.step()
-    publications = [each for syncer in syncers for each in syncer.publications]
+    lost = next((each.lost for each in authorities if each.lost), "")
+    # Of islands that are away when the run ends nobody waits for the return.
+    ended_s = engine.now if lost else max(site.ended_s for site in sites)
+    publications = [each for authority in authorities for each in authority.publications]
     whole, steady = {}, {}
     for island in (site.island for site in sites):
-        now = island.sums.copy(engine.now)
+        now = island.sums.copy(ended_s)
         whole[island.name] = _figures(Sums(), now, period)
-        ends = island.rounds[: -1 if is_flushed and len(island.rounds) > 2 else None]
+        ends = island.rounds[: -1 if world.is_flushed and len(island.rounds) > 2 else None]
         steady[island.name] = (
-            _figures(ends[max(1, min(warm_up_rounds, len(ends) // 2)) - 1], ends[-1], period)
+            _figures(ends[max(1, min(world.warm_up_rounds, len(ends) // 2)) - 1], ends[-1], period)
             if len(ends) > 1
             else whole[island.name]
         )
     return SimulatedRun(
-        engine.now,
+        ended_s,
         whole,
         steady,
         tuple(sorted(publications, key=lambda each: each.published_s)),
-        sum(syncer.num_expired for syncer in syncers),
-        next((syncer.lost for syncer in syncers if syncer.lost), ""),
-        tuple(spans),
+        sum(each.num_expired for each in authorities),
+        lost,
+        tuple(world.spans),
+        {site.name: tuple(site.was_away) for site in sites},
     )
 
 
@@ -283,11 +417,6 @@ def _figures(first: Sums, last: Sums, period: int) -> IslandFigures:
 
 
 def _check(config: Config, step_s: Mapping[str, float], step_noise: float, rounds: int) -> None:
-    if config.outer.exchange == "allreduce":
-        raise ConfigError(
-            'outer.exchange = "allreduce" is not simulated from a run file: choose "syncer", or '
-            "predict it with diloco sim utilization --topology allreduce"
-        )
     for name in sorted(config.islands):
         if name not in step_s:
             raise ConfigError(f"step_s.{name} is missing: give the seconds of an inner step")

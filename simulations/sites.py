@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import simpy
 
@@ -13,6 +13,7 @@ from simulations.engine import Engine, Steps
 from simulations.islands import SimulatedIsland
 from simulations.lives import Absence
 from simulations.network import Network, Outage, Path, Pipe, Tcp
+from simulations.peer import SimulatedPeer
 from transport.link import Link, LinkProfile
 
 
@@ -25,11 +26,12 @@ class Site:
         name: str,
         build: Callable[..., SimulatedIsland],
         syncers: Sequence[SimulatedSyncer],
-        absences: Sequence[Absence],
+        absences: Iterable[Absence],
         lease_s: float,
+        peer: SimulatedPeer | None = None,
         is_over: Callable[[SimulatedIsland], bool] | None = None,
     ) -> None:
-        """Assign only.
+        """Assign only; `was_away` are the absences that have begun, of all given or drawn.
 
         Args:
             engine: Of the run.
@@ -38,30 +40,37 @@ class Site:
             syncers: That it exchanges with.
             absences: When it is away, ascending.
             lease_s: Seconds without a call after which it is not opened for.
+            peer: Of the island, where there are no syncers; it ends with each start.
             is_over: Whether it has trained enough; None: as soon as all syncers are over.
         """
         self._engine, self.name, self._build = engine, name, build
-        self._syncers, self._absences, self._lease_s = syncers, absences, lease_s
-        self._is_over = is_over or (lambda _: all(syncer.is_over for syncer in syncers))
-        self.is_here = not (absences and absences[0].begin_s == 0)
+        self._syncers, self._absences, self._lease_s = syncers, iter(absences), lease_s
+        self._peer, self._is_enough = peer, is_over
+        self._next = next(self._absences, None)
+        self.is_here = self._next is None or self._next.begin_s > 0
+        self.was_away: list[Absence] = []
+        self.ended_s = 0.0
         self.island = build()
 
     def live(self) -> Steps:
         """Train, with what interrupts it, to the end of the run."""
         engine = self._engine
         is_first = True
-        for absence in (*self._absences, None):
+        while not (self.was_away and self._is_over):
+            absence, self._next = self._next, next(self._absences, None)
             if absence is None or absence.begin_s > 0:
                 training = engine.process(self._train(is_returning=not is_first))
-                if absence is None:
-                    yield training
-                    return
-                yield engine.any_of([training, engine.timeout(absence.begin_s - engine.now)])
-                if training.processed:
+                away = [] if absence is None else [engine.timeout(absence.begin_s - engine.now)]
+                yield engine.any_of([training, *away])
+                self.ended_s = engine.now
+                if absence is None or training.processed:
                     return
                 training.interrupt()
                 self.island.stop()
+                if self._peer is not None:
+                    self._peer.stop()
                 engine.process(self._lapse())
+            self.was_away.append(absence)
             is_first, self.is_here = False, False
             if math.isinf(absence.end_s):
                 return
@@ -69,15 +78,21 @@ class Site:
             self.island = self._build(before=self.island)
             self.is_here = True
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether this island has trained enough, or the run has ended without waiting for it."""
+        if self._is_enough is not None:
+            return self._is_enough(self.island)
+        return bool(self._syncers) and all(syncer.is_over for syncer in self._syncers)
+
     def _train(self, *, is_returning: bool) -> Steps:
         with contextlib.suppress(simpy.Interrupt):
             if is_returning:
                 for syncer in self._syncers:
                     syncer.live(self.name, is_live=True)
                 yield from self.island.enter()
-            island = self.island
-            island.start()
-            yield from island.train(lambda: self._is_over(island))
+            self.island.start()
+            yield from self.island.train(lambda: self._is_over)
 
     def _lapse(self) -> Steps:
         """Have the lease end of an island that is not back by then."""

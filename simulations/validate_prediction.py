@@ -32,7 +32,11 @@ def predict(
     config = run_config(setting, point, Path("unused"))
     link = _link(point, is_emulated=setting.is_emulated)
     run = simulate_run(
-        config, step_s=step_s, links=LinkProfile("validated", link, link, ""), costs=costs
+        config,
+        step_s=step_s,
+        links=LinkProfile("validated", link, link, ""),
+        costs=costs,
+        is_shaped=not setting.is_emulated,
     )
     islands = run.steady.values()
     plan = run_plan(config)
@@ -44,6 +48,7 @@ def predict(
         step_s=step_s,
         links=LinkProfile("free", on_free_link, on_free_link, ""),
         costs=costs,
+        is_shaped=not setting.is_emulated,
     )
     return {
         "blocked_s": statistics.mean(each.blocked_s_per_round for each in islands),

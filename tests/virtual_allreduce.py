@@ -48,6 +48,8 @@ class AllReduceRun:
     setting: Setting
     worker: Worker = field(default_factory=InlineWorker)
     intercept: Callable[[str, Handlers], Handlers] = lambda name, handlers: handlers
+    #: Puts an island's link around its way to the peer of another one.
+    shape: Callable[[str, Transport], Transport] = lambda name, way: way
 
     def __post_init__(self) -> None:
         self.network = LoopbackNetwork()
@@ -109,7 +111,7 @@ class AllReduceRun:
         calls = PeerCalls(
             self.network.connect("decider"),
             held,
-            self.network.connect,
+            lambda address: self.shape(name, self.network.connect(address)),
             rpc_deadline_s=60.0,
             policy=RetryPolicy(max_wait_s=1.0, budget_s=600.0),
             rng=random.Random(self.num_starts),

@@ -71,10 +71,11 @@ def _show_prediction(console: Console, predicted: Prediction, *, is_scheduled: b
     elif is_scheduled:
         console.print(
             "\nNo bandwidth makes the slowest island train 99 % of the time: round trips and the "
-            "work of hosts and syncers take longer than tau inner steps."
+            "work of hosts take longer than tau inner steps."
         )
-    console.print("\nSyncers carry, with headers and code not counted:\n")
-    print_rows(console, _syncer_rows(predicted))
+    if predicted.syncers:
+        console.print("\nSyncers carry, with headers and code not counted:\n")
+        print_rows(console, _syncer_rows(predicted))
 
 
 def _island_rows(predicted: Prediction) -> Rows:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from diloco.cli.bench import Require, bench_console, show_report
 from diloco.cli.options import JsonTarget, Overrides, plot_option, writable, write_json
+from diloco.cli.sim_failures import Away, MeanRepair, MeanTimeBetween, Shape
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
 
     from diloco.bench.report import Report
+    from diloco.config.schema import Config
+    from simulations.run_model import SimulatedRun
     from simulations.timeline import Span
     from simulations.validate import Sweep
 
@@ -50,7 +53,11 @@ def trace(
     rounds: Annotated[
         int, typer.Option("--rounds", min=0, help="Simulate H inner steps so often; 0: all.")
     ] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Of jitter and loss.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of jitter, loss and failures.")] = 0,
+    mean_time_between: MeanTimeBetween = "",
+    mean_repair: MeanRepair = "",
+    shape: Shape = 1.0,
+    away: Away = None,
     begin: Annotated[
         str, typer.Option("--from", metavar="TIME", help="Leave out what ended before.")
     ] = "0s",
@@ -69,33 +76,52 @@ def trace(
 
     compute, gather, wait and merge are the training thread's; encode (and decode), send and fetch
     are a fragment's, behind training; merge of a syncer is from the close of a round until the
-    version is durable. Times of a real run are of its machines' wall clocks.
+    version is durable; of ISLAND-peer of an all-reduce what it sums, steps and stages. Times of a
+    real run are of its machines' wall clocks.
+
+    Islands may fail and come back (--mean-time-between), join late and leave (--away): then a
+    second table says what it cost. "rounds without": closed without the island's work; "blocked":
+    its training stood still for others. Where nobody waits (outer.merge = "on_arrival") there is
+    hardly a moment in which no island trains.
     """
     from rich.console import Console
 
     from diloco.cli.progress import waiting
+    from diloco.cli.sim_failures import read_absences, read_failures
     from diloco.cli.timelines import write_timelines
     from diloco.errors import ConfigError
+    from simulations.lanes import spans_by_lane
+    from simulations.run_model import simulate_run
     from simulations.trace import shown
 
     if not (out or plot or json_target):
         raise ConfigError("nothing would be written: add --out trace.json, or --plot timeline.png")
-    if run.is_dir() and (step_time or link or rounds or overrides):
+    fails = bool(mean_time_between or mean_repair or shape != 1.0 or away)
+    if run.is_dir() and (step_time or link or rounds or overrides or fails):
         raise ConfigError(
-            f"{run} is a run that was made: --step-time, --link, --rounds and --set are of runs to "
-            f"simulate; give the run file in its place"
+            f"{run} is a run that was made: --step-time, --link, --rounds, --set, failures and "
+            f"--away are of runs to simulate; give the run file in its place"
         )
     console = Console(stderr=True, quiet=json_target == "-")
     with waiting(console, f"{'reading' if run.is_dir() else 'simulating'} {run}"):
-        spans = (
-            _real_spans(run)
-            if run.is_dir()
-            else _simulated_spans(run, overrides or (), step_time, link, rounds, seed)
-        )
+        simulated = None
+        if not run.is_dir():
+            failures = read_failures(mean_time_between, mean_repair, shape)
+            absences = read_absences(away or ())
+            config = _config_of(run, overrides or (), step_time, link)
+            simulated = simulate_run(
+                config,
+                step_s=dict.fromkeys(config.islands, _seconds("--step-time", step_time)),
+                rounds=rounds,
+                seed=seed,
+                failures=failures,
+                absences=absences,
+            )
+        spans = _real_spans(run) if simulated is None else spans_by_lane(simulated, config)
         spans = shown(spans, _seconds("--from", begin), _seconds("--to", end) if end else None)
     kind = "real" if run.is_dir() else "simulated"
     written = write_timelines(spans, f"{run}, {kind}", trace=out, picture=plot)
-    _show_sums(spans, json_target, written, kind)
+    _show_sums(spans, json_target, written, kind, simulated if fails else None)
 
 
 def validate(
@@ -130,11 +156,11 @@ def validate(
     Two islands of a model of 10M parameters, `diloco local` with everything that belongs to it, on
     links of 100 Mbit/s to 1 Gbit/s and 0 to 100 ms round trip, by codec, H, P and tau. An inner
     step trains on 16 bytes and sleeps until it has taken --step-time, so that two cores measure
-    links, not each other. What hosts take is calibrated from four runs without a link, two a codec,
-    never from a point. About a quarter of an hour on two cores without other work, which it needs:
-    commits of rounds are CPU and disk (a --dir in /dev/shm leaves the disk out). What was measured
-    stays in --dir, so a sweep that died goes on where it was, and the timeline of a point can be
-    drawn: diloco sim trace DIR/POINT/run --plot timeline.png.
+    links, not each other. What hosts take is calibrated from runs without a link, two a codec and
+    exchange, never from a point. About a quarter of an hour on two cores without other work, which
+    it needs: commits of rounds are CPU and disk (a --dir in /dev/shm leaves the disk out). What was
+    measured stays in --dir, so a sweep that died goes on where it was, and the timeline of a point
+    can be drawn: diloco sim trace DIR/POINT/run --plot timeline.png.
 
     Read "blocked": seconds a round (H inner steps) for which training stood still, medians over
     rounds and islands, the first round left out; "busy": utilisation; "round": its seconds; "sim":
@@ -142,11 +168,13 @@ def validate(
     plan says of these, told the link and the inner step, and nothing that was calibrated. The bars:
     errors of blocked time of 10 % in the median and 25 % at worst, over at least 12 points. The
     last line says with what the difference goes: bandwidth, round trips, bytes, CPU and disk, or a
-    constant.
+    constant. Runs without a syncer (outer.exchange = "allreduce") are asked for by name: --rows
+    "*allreduce".
     """
     from dataclasses import replace
 
     from simulations.validate import (
+        ALLREDUCE_POINTS,
         POINTS,
         QUICK,
         QUICK_POINTS,
@@ -163,7 +191,8 @@ def validate(
         rounds=rounds or setting.rounds,
         is_emulated=emulate,
     )
-    points = chosen_points(QUICK_POINTS if quick else POINTS, rows or [])
+    known = QUICK_POINTS if quick else (*POINTS, *ALLREDUCE_POINTS) if rows else POINTS
+    points = chosen_points(known, rows or [])
     sweep = Sweep(setting, points, directory.resolve(), not (quick or rows))
     if fresh:
         forget(sweep)
@@ -227,13 +256,9 @@ def _real_spans(directory: Path) -> list[Span]:
     return run_spans(load_config(resolved).telemetry_dir)
 
 
-def _simulated_spans(
-    run_file: Path, overrides: Sequence[str], step_time: str, link: str, rounds: int, seed: int
-) -> Sequence[Span]:
+def _config_of(run_file: Path, overrides: Sequence[str], step_time: str, link: str) -> Config:
     from diloco.config.load import load_config
     from diloco.errors import ConfigError
-    from simulations.lanes import spans_by_lane
-    from simulations.run_model import simulate_run
 
     if not step_time:
         raise ConfigError(
@@ -241,16 +266,17 @@ def _simulated_spans(
             f"--step-time 200ms; a run that was made says it (undisturbed step)"
         )
     overrides = [*overrides, *([f"transport.link={link}"] if link else [])]
-    config = load_config(run_file, overrides)
-    step_s = dict.fromkeys(config.islands, _seconds("--step-time", step_time))
-    return spans_by_lane(simulate_run(config, step_s=step_s, rounds=rounds, seed=seed), config)
+    return load_config(run_file, overrides)
 
 
-def _show_sums(spans: Sequence[Span], json_target: str, written: str, kind: str) -> None:
-    """Say how much of the time each island spent on what."""
+def _show_sums(
+    spans: Sequence[Span], json_target: str, written: str, kind: str, failing: SimulatedRun | None
+) -> None:
+    """Say how much of the time each island spent on what, and what absences cost, if any."""
     from rich.console import Console
     from rich.table import Table
 
+    from diloco.cli.sim_failures import lost_of, show_lost
     from simulations.trace import sums_of
 
     sums = sums_of(spans)
@@ -264,6 +290,10 @@ def _show_sums(spans: Sequence[Span], json_target: str, written: str, kind: str)
         cells = (f"{row['times']:,d}", f"{row['seconds']:.3f}", f"{row['share']:.1%}")
         table.add_row(str(row["island"]), str(row["kind"]), *cells)
     console.print(table)
+    message: dict[str, Any] = {"kind": kind, "sums": sums}
+    if failing is not None:
+        message["failures"] = lost_of(failing)
+        show_lost(console, message["failures"])
     if written:
         console.print(f"written: {written}", soft_wrap=True)
-    write_json({"kind": kind, "sums": sums}, json_target)
+    write_json(message, json_target)

@@ -33,7 +33,10 @@ from transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
 
-_ASK_AGAIN_S = 0.25
+#: What was not to be had is asked for again after this.
+ASK_AGAIN_S = 0.25
+#: An owner that is asked for a result which is not there yet waits for it so long.
+RESULT_WAIT_S = 20 * ASK_AGAIN_S
 
 
 @dataclass(slots=True)
@@ -175,11 +178,11 @@ class FragmentPeer:
                 # Before its round is open a decline does nothing: it is said until it has its end.
                 if own.outcome is not None:
                     own.told = decider_id
-                await wait_for(news, _ASK_AGAIN_S)
+                await wait_for(news, ASK_AGAIN_S)
             elif await self._is_declared(own):
                 own.told = decider_id
             else:
-                await wait_for(news, _ASK_AGAIN_S)
+                await wait_for(news, ASK_AGAIN_S)
 
     def _is_over(self, own: Own) -> bool:
         if own.outcome is not None and own.outcome.kind is not OutcomeKind.REFUSED:
@@ -291,7 +294,7 @@ class FragmentPeer:
         )
         if not ack.is_accepted:
             logger.info("the run is not founded yet: %s", ack.message)
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(ASK_AGAIN_S)
         return not ack.is_accepted
 
     async def _tell_empty_handed(self) -> bool:
@@ -375,7 +378,7 @@ class FragmentPeer:
         """Return the result of a lane that is owned here; waits for it, None if it takes long."""
         replica, wanted = self.replica, header.assignment_id
         try:
-            async with asyncio.timeout(_ASK_AGAIN_S * 20):
+            async with asyncio.timeout(RESULT_WAIT_S):
                 while replica.reduced_id != wanted or header.lane_id not in replica.reduced:
                     await self._tasks.news.wait()
         except TimeoutError:
@@ -403,7 +406,7 @@ class FragmentPeer:
                     island, reply
                 ):
                     return True
-            await wait_for(self._tasks.news, _ASK_AGAIN_S)
+            await wait_for(self._tasks.news, ASK_AGAIN_S)
             if self.announced != wanted:
                 return True
         raise CoordinatorUnavailable(

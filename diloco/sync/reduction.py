@@ -25,7 +25,7 @@ from transport.contracts import Buffer
 _T = TypeVar("_T")
 
 #: Lanes of a fragment that are pulled at once, of those owned here and of the others.
-_LANES_IN_FLIGHT = 4
+LANES_IN_FLIGHT = 4
 
 
 class Reduction:
@@ -47,8 +47,8 @@ class Reduction:
         self._worker = worker
         self._tasks = tasks
         self._held = held
-        self._own_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
-        self._other_lanes = asyncio.Semaphore(_LANES_IN_FLIGHT)
+        self._own_lanes = asyncio.Semaphore(LANES_IN_FLIGHT)
+        self._other_lanes = asyncio.Semaphore(LANES_IN_FLIGHT)
 
     async def stage(self, assignment: Assignment) -> None:
         """Have the replica stage the result; cancel it when it is no longer wanted.

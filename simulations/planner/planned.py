@@ -137,12 +137,6 @@ def plan_run(config: Config, forecast: Forecast, assumed: Assumptions) -> Planne
     if assumed.links is None:
         return Planned(assumed, None, NO_LINK, ())
     beside = tuple(alternatives(config, forecast.parameters, assumed))
-    if config.outer.exchange == "allreduce":
-        why_not = (
-            'outer.exchange = "allreduce" is not simulated from a run file: predict it with diloco '
-            "sim utilization --topology allreduce"
-        )
-        return Planned(assumed, None, why_not, beside)
     return Planned(assumed, predict(config, run_plan(config), assumed), "", beside)
 
 

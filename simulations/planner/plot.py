@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.outer.schedule import Schedule
+from simulations.fragment_peer import peer_name
 from simulations.planner.prediction import Prediction
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
@@ -72,6 +73,7 @@ def _draw_spans(axes: Axes, schedule: Schedule, predicted: Prediction) -> None:
     island = min(predicted.islands)
     until_s = _PERIODS * predicted.round_s
     others = predicted.islands.keys() - {island}
+    others |= {peer_name(other) for other in others}
     shown = [s for s in predicted.run.spans if s.island not in others and s.begin_s < until_s]
     for kind, colour in _COLOURS.items():
         for span in shown:
@@ -84,9 +86,7 @@ def _draw_spans(axes: Axes, schedule: Schedule, predicted: Prediction) -> None:
                     color=colour,
                 )
     axes.set_xlim(0, until_s)
-    axes.set_xlabel(
-        f"seconds, predicted, of island {island} and its syncers (merge)", fontsize=_SMALL
-    )
+    axes.set_xlabel(f"seconds, predicted, of island {island} and whoever merges", fontsize=_SMALL)
     _dress(axes, schedule.num_fragments)
     axes.legend(
         handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()],

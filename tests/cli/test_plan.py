@@ -325,7 +325,7 @@ def test_what_is_suggested_can_be_typed_and_takes_what_was_said(
         (("--device", "H100", "--mfu", "2"), r"--mfu 2 is outside \(0, 1\]"),
         (("--codecs", "int4", "--num-lanes", "4"), "--codecs, --num-lanes: of --suggest, without"),
         (("--syncer-memory", "lots"), "--syncer-memory: 'lots' is not a size"),
-        (("--set", "outer.exchange=allreduce", "--suggest"), "diloco sim utilization --topology"),
+        (("--set", "outer.exchange=allreduce", "--syncer-cores", "2"), "has no syncers: leave"),
     ],
     ids=[
         "probe", "plot", "loss", "codec", "tau", "lab", "address", "share", "suggest", "memory",
@@ -360,6 +360,18 @@ def test_options_that_would_change_nothing_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         plan(run_file, *arguments)
+
+
+def test_a_run_without_a_syncer_is_predicted_too(run_file: Path) -> None:
+    on = ("--step-time", "1s", "--bandwidth", "10Mbit/s", "--rtt", "20ms")
+
+    planned = json.loads(plan(run_file, *on, "--set", "outer.exchange=allreduce", "--json", "-"))
+
+    assert planned["not_predicted"] == ""
+    prediction = planned["prediction"]
+    assert prediction["syncers"] == []
+    assert 0.5 < prediction["utilisation"] <= 1.0
+    assert prediction["islands"]["east"]["mean_up_bps"] > 0
 
 
 def test_real_inner_steps_are_measured(run_file: Path) -> None:

@@ -13,7 +13,7 @@ from diloco.errors import ConfigError
 from diloco.launch.traffic import diloco_traffic
 from diloco.sync.layout import build_schedule
 from simulations.costs import FREE
-from simulations.lives import Absence
+from simulations.lives import Absence, Failures, Weibull
 from simulations.network import Outage
 from simulations.run_model import SimulatedRun, run_plan, simulate_run
 from transport.link import find_profile
@@ -129,6 +129,28 @@ def test_on_arrival_islands_come_late_leave_and_fail_and_nobody_waits() -> None:
     assert not simulated.lost
     assert all(each.blocked_s == 0 for each in simulated.whole.values())
     assert simulated.whole["us-east"].merges > 0
+
+
+def test_drawn_failures_cost_on_arrival_those_alone_that_fail_and_a_seed_decides_them() -> None:
+    decoupled = config("decoupled", "transport.link=metro-1G-5ms")
+    failures = Failures(Weibull(10.0, 1.5), Weibull(2.0))
+
+    first, again, other = (run(decoupled, failures=failures, seed=seed) for seed in (1, 1, 2))
+
+    assert first == again
+    assert first.absences != other.absences
+    failed = [name for name, its in first.absences.items() if its]
+    assert failed and all(first.num_without(name) > 0 for name in failed)
+    assert all(each.blocked_s == 0 for each in first.whole.values())
+    # What is left is fragments that are copied out of the ranks and into them.
+    assert first.stalled_s < 0.01 * first.wall_s
+
+
+def test_nobody_waits_for_the_return_of_an_island_that_is_away_when_the_run_ends() -> None:
+    simulated = run(config("decoupled"), absences={"us-east": [Absence(5.0, 5000.0)]})
+
+    assert 5.0 < simulated.wall_s < 100.0
+    assert simulated.whole["us-east"].inner_steps < simulated.whole["eu-west"].inner_steps
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,21 @@ def test_the_command_writes_trace_picture_and_sums_of_a_run_file(tmp_path: Path)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_says_what_islands_that_fail_and_join_late_cost() -> None:
+    words = ["sim", "trace", str(RUN), "--step-time", "100ms", "--link", "thin-5M-60ms"]
+    words += ["--mean-time-between", "2s", "--mean-repair", "200ms", "--seed", "3"]
+    words += ["--away", "west=500ms..900ms", "--json", "-"]
+
+    done = CliRunner().invoke(app, words)
+
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)["failures"]
+    west, east = told["islands"]["west"], told["islands"]["east"]
+    assert (west["absences"], west["away_s"]) == (1, pytest.approx(0.4))
+    assert east["absences"] > 0  # drawn, as nothing was said of it
+    assert told["stalled_s"] < told["wall_s"]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -255,8 +270,21 @@ def test_the_command_writes_trace_picture_and_sums_of_a_run_file(tmp_path: Path)
         ([".", "--out", "t.json"], "is no run"),
         ([".", "--out", "t.json", "--rounds", "3"], "of runs to simulate"),
         ([str(RUN), "--out", "t.json", "--step-time", "5 apples"], "--step-time 5 apples"),
+        ([".", "--out", "t.json", "--away", "west=1s..2s"], "of runs to simulate"),
+        ([str(RUN), "--out", "t.json", "--away", "west=1s"], "give ISLAND=FROM..TO"),
+        ([str(RUN), "--out", "t.json", "--shape", "2"], "no effect without mean_time_between"),
     ],
-    ids=["nothing", "no step time", "gif", "no run", "rounds of a real run", "no duration"],
+    ids=[
+        "nothing",
+        "no step time",
+        "gif",
+        "no run",
+        "rounds of a real run",
+        "no duration",
+        "failures of a real run",
+        "no time away",
+        "shape of nothing",
+    ],
 )
 def test_the_command_refuses_what_it_cannot_do(words: list[str], text: str) -> None:
     done = CliRunner().invoke(app, ["sim", "trace", *words])
