@@ -51,7 +51,7 @@ def race_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
                 color=_COLOURS[index % len(_COLOURS)],
                 label=method,
             )
-            axes.bar_label(bars, fmt="{:.3g}", fontsize=_SMALL - 1.5, padding=1)
+            axes.bar_label(bars, fmt=_label, fontsize=_SMALL - 1.5, padding=1)
         _dress(axes, title, is_log=is_log)
     _zoom(panels[-1], [row["nats_per_byte"] for row in measured])
     panels[-1].set_xticks(range(len(links)), links)
@@ -81,3 +81,8 @@ def _zoom(axes: Axes, losses: Sequence[float]) -> None:
     low, high = min(losses), max(losses)
     axes.set_ylim(0.97 * low, high + 0.25 * (high - 0.97 * low))
     axes.set_ylabel("held-out loss\n[nats a byte], cut axis", fontsize=_SMALL)
+
+
+def _label(value: float) -> str:
+    """Write a figure in three digits, and never as a power of ten."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
