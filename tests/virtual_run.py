@@ -143,6 +143,8 @@ class Setting:
     buffers: tuple[str, ...] = ()
     #: Seconds of an inner step of islands that differ from `step_s`.
     steps_s: Mapping[str, float] = field(default_factory=dict)
+    #: Puts a parameter where it is trained.
+    place: Callable[[Tensor], Tensor] = torch.clone
 
     def plan(self) -> Plan:
         specs = [
@@ -251,7 +253,9 @@ class VirtualIsland:
         self.local: list[dict[str, list[float]]] = []
         self.published: list[dict[str, list[float]]] = []
         self.parameters = {
-            key: torch.tensor(values, dtype=torch.float32, requires_grad=key not in setting.buffers)
+            key: setting.place(torch.tensor(values, dtype=torch.float32)).requires_grad_(
+                key not in setting.buffers
+            )
             for key, values in setting.initial.items()
         }
         self.runner = LoopRunner()
@@ -292,7 +296,7 @@ class VirtualIsland:
         )
 
     def values(self) -> dict[str, list[float]]:
-        return {name: parameter.tolist() for name, parameter in self.parameters.items()}
+        return {name: parameter.cpu().tolist() for name, parameter in self.parameters.items()}
 
     async def start(self, *, last_inner_step: int = 0, overwrite_initial: bool = False) -> None:
         await self.runner.drive(

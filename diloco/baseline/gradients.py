@@ -7,7 +7,7 @@ that order, so its first chunk is complete first and is reduced under the rest o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ class GradientSum:
         """Listen to the gradients of a model.
 
         Args:
-            parameters: Of the whole model, in its order; whole tensors of float32 on the CPU.
-            reduction: Over the members.
+            parameters: Of the whole model, in its order; whole tensors of float32, on one device.
+            reduction: Over the members, for that device.
             weight: This member's part of the sum: weights of all members add up to 1.
             clock: Monotonic seconds.
         """
@@ -43,8 +43,7 @@ class GradientSum:
         for parameter in self._parameters:
             if isinstance(parameter, DTensor) or parameter.dtype != torch.float32:
                 raise ValueError("a baseline's ranks hold whole float32 parameters")
-        numel = sum(parameter.numel() for parameter in self._parameters)
-        self._flat = torch.zeros(padded_numel(reduction, numel))
+        self._flat = _flat_of(self._parameters, reduction)
         self._reduction, self._weight, self._clock = reduction, weight, clock
         self._views: dict[nn.Parameter, Tensor] = {}
         self._chunks: dict[nn.Parameter, range] = {}
@@ -114,8 +113,7 @@ class ParameterMean:
         """Keep the parameters; arguments as of `GradientSum`."""
         self._parameters = list(parameters)
         self._reduction, self._weight = reduction, weight
-        numel = sum(parameter.numel() for parameter in self._parameters)
-        self._flat = torch.zeros(padded_numel(reduction, numel))
+        self._flat = _flat_of(self._parameters, reduction)
 
     @torch.no_grad()
     def average(self) -> None:
@@ -127,3 +125,9 @@ class ParameterMean:
         all_reduce(self._reduction, self._flat)
         for parameter, view in zip(self._parameters, views, strict=True):
             parameter.copy_(view.view_as(parameter))
+
+
+def _flat_of(parameters: Sequence[nn.Parameter], reduction: Reduction) -> Tensor:
+    """Make a vector of zeros with room for all values, where they are."""
+    numel = sum(parameter.numel() for parameter in parameters)
+    return torch.zeros(padded_numel(reduction, numel), device=parameters[0].device)

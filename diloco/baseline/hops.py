@@ -8,7 +8,7 @@ islands that have the same one: its column.
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from diloco.baseline.exchange import Exchange
 from diloco.baseline.place import Member, Place
 from diloco.baseline.rings import reduce_directly
 from diloco.compression.base import Codec
+from diloco.device_thread import DeviceThread
 from diloco.errors import IslandFailed
 from diloco.sync.io_thread import IoThread
 
@@ -31,7 +32,8 @@ class Hop(Protocol):
 
         Args:
             chunk: Its number.
-            shard: Shape [a multiple of the islands], float32; contiguous.
+            shard: Shape [a multiple of the islands], float32, contiguous; on the CPU, or where the
+                hop is made for it.
 
         Returns:
             Done when `shard` is the sum; fails with IslandFailed if a member is gone, with
@@ -64,7 +66,9 @@ class TransportHop:
 class GroupHop:
     """Over a process group of the column: all-to-all of parts, all-gather of their sums.
 
-    The plain way inside one cluster. One shard after the other, in a thread of its own.
+    The plain way inside one cluster, over gloo on CPUs and over NCCL on CUDA devices. One shard
+    after the other, in a thread of its own; on CUDA in the caller's: collectives of several groups
+    must begin in one order on all devices, or they wait for each other.
 
     Attributes:
         bytes_up: Payloads sent to other islands.
@@ -75,7 +79,7 @@ class GroupHop:
         """Keep the parts; ranks of `group` are in the order of the column."""
         self._column, self._own = place.column, place.own
         self._group, self._codec = group, codec
-        self._summing = ThreadPoolExecutor(1, "baseline-between")
+        self._summing = DeviceThread("baseline-between")
         self.bytes_up = 0
 
     @property
@@ -85,7 +89,12 @@ class GroupHop:
 
     def begin(self, chunk: int, shard: Tensor) -> Future[None]:
         """See `Hop`."""
-        return self._summing.submit(self._sum, chunk, shard)
+        if not shard.is_cuda:
+            return self._summing.submit(shard.device, self._sum, chunk, shard)
+        done: Future[None] = Future()
+        self._sum(chunk, shard)
+        done.set_result(None)
+        return done
 
     def end(self) -> None:
         """See `Hop`."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from diloco.errors import ConfigError
 
-#: What values cross between islands over: our transport, or a process group of all members.
-TRANSPORT, GLOO = "transport", "gloo"
-HOPS = (TRANSPORT, GLOO)
+#: What values cross between islands over: our transport, or a process group of all members, on CPUs
+#: or on a CUDA device each.
+TRANSPORT, GLOO, NCCL = "transport", "gloo", "nccl"
+HOPS = (TRANSPORT, GLOO, NCCL)
 
 
 @dataclass(frozen=True, slots=True, order=True)

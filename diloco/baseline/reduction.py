@@ -6,15 +6,16 @@
     flat           one ring through all ranks of all islands, all chunks on their way at once
 
 The inside phases are collectives of the island's process groups, issued in the order of chunks by
-one thread a group, so every rank issues the same ones; what is between goes over a `Hop`. All
-members end with the same bits.
+one thread a group, so every rank issues the same ones; what is between goes over a `Hop`. On CUDA
+one thread issues all of them, phase by phase of a chunk: hidden behind backward, not behind each
+other. All members end with the same bits.
 
 Source: hierarchical all-reduce of NeMo 25.02 / Megatron-Core 0.11 (NVIDIA, long-haul training).
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from diloco.baseline.hops import Hop, end_reduction, unwrapped
 from diloco.baseline.place import Place
 from diloco.baseline.rings import reduce_in_a_ring
 from diloco.compression.base import Codec
+from diloco.device_thread import DeviceThread
 from diloco.errors import IslandFailed
 from diloco.sync.io_thread import IoThread
 
@@ -41,7 +43,7 @@ class Reduction(Protocol):
     chunk_numel: int
 
     def begin(self, values: Tensor) -> None:
-        """Take a vector of shape [n * chunk_numel], float32, CPU, none of whose chunks is ready."""
+        """Take a vector of shape [n * chunk_numel], float32, none of whose chunks is ready."""
 
     def ready(self, chunk: int) -> None:
         """Reduce a chunk as soon as possible; chunks become ready in order, each once."""
@@ -128,8 +130,8 @@ class HierarchicalReduction:
         self.chunk_numel = -(-chunk_numel // unit) * unit
         self._values = torch.empty(0)
         self._gathered: list[Future[None]] = []
-        self._scattering = ThreadPoolExecutor(1, "baseline-scatter")
-        self._gathering = ThreadPoolExecutor(1, "baseline-gather")
+        self._scattering = DeviceThread("baseline-scatter")
+        self._gathering = DeviceThread("baseline-gather")
 
     def begin(self, values: Tensor) -> None:
         """See `Reduction`."""
@@ -140,8 +142,10 @@ class HierarchicalReduction:
         whole = _chunk(self._values, chunk, self.chunk_numel)
         shards = torch.chunk(whole, self._place.num_ranks)
         shard = shards[self._place.own.island_rank]
-        scattered = self._scattering.submit(self._scatter, chunk, whole, shard)
-        self._gathered.append(self._gathering.submit(self._gather, scattered, whole, shard))
+        device = whole.device
+        scattered = self._scattering.submit(device, self._scatter, chunk, whole, shard)
+        gathering = self._scattering if whole.is_cuda else self._gathering
+        self._gathered.append(gathering.submit(device, self._gather, scattered, whole, shard))
 
     def finish(self) -> None:
         """See `Reduction`."""

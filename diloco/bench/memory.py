@@ -1,7 +1,8 @@
 """What the outer loop takes of an accelerator's memory: beyond the parameters, by what it does.
 
-An island's outer state (anchor, residual, what is outstanding and staged) lies in host memory; a
-fragment is on the device only while it is sent or merged. Streaming DiLoCo keeps two fragments of
+An island's outer state (anchor, residual, what is outstanding and staged) lies in host memory. Of a
+fragment that is sent, the device has no copy; what is merged is copied there as soon as all ranks
+have it staged, beside the steps before the merge. Streaming DiLoCo keeps two fragments of
 36 there, for 2 % of a model of 100B with its optimizer, where whole outer state would be 66 %:
 
     8 bytes of outer parameters and momentum / 12 of parameters and Adam's moments      = 66 %
@@ -38,7 +39,8 @@ _PHASES = {
     "start": "entering the run",
     "send": "a send",
     "merge": "a merge",
-    "between": "between rounds",
+    "flight": "steps with fragments in flight",
+    "between": "steps without",
     "finish": "the flush",
     "evaluate": "published values in place",
 }
@@ -65,7 +67,7 @@ class Setting:
     num_fragments: int = 6
     inner_steps: int = 24
     inner_steps_per_round: int = 12
-    overlap_steps: int = 3  # no step both sends and merges
+    overlap_steps: int = 5  # no step both sends and merges; rounds end before, mostly
     codec: str = "int4"
     at_most: float = 2 * 1.05
     model: dict[str, int] = field(

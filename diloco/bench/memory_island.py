@@ -75,7 +75,8 @@ class Measured:
         largest_fragment_bytes: Of its parameters.
         largest_tensor_bytes: Of the parameters.
         parameter_bytes: Of all of them.
-        extra_bytes: At most, by phase; "between" is what stays there when a step is over.
+        extra_bytes: At most, by phase; what stays there when a step is over is "flight" where
+            fragments are in flight, prefetched ones among them, and else "between".
     """
 
     device: str
@@ -121,7 +122,7 @@ def measure(run_file: Path) -> Measured:
         yield
         for phase in phases or _phases(merged, outer.num_in_flight - in_flight):
             found.extra(phase, device.peak_bytes - at_rest)
-        found.extra("between", device.live_bytes - at_rest)
+        found.extra("flight" if outer.num_in_flight else "between", device.live_bytes - at_rest)
         found.num_merges += len(merged)
         merged.clear()
 

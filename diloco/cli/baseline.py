@@ -40,7 +40,7 @@ def baseline(
     ] = 8,
     hop: Annotated[
         str,
-        typer.Option("--hop", metavar="NAME", help="Between islands: transport, or gloo."),
+        typer.Option("--hop", metavar="NAME", help="Between islands: transport, gloo or nccl."),
     ] = "transport",
     every: Annotated[
         int,
@@ -69,7 +69,8 @@ def baseline(
     outer optimizer, and no fault tolerance: one rank that ends early ends it all. The inner
     optimizer's moments stay local in local SGD. --hop gloo crosses between islands in a plain
     process group of all ranks, as inside one cluster: the same chunks, pipeline and sums to the
-    bit, without shaping, encryption or authentication.
+    bit, without shaping, encryption or authentication. --hop nccl is that on CUDA devices, of which
+    every rank needs one: the phases of a chunk follow each other there, under the backward.
     """
     from rich.console import Console
 

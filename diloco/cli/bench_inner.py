@@ -100,7 +100,8 @@ def memory(json_target: JsonTarget = "", require: Require = False) -> None:
     Read "fragments": the extra bytes over those of the largest fragment's parameters, required to
     be at most 2 and 5 %; "of 12 B/param.": over float32 parameters and AdamW's moments, where two
     fragments of 36 are 2 % in Streaming DiLoCo. What an island keeps between rounds is in host
-    memory (see "host, outer" of diloco plan).
+    memory (see "host, outer" of diloco plan); what it merges next comes to the device as soon as
+    all its ranks have it, if a step is left until then: "steps with fragments in flight".
     """
     from diloco.bench.memory import SETTING, run_memory
     from diloco.cli.progress import counting

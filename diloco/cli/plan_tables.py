@@ -77,7 +77,7 @@ def _print_memory_beside(console: Console, planned: Forecast) -> None:
     on_device = max(rank.outer_device_bytes for rank in planned.ranks.values())
     console.print(
         f"On its device, the outer loop takes at most {format_bytes(on_device)} of a rank, while a "
-        f"fragment is sent or merged."
+        f"fragment is sent, or staged and merged."
     )
     available = available_bytes()
     for island, num_bytes in planned.copied_bytes.items():

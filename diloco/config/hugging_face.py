@@ -2,12 +2,14 @@
 
 Every value is a text of JSON, since TOML has no null. Whole, it needs no file any more: a run's
 `resolved.toml` says all of the model. Keys that do not change the function are left out, so that
-sites whose transformers wrote them differently train together. Imports neither torch nor
-transformers.
+sites whose transformers wrote them differently train together. What a config.json leaves out, and
+the code that computes, are those of a version of transformers: `model.transformers`. Imports
+neither torch nor transformers.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -48,7 +50,7 @@ def with_config_json(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Lay `model.hf_config` over the config.json that `model.name` leads to.
 
     A table that has a model_type is whole, and nothing is read. Only config.json is downloaded for
-    a hub name.
+    a hub name. `model.transformers` is the version here, unless the table says one.
 
     Args:
         raw: A run file's tables, not validated.
@@ -67,9 +69,10 @@ def with_config_json(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             'model.family = "hf" needs the package transformers, which is not installed: '
             "pip install 'diloco[hf]'"
         )
+    model = {"transformers": installed_version(), **model}
     name, given = model.get("name", ""), model.get("hf_config", {})
     if not isinstance(given, Mapping) or "model_type" in given or not isinstance(name, str):
-        return raw
+        return {**raw, "model": model}
     if not name:
         raise ConfigError(
             'model.name: "": model.family = "hf" needs the model\'s directory, which holds '
@@ -78,6 +81,27 @@ def with_config_json(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     content = {key: _text(value) for key, value in _read(_find(name)).items()}
     kept = {key: value for key, value in content.items() if key not in _NEUTRAL}
     return {**raw, "model": {**model, "hf_config": {**kept, **given}}}
+
+
+def installed_version() -> str:
+    """Return the version of transformers that is installed, which is not imported for it."""
+    return importlib.metadata.version("transformers")
+
+
+def insist_on_version(recorded: str) -> None:
+    """Refuse to compute with another transformers than the one that a run was begun with.
+
+    Args:
+        recorded: `model.transformers`; empty: the model is not one of transformers.
+
+    Raises:
+        ConfigError: With both versions.
+    """
+    if recorded and recorded != (installed := installed_version()):
+        raise ConfigError(
+            f'model.transformers = "{recorded}", and {installed} is installed here: defaults and '
+            f"code of another version may be another model; pip install transformers=={recorded}"
+        )
 
 
 def _find(name: str) -> Path:

@@ -25,8 +25,9 @@ _LLAMA_3 = {
         "original_max_sequence_length": 8192,
     },
 }
-#: 150M and 1B are those of OpenDiLoCo (arXiv 2407.07852), 10M is a small one in their manner; 10M
-#: and 150M count what is not embedding or head. The last three are Llama 3.1 (arXiv 2407.21783).
+#: 150M and 1B are those of OpenDiLoCo (arXiv 2407.07852), 10M is a small one in their manner. 10M
+#: (9.6M) and 150M (149.4M; 215.0M with embedding and head) count what is not embedding or head; 1B,
+#: the shape of TinyLlama, counts all: 1.10B. The last three are Llama 3.1 (arXiv 2407.21783).
 _MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "debug": {"dim": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 416},
     "tiny": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96},
@@ -251,6 +252,11 @@ class ModelConfig(Section):
         description="With family hf: keys of config.json that are to be other than there, or with "
         "model_type all of them; values as JSON",
     )
+    transformers: Identity[str] = Field(
+        default="",
+        description="With family hf: version of transformers, whose defaults and code the model "
+        "is; left out: the installed one",
+    )
     preset: Local[
         Literal[
             "debug",
@@ -265,8 +271,8 @@ class ModelConfig(Section):
         ]
     ] = Field(
         default="custom",
-        description="Dimensions of debug (0.9M parameters), tiny (tests), 10M, 150M and 1B (those "
-        "of OpenDiLoCo), Llama 3.1, custom (none)",
+        description="Dimensions of debug (0.9M parameters), tiny (tests), 10M, 150M and 1B (the "
+        "last two those of OpenDiLoCo), Llama 3.1, custom (none)",
     )
     vocab_size: Identity[int] = Field(
         default=256, ge=256, description="Tokens; the first 256 are byte values"
@@ -386,7 +392,7 @@ class ModelConfig(Section):
         if self.family == HUGGING_FACE:
             _insist_on_defaults(self, _OF_HUGGING_FACE, 'family = "hf": config.json says it')
             return self
-        for key in ("name", "hf_config"):
+        for key in ("name", "hf_config", "transformers"):
             if getattr(self, key):
                 raise ValueError(f'{key} is of family = "hf", and this is "{self.family}"')
         return self
@@ -394,6 +400,6 @@ class ModelConfig(Section):
 
 #: What a model of transformers has: its config.json, and the sizes that are taken from there.
 _OF_HUGGING_FACE = {
-    "family", "name", "hf_config", "vocab_size", "dim", "num_layers", "head_dim", "num_heads",
-    "num_kv_heads", "ffn_dim", "max_sequence_length",
+    "family", "name", "hf_config", "transformers", "vocab_size", "dim", "num_layers", "head_dim",
+    "num_heads", "num_kv_heads", "ffn_dim", "max_sequence_length",
 }  # fmt: skip

@@ -162,6 +162,25 @@ def _apply_compute(model: Model, compute: Compute, mesh: IslandMesh) -> None:
             block.compile(backend=compute.compile_backend, fullgraph=True)
 
 
+def compile_ahead(model: Model, mesh: IslandMesh, *, batch_size: int, sequence_length: int) -> None:
+    """Make a forward and a backward of zeros, which compile what is compiled; collective.
+
+    For a minute in which nobody waits for this island: its first inner step is one of the run, and
+    deadlines of rounds run from the first contribution of whoever was faster. Parameters stay as
+    they are, and have no gradients.
+
+    Args:
+        model: From `parallelize`, with values.
+        mesh: The ranks that it was parallelised over.
+        batch_size: Sequences of this rank's micro-batch.
+        sequence_length: Tokens of each.
+    """
+    tokens_BS = torch.zeros(batch_size, sequence_length, dtype=torch.int64, device=mesh.device)
+    logits_BSV = model(tokens_BS, torch.arange(sequence_length, device=mesh.device))
+    torch.autograd.backward(logits_BSV.float().mean())
+    model.zero_grad(set_to_none=True)
+
+
 def _recomputed(forward: Callable[..., Any], recompute: Recompute) -> Callable[..., Any]:
     """Call a block's forward so that the backward computes it again."""
 

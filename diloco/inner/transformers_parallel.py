@@ -9,6 +9,11 @@
 Whatever the plan does not name is whole on every rank. Every rank holds all positions between the
 matrices: these plans have no sequence parallelism.
 
+How near the losses of tp = 2 come to those of one rank is the model's: of a small Gemma 4
+(gemma4_text), which does not scale its scores down, they were 1.1e-5 apart in six steps, but 3.5e-5
+where one rank's parameters were changed by 1e-7 of themselves; gradients agreed to 5e-6 (Llama: 0,
+5e-7 and 5e-7).
+
 Source: `base_model_tp_plan` of transformers 5; Megatron-LM (arXiv 1909.08053).
 """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from diloco.baseline.place import GLOO, HOPS, TRANSPORT, Member, insist_on_equal_ranks
+from diloco.baseline.place import GLOO, HOPS, NCCL, TRANSPORT, Member, insist_on_equal_ranks
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
@@ -123,6 +123,13 @@ def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
 def _insist_on_hop(config: Config, options: BaselineOptions) -> None:
     if options.hop not in HOPS:
         raise ConfigError(f"--hop {options.hop} is unknown: choose {', '.join(HOPS)}")
+    for name, island in sorted(config.islands.items()):
+        if island.device == ("cpu" if options.hop == NCCL else "cuda"):
+            raise ConfigError(
+                f'--hop {options.hop}: islands.{name}.device = "{island.device}": ranks of a '
+                f"baseline are on CUDA devices with --hop {NCCL} and on CPUs with any other; leave "
+                f'it at "auto"'
+            )
     if options.hop == TRANSPORT:
         return
     if options.name == FLAT:
@@ -146,6 +153,19 @@ def _insist_on_hop(config: Config, options: BaselineOptions) -> None:
             f'--hop {options.hop}: transport.link = "{config.transport.link}" shapes what goes '
             f"over the transport, and nothing of a process group: leave it out (--set "
             f"transport.link=), and run it under diloco emulate where links should be slow"
+        )
+    if options.hop == NCCL:
+        _insist_on_devices(sum(island.ranks for island in config.islands.values()))
+
+
+def _insist_on_devices(num_ranks: int) -> None:
+    """Refuse NCCL where not every rank has a CUDA device of its own."""
+    from torch.cuda import device_count  # torch takes seconds to load
+
+    if (num_devices := device_count()) < num_ranks:
+        raise ConfigError(
+            f"--hop {NCCL}: NCCL needs a CUDA device for each of the {num_ranks} ranks, and this "
+            f"machine has {num_devices}; take --hop {GLOO}"
         )
 
 
@@ -175,6 +195,11 @@ def run_baseline(
         IslandFailed: If a member ended early.
         DilocoError: If members do not hold the same parameters at the end.
     """
+    if emulated and options.hop == NCCL:
+        raise ConfigError(
+            f"--hop {NCCL} under diloco emulate: devices of one machine reach each other past its "
+            f"emulated links; take --hop {GLOO}"
+        )
     make_directory(directory, "--out")
     run_file = directory / "baseline.toml"
     run_file.write_text(resolved_toml(config))

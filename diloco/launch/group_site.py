@@ -1,7 +1,8 @@
 """One member of a baseline whose ways are plain process groups only: all members in one job.
 
-What a cluster's own data parallelism does, with the chunks and the pipeline of `Site`'s; nothing is
-served, shaped, encrypted or authenticated. See `diloco.baseline.hops`.
+What a cluster's own data parallelism does, with the chunks and the pipeline of `Site`'s, over gloo
+on CPUs or over NCCL on a CUDA device each; nothing is served, shaped, encrypted or authenticated.
+See `diloco.baseline.hops`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from diloco.baseline.hops import GroupHop
 from diloco.baseline.reduction import HierarchicalReduction, Inside, Reduction
 from diloco.compression.registry import get_codec
+from diloco.launch.device import backend_of
 from diloco.launch.job import Job, meet
 from diloco.launch.site import FLOAT_BYTES, Channel, SiteOrder
 from transport.addresses import split_address
@@ -22,12 +25,13 @@ from transport.addresses import split_address
 class GroupSite:
     """One member, open; it ends with its process."""
 
-    def __init__(self, order: SiteOrder, channel: Channel) -> None:
+    def __init__(self, order: SiteOrder, channel: Channel, device: torch.device) -> None:
         """Say where the first member's store is, and meet all others there.
 
         Args:
             order: What this member is; its `streams` are of a transport.
             channel: To the parent.
+            device: That its values are on, which says the backend.
         """
         self.place, self.order = order.place, order
         members = self.place.members
@@ -37,7 +41,7 @@ class GroupSite:
         channel.say({"store": store})
         (store,) = (place["store"] for place in channel.hear() if place["store"])
         served = f"?descriptor={listener.detach()}" if listener else ""
-        meet(Job(index, len(members), store + served))
+        meet(Job(index, len(members), store + served), backend_of(device))
         self._inside: Inside | None = None
         self._hop: GroupHop | None = None
         if dist.is_initialized():

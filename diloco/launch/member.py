@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 
 from diloco.baseline.gradients import GradientSum, ParameterMean
-from diloco.baseline.place import GLOO
+from diloco.baseline.place import NCCL, TRANSPORT
 from diloco.config.load import load_config
 from diloco.config.mesh import MeshConfig
 from diloco.config.schema import Config
@@ -58,13 +58,15 @@ class Method:
 class _Member:
     """The parts of one rank."""
 
-    def __init__(self, config: Config, site: Site | GroupSite, method: Method) -> None:
+    def __init__(
+        self, config: Config, site: Site | GroupSite, method: Method, device: torch.device
+    ) -> None:
         """Build everything; nothing of it is collective."""
         self._config, self._site, self._method = config, site, method
         place, island = site.place, config.island
         torch.set_num_threads(island.threads)
         torch.set_num_interop_threads(1)
-        mesh = IslandMesh(torch.device("cpu"), MeshConfig())
+        mesh = IslandMesh(device, MeshConfig())
         data = open_data(config)
         model = build_model(shape_of(config.model))
         parallelize(
@@ -155,7 +157,8 @@ class _Member:
     def _digest(self) -> str:
         hasher = blake3()
         for parameter in self._trainer.model.parameters():
-            hasher.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+            values = parameter.detach().cpu().contiguous()
+            hasher.update(values.view(torch.uint8).numpy().data)
         return hasher.hexdigest()
 
     def _evaluated(self) -> float | None:
@@ -164,9 +167,20 @@ class _Member:
         return self._trainer.evaluate() if place.own == place.members[0] else None
 
 
-def _open_site(config: Config, order: SiteOrder, channel: Channel, hop: str) -> Site | GroupSite:
-    if hop == GLOO:
-        return GroupSite(order, channel)
+def _device_of(order: SiteOrder, hop: str) -> torch.device:
+    """Give every member a CUDA device of its own, in their order, where they meet over NCCL."""
+    if hop != NCCL:
+        return torch.device("cpu")
+    device = torch.device("cuda", order.place.members.index(order.place.own))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _open_site(
+    config: Config, order: SiteOrder, channel: Channel, hop: str, device: torch.device
+) -> Site | GroupSite:
+    if hop != TRANSPORT:
+        return GroupSite(order, channel, device)
     return Site(
         order,
         Security.of(config, Role.ISLAND, config.island_id),
@@ -183,8 +197,10 @@ def main(order: dict[str, Any]) -> int:
     channel = Channel()
     try:
         config = load_config(order["config"], island=order["site"]["island"])
-        site = _open_site(config, SiteOrder(**order["site"]), channel, order["hop"])
-        result = _Member(config, site, Method(**order["method"])).train()
+        site_order, hop = SiteOrder(**order["site"]), order["hop"]
+        device = _device_of(site_order, hop)
+        site = _open_site(config, site_order, channel, hop, device)
+        result = _Member(config, site, Method(**order["method"]), device).train()
         channel.say(result)
         site.close()
     except DilocoError as error:

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from diloco.config.hugging_face import insist_on_version
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
@@ -40,7 +41,7 @@ from diloco.inner.families import (
 )
 from diloco.inner.flops import flops_per_token, peak_flops
 from diloco.inner.mesh import IslandMesh, make_mesh
-from diloco.inner.parallelize import parallelize
+from diloco.inner.parallelize import compile_ahead, parallelize
 from diloco.inner.pipeline import Pipeline, build_part, parts_of
 from diloco.inner.state import load_parameters_
 from diloco.inner.trainer import InnerTrainer
@@ -155,6 +156,7 @@ class _Rank:
     def _enter(self, connection: Connection) -> None:
         """Meet the other ranks, join the run, and take up where this start begins."""
         self._insist_on_launch()
+        insist_on_version(self._config.model.transformers)
         shape = shape_of(self._config.model)
         insist_on_names(shape, self._config.inner.optimizer)
         insist_on_mesh(shape, self._config.island.mesh)
@@ -170,6 +172,9 @@ class _Rank:
         data.evaluation(self._config.evaluation.num_sequences)
         warm, start_step = find_beginning(self._config, self._coordinator_address, connection.io)
         model = self._build_model(shape, mesh, warm)
+        if island.compute.compile_backend:
+            assert not isinstance(model, Pipeline), "stages are not compiled"
+            self._compile(model, mesh, data)
         self._join(connection, model, data, start_step)
         insist_on_names(shape, self._config.inner.optimizer)  # the policy may be another
         batches = self._build_batches(mesh, data)
@@ -260,6 +265,18 @@ class _Rank:
         if warm is not None:
             load_parameters_(model, warm.read)
         return model
+
+    def _compile(self, model: Model, mesh: IslandMesh, data: Data) -> None:
+        """Compile before the join, as long as nobody waits for this island."""
+        island, began = self._config.island, time.monotonic()
+        batch_size = island.tokens_per_inner_step // data.sequence_length
+        compile_ahead(
+            model,
+            mesh,
+            batch_size=batch_size // (mesh.dp_size * island.micro_batches),
+            sequence_length=data.sequence_length,
+        )
+        logger.info("blocks are compiled, seconds=%.1f", time.monotonic() - began)
 
     def _join(
         self, connection: Connection, model: Model | Pipeline, data: Data, start_step: int

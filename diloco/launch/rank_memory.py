@@ -39,9 +39,12 @@ and for a checkpoint that is written behind the training, while it is:
 
     4 + moments  copy of parameters and optimizer
 
-On the device for the outer loop, while a fragment is sent or merged and no longer: the piece of a
-parameter that is on its way, in one all-to-all at most, twice where local_mix is above 0 (`diloco
-bench memory` counts it).
+On the device for the outer loop, the larger of the two (`diloco bench memory` counts it):
+
+    piece        of a parameter that is sent or merged, in one all-to-all at most, twice where
+                 local_mix is above 0; while it is on its way
+    ahead        this rank's share of the largest fragment, and a piece where local_mix is above 0;
+                 from when it is staged to its merge, with overlap_steps of 2 or more; scheduled
 
 Operations: `diloco.inner.flops`.
 """
@@ -318,7 +321,10 @@ def _outer_device_bytes(
     shards = mesh.dp_shard * mesh.cp
     largest = max(_local_numel(name, shape, mesh.tp, shards) for name, shape in shapes.items())
     piece = min(4 * min(largest, largest_fragment), SLAB_BYTES // island.ranks)
-    return piece * (2 if config.outer.local_mix > 0 else 1)
+    mixed = piece if config.outer.local_mix > 0 else 0
+    is_ahead = config.outer.overlap_steps > 1 and not config.outer.is_on_arrival
+    ahead = 4 * largest_fragment // (mesh.tp * shards) if is_ahead else 0
+    return max(piece, ahead) + mixed
 
 
 def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) -> int:

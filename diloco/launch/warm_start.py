@@ -189,22 +189,24 @@ def _from_same_model(directory: Path, source: str, shape: TransformersShape) -> 
     weights, expected, model = _Weights(directory), parameter_shapes(shape), build_model(shape)
     assert isinstance(model, TransformersModel)
     buffers = {name.removeprefix("decoder.") for name, _ in model.named_buffers()}
-    names: dict[str, str] = {}  # our name -> the one in the files
-    found: dict[str, tuple[int, ...]] = {}
-    for name, size in weights.shapes.items():
+    stored: dict[str, str] = {}  # name in transformers -> the one in the files
+    for name in weights.shapes:
         prefixed = f"{model.decoder.base_model_prefix}.{name}"
-        known = prefixed if prefixed in expected else name
-        if name.endswith(_IGNORED) or known in buffers:
-            continue
-        if (tied := model.tied_parameters.get(known)) in weights.shapes:
-            if not torch.equal(weights.read(name), weights.read(tied)):
-                raise ConfigError(
-                    f"{source}: {name} differs from {tied}, and config.json says that they are "
-                    "one: correct its tie_word_embeddings, and take model.hf_config from it"
-                )
-            continue
-        known = tied or known
-        names[known], found[known] = name, size
+        is_short = prefixed in expected or prefixed in model.tied_parameters
+        known = prefixed if is_short else name
+        if not name.endswith(_IGNORED) and known not in buffers:
+            stored[known] = name
+    names: dict[str, str] = {}  # our name -> the one in the files
+    for known, name in stored.items():
+        own = model.tied_parameters.get(known, known)
+        if own == known or own not in stored:
+            names[own] = name
+        elif not torch.equal(weights.read(name), weights.read(stored[own])):
+            raise ConfigError(
+                f"{source}: {name} differs from {stored[own]}, and config.json says that they are "
+                "one: correct its tie_word_embeddings, and take model.hf_config from it"
+            )
+    found = {own: weights.shapes[name] for own, name in names.items()}
     _insist_on_tensors(found, expected, source)
     return WarmStart(source, 0, False, "", 0, None, lambda section, name: weights.read(names[name]))
 

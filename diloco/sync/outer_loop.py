@@ -328,6 +328,7 @@ class OuterLoop:
         for ledger in self._ledgers:
             if self._pace.is_merge_due(ledger, self.inner_step):
                 yield from self._settle(ledger, agreed)
+        self._prefetch(agreed)
         due = self._act(agreed)
         if agreed is not None and agreed.cut.number > self._past_cut and not self.is_over:
             self.cut = agreed.cut
@@ -459,6 +460,18 @@ class OuterLoop:
         """Put the published values that this island last merged in place; restore afterwards."""
         return self._merging.global_parameters()
 
+    def _prefetch(self, agreed: Agreed | None) -> None:
+        """Have what is merged next on its way to the parameters' device, once all ranks have it.
+
+        Nothing on arrival: it is merged as soon as they have it.
+        """
+        in_flight = [(x.outstanding, x.fragment_id) for x in self._ledgers if x.outstanding]
+        if agreed is None or self._arrival is not None or not in_flight:
+            return
+        sent, p = min(in_flight, key=lambda each: each[0].sent_at_inner_step)
+        if _is_staged(agreed.standings[p], sent):
+            self._shards.prefetch(p, self._exchange.staged(p))
+
     def _settle(self, ledger: FragmentLedger, agreed: Agreed | None) -> Waits[None]:
         """Wait until the island agrees on the outcome of what is outstanding, and apply it."""
         sent = ledger.outstanding
@@ -468,9 +481,7 @@ class OuterLoop:
             while True:
                 if agreed is not None:
                     standing = agreed.standings[ledger.fragment_id]
-                    if standing.verdict is Verdict.EXPIRED:
-                        break
-                    if standing.verdict is not None and standing.staged_version > sent.key.version:
+                    if standing.verdict is Verdict.EXPIRED or _is_staged(standing, sent):
                         break
                 yield self._exchange.wait_for_end(ledger.fragment_id, LOOK_S)
                 agreed = self._agreement.now(self._exit_code, self._standings())
@@ -500,3 +511,8 @@ class OuterLoop:
             verdict = view.verdict if is_current else None
             standings.append(Standing(view.staged_version, verdict, view.attempt))
         return standings
+
+
+def _is_staged(standing: Standing, sent: Outstanding) -> bool:
+    """Whether all ranks have staged the version that what was sent has led to."""
+    return standing.verdict is not None and standing.staged_version > sent.key.version

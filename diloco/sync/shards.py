@@ -11,13 +11,19 @@ Lanes cut tensors anywhere, so a flat range becomes at most 2 ndim - 1 boxes (pa
 full rows, part of the last row), never one a row or an element. Routes are executed by all-to-all
 on a CPU group, slab by slab (`routes`).
 
+What is merged next may be copied to the parameters' device before its step (`prefetch`): a second
+thread does that beside the training, and the merge is left with what never leaves the device.
+
 It computes nothing: pseudo-gradients, codecs and anchors belong to callers, keyed by lane.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from diloco.compression.lanes import padding_of
+from diloco.device_thread import DeviceThread
 from diloco.errors import PlanMismatch
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
@@ -38,12 +45,21 @@ from diloco.sync.routes import Copy, Route, Slab, dot, strides_of
 _WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefetched:
+    """Lanes, and what they give this rank to merge, on its way to the device."""
+
+    lanes: Mapping[int, Tensor]
+    uploads: deque[tuple[Copy, Future[Tensor]]]
+
+
 class LaneShards:
     """Collects the lanes that this rank carries, and distributes them to all who store them.
 
     Making one is collective on ``group``, and so are ``collect`` and ``distribute``: every rank of
     the island calls them in the same order, from its training thread. Parameters are read and
-    written where they are; those on an accelerator are copied through the CPU.
+    written where they are; those on an accelerator are copied through the CPU, one box of a tensor
+    after the other, but for the fragment of a `prefetch`, which is on the accelerator as a whole.
 
     Args:
         plan: Fragments and lanes; equal on all ranks.
@@ -84,10 +100,15 @@ class LaneShards:
         self._specs = {spec.name: spec for spec in plan.tensors}
         self._holders = self._exchange_boxes(plan)
         routes = {i: self._routes(fragment) for i, fragment in self._fragments.items()}
-        num_slabs = torch.tensor([[c.num_slabs(), d.num_slabs()] for c, d in routes.values()])
+        is_away = any(parameter.device.type != "cpu" for parameter in self._parameters.values())
+        num_slabs = [[c.num_slabs(), d.num_slabs()] for c, d in routes.values()]
+        largest = torch.tensor([*num_slabs, [is_away, is_away]])
         if group is not None:
-            dist.all_reduce(num_slabs, dist.ReduceOp.MAX, group=group)
-        counts = dict(zip(routes, num_slabs.tolist(), strict=True))
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        *most_slabs, (self._is_away, _) = largest.tolist()
+        counts = dict(zip(routes, most_slabs, strict=True))
+        self._uploading = DeviceThread("diloco-upload")
+        self._prefetched: _Prefetched | None = None
         self._collect = {i: collect.slabs(counts[i][0]) for i, (collect, _) in routes.items()}
         self._distribute = {i: route.slabs(counts[i][1]) for i, (_, route) in routes.items()}
 
@@ -137,6 +158,31 @@ class LaneShards:
         return torch.empty(numel) if spare is None or spare.numel() < numel else spare[:numel]
 
     @torch.no_grad()
+    def prefetch(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> None:
+        """Begin to copy to the parameters' device what a `distribute` will merge; collective.
+
+        It finds them there if it is given these very lanes, and writes the same bits. Until then
+        they take as much room on the device as the fragment's parameters there, of one fragment:
+        the last one asked for. Where no rank has parameters on a device, nothing happens, as with
+        lanes that are on their way.
+
+        Args:
+            fragment_id: Fragment of the plan.
+            lanes: As `distribute` takes them; not written to before that.
+        """
+        is_there = self._prefetched is not None and self._prefetched.lanes is lanes
+        if is_there or not self._is_away:
+            return
+        self._check_lanes(fragment_id, lanes)
+        self._prefetched = None  # gives room before more is taken
+        uploads: deque[tuple[Copy, Future[Tensor]]] = deque()
+        with record_function("diloco/prefetch"):
+            for copy, values in self._sent_out(fragment_id, lanes):
+                device = self._in_parameter(copy).device
+                uploads.append((copy, self._uploading.submit(device, values.to, device)))
+        self._prefetched = _Prefetched(lanes, uploads)
+
+    @torch.no_grad()
     def distribute(self, fragment_id: int, lanes: Mapping[int, Tensor], local_mix: float) -> None:
         """Merge lanes into the parameters of every rank that stores them; collective.
 
@@ -153,11 +199,9 @@ class LaneShards:
         """
         self._check_lanes(fragment_id, lanes)
         with record_function("diloco/distribute"):
-            for held, carried in self._distribute[fragment_id]:
-                sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
-                for copy, values in self._exchange(carried, sources, held):
-                    local = self._in_parameter(copy)
-                    merge_(local, values.to(local.device), local_mix)
+            for copy, values in self._to_merge(fragment_id, lanes):
+                local = self._in_parameter(copy)
+                merge_(local, values.to(local.device), local_mix)
 
     @torch.no_grad()
     def num_differing(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> int:
@@ -169,13 +213,39 @@ class LaneShards:
         """
         self._check_lanes(fragment_id, lanes)
         num_differing = 0
+        for copy, values in self._sent_out(fragment_id, lanes):
+            local = self._in_parameter(copy).to("cpu").contiguous().view(torch.int32)
+            differs = local != values.contiguous().view(torch.int32)
+            num_differing += int(differs.sum())
+        return num_differing
+
+    def _to_merge(
+        self, fragment_id: int, lanes: Mapping[int, Tensor]
+    ) -> Iterator[tuple[Copy, Tensor]]:
+        """Yield what this rank merges: from the device, where it was prefetched."""
+        prefetched = self._prefetched
+        if prefetched is None or prefetched.lanes is not lanes:
+            yield from self._sent_out(fragment_id, lanes)
+            return
+        self._prefetched = None
+        while prefetched.uploads:  # each gives its room when it is merged
+            copy, upload = prefetched.uploads.popleft()
+            values = upload.result()
+            del upload
+            if values.is_cuda:  # made on another stream, whose next tensor must wait for this merge
+                values.record_stream(torch.cuda.current_stream(values.device))
+            yield copy, values
+
+    def _sent_out(
+        self, fragment_id: int, lanes: Mapping[int, Tensor]
+    ) -> Iterator[tuple[Copy, Tensor]]:
+        """Yield every box that this rank stores of a fragment, with the lanes' values; collective.
+
+        Values are on the CPU.
+        """
         for held, carried in self._distribute[fragment_id]:
             sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
-            for copy, values in self._exchange(carried, sources, held):
-                local = self._in_parameter(copy).to("cpu").contiguous().view(torch.int32)
-                differs = local != values.contiguous().view(torch.int32)
-                num_differing += int(differs.sum())
-        return num_differing
+            yield from self._exchange(carried, sources, held)
 
     def _lane_numels(self, fragment_id: int) -> dict[int, int]:
         return {

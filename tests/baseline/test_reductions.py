@@ -123,12 +123,12 @@ def island_batches(slot, rank=0, ranks=1):
     )
 
 
-def make_trainer(batches, batch_size, micro_batches=1, make_hook=None):
-    model = make_model(ALONE)
+def make_trainer(batches, batch_size, micro_batches=1, make_hook=None, mesh=ALONE):
+    model = make_model(mesh)
     optimizer = InnerOptimizerConfig(lr=2e-3, warmup_steps=2)
     return InnerTrainer(
         model,
-        mesh=ALONE,
+        mesh=mesh,
         batches=batches,
         evaluation=small_data().evaluation(4),
         config=InnerConfig(optimizer=optimizer, clip_norm=0.5),

@@ -1,5 +1,6 @@
 """What the outer loop takes of a device: counted on one of host memory, by real sessions."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,8 @@ from diloco.sync.boxes import declare_part
 from diloco.sync.layout import build_plan
 from diloco.sync.shards import LaneShards
 from tests.distributed import run_ranks
+from tests.virtual_run import Setting, VirtualRun, descend
+from transport.loopback import run_virtual
 
 SMALL = replace(
     SETTING,
@@ -49,7 +52,7 @@ def test_a_counted_device_knows_what_lies_on_it():
     assert (moment, both, left) == (24 + 8, 48, 24)
 
 
-def _merge_half(rank):
+def _merge_half(rank, is_prefetched):
     """Merge a fragment of two ranks, each with half the rows of a matrix on a device."""
     device = CountedDevice()
     half = device.place(torch.zeros(ROWS // 2, COLUMNS)).requires_grad_()
@@ -60,6 +63,9 @@ def _merge_half(rank):
     lanes = {i: torch.full((plan.fragments[0].lanes[i].numel,), 2.0) for i in shards.lanes_of(0)}
     device.reset_peak()
     at_rest = device.live_bytes
+    if is_prefetched:
+        shards.prefetch(0, lanes)
+        shards.prefetch(0, lanes)  # is on its way
     shards.distribute(0, lanes, 0.5)
     merged = device.peak_bytes - at_rest
     device.reset_peak()
@@ -68,9 +74,50 @@ def _merge_half(rank):
     return merged, device.peak_bytes - at_rest, device.live_bytes - at_rest, values
 
 
-def test_a_rank_has_on_its_device_what_it_merges_and_only_while_it_does():
+def _train_here_and_there(_, directory):
+    return [_train(directory / place.__name__, place) for place in (_on_device, torch.clone)]
+
+
+def _on_device(values):
+    return CountedDevice().place(values)
+
+
+def _train(directory, place):
+    """Train an island in virtual time: what it held, what was merged, how often was prefetched."""
+    setting = Setting(
+        {name: [16.0, -3.0] for name in "uvwx"},
+        descend,
+        directory,
+        24,
+        islands=("a",),
+        num_fragments=2,
+        inner_steps_per_round=8,
+        overlap_steps=3,
+        local_mix=0.5,
+        uplink_codec="int4",
+        downlink_codec="int4",
+        flush=True,
+        place=place,
+    )
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        island = run_virtual(VirtualRun(setting).run())["a"]
+    merges = [event for event in island.kinds("fragment_merged") if not event["is_flush"]]
+    names = Counter(event.name for event in profile.events())
+    return island.local, island.published, len(merges), names["diloco/prefetch"]
+
+
+def test_what_is_merged_on_a_device_is_there_before_and_the_same_to_the_bit(tmp_path):
+    ((ours, expected),) = run_ranks(_train_here_and_there, 1, tmp_path)
+
+    assert ours[:3] == expected[:3]
+    assert ours[2] == ours[3] > 0
+    assert expected[3] == 0
+
+
+@pytest.mark.parametrize("is_prefetched", [False, True], ids=["streamed", "prefetched"])
+def test_a_rank_has_on_its_device_what_it_merges_and_only_while_it_does(is_prefetched):
     own_bytes = 4 * ROWS * COLUMNS // 2
-    for merging, sending, resting, values in run_ranks(_merge_half, 2):
+    for merging, sending, resting, values in run_ranks(_merge_half, 2, is_prefetched):
         assert 0 < merging <= 2 * own_bytes, "its part, and that part scaled by 1 - alpha"
         assert (sending, resting) == (0, 0)
         assert values <= {0.0, 1.0}
@@ -83,7 +130,8 @@ def test_a_session_keeps_nothing_on_the_device_between_rounds():
     assert report.missed == []
     assert by_phase["a merge"]["device"] == ("cuda" if torch.cuda.is_available() else "counted")
     assert 0 < by_phase["a merge"]["fragments"] <= SMALL.at_most
-    assert by_phase["between rounds"]["extra_bytes"] == 0
+    assert by_phase["steps without"]["extra_bytes"] == 0
+    assert by_phase["steps with fragments in flight"]["fragments"] <= 1
 
 
 @pytest.mark.parametrize(("num_merges", "extra"), [(3, 211), (0, 0)], ids=["leak", "no-merge"])

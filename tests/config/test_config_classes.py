@@ -37,6 +37,7 @@ IDENTITY = {
     "outer.num_fragments outer.fragment_pattern outer.embedding_alone outer.explicit_fragments",
     "outer.phases outer.overlap_steps outer.local_mix outer.merge outer.num_lanes outer.exchange",
     "outer.merge_rule outer.plain_mean outer.experts model.head_dim model.qk_norm",
+    "model.transformers",
     *(f"model.rope_scaling.{name}" for name in RopeScalingConfig.model_fields),
     *(f"model.latent_attention.{name}" for name in LatentAttentionConfig.model_fields),
     *(f"model.experts.{name}" for name in ExpertsConfig.model_fields),

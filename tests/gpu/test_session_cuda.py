@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import diloco
+from diloco.sync.shards import LaneShards, tensor_specs
 from tests.served_run import ServedRun
 from tests.sync.test_session import INNER_STEPS, TOKENS, make_model, make_optimizer
+from tests.sync.test_shards import awkward_plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,3 +37,21 @@ def test_parameters_on_cuda_hold_what_was_published(tmp_path: Path) -> None:
                 pairs = zip(model.parameters(), flushed, strict=True)
                 assert all(a.is_cuda and torch.equal(a, b) for a, b in pairs)
     assert outer.versions == (3, 2)
+
+
+def test_what_was_prefetched_is_merged_as_what_was_not() -> None:
+    here = {"a": torch.randn(300).requires_grad_(), "b": torch.randn(7, 110).requires_grad_()}
+    there = {name: value.detach().cuda().requires_grad_() for name, value in here.items()}
+    plan = awkward_plan(tensor_specs(here))
+    streamed, ahead = (LaneShards(plan, each, group=None) for each in (here, there))
+
+    for fragment in plan.fragments:
+        lanes = {lane.lane_id: torch.randn(lane.numel) for lane in fragment.lanes}
+        streamed.distribute(fragment.fragment_id, lanes, 0.5)
+        ahead.prefetch(fragment.fragment_id, lanes)
+        busy = torch.randn(512, 512, device="cuda") @ torch.randn(512, 512, device="cuda")
+        ahead.distribute(fragment.fragment_id, lanes, 0.5)
+
+    assert busy.is_cuda
+    for name, value in here.items():
+        assert torch.equal(there[name].cpu(), value)

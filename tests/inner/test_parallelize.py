@@ -5,13 +5,22 @@ import dataclasses
 import pytest
 import torch
 
+from diloco.bench.parity_inner import LARGEST_DIFFERENCES
+from diloco.config.compute import Compute
 from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
 from diloco.inner import parallelize
 from diloco.inner.mesh import IslandMesh, make_mesh
 from diloco.inner.model import build_model
 from tests.distributed import run_ranks
-from tests.inner.small_island import CPU, SEQUENCE_LENGTH, debug_shape
+from tests.inner.small_island import (
+    BATCH_SIZE,
+    CPU,
+    SEQUENCE_LENGTH,
+    debug_shape,
+    make_trainer,
+    one_rank,
+)
 
 REFUSED_UNDER_TP = {
     "model.ffn_dim = 97": {"ffn_dim": 97},
@@ -102,3 +111,27 @@ def test_model_on_one_rank_is_materialised_and_tied_as_declared(is_tied):
     assert {p.device for p in model.parameters()} == {CPU}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert (model.head.weight is model.embed.weight) == is_tied
+
+
+def train_compiled_ahead(island_rank):
+    mesh = one_rank()
+    compute = Compute("none", "aot_eager")
+    ours, expected = make_trainer(mesh, micro_batches=2, compute=compute), make_trainer(mesh)
+    parallelize.compile_ahead(
+        ours.model, mesh, batch_size=BATCH_SIZE // 2, sequence_length=SEQUENCE_LENGTH
+    )
+    graphs = torch._dynamo.utils.counters["stats"]
+    made = graphs["unique_graphs"]
+    has_gradients = any(parameter.grad is not None for parameter in ours.model.parameters())
+    losses = [[trainer.inner_step(n).loss for n in range(2)] for trainer in (ours, expected)]
+    return made, graphs["unique_graphs"], has_gradients, losses
+
+
+@pytest.mark.slow
+def test_what_is_compiled_ahead_is_not_compiled_in_the_first_inner_steps():
+    ((ahead, in_all, has_gradients, (losses, expected)),) = run_ranks(train_compiled_ahead, 1)
+
+    assert ahead == in_all > 0
+    assert not has_gradients
+    # Accumulated in two parts, which sums in another order.
+    assert losses == pytest.approx(expected, abs=LARGEST_DIFFERENCES["float32"])

@@ -25,7 +25,8 @@ ISLANDS = {"east": "", "west": ""}
         (ISLANDS, BaselineOptions("post-local-sgd"), "--first 0 with post-local-sgd"),
         (ISLANDS, BaselineOptions("local-sgd", parallel_steps=2), "--first 2 with local-sgd"),
         (ISLANDS, BaselineOptions("post-local-sgd", parallel_steps=8), "give at most 7"),
-        (ISLANDS, BaselineOptions("flat", hop="nccl"), "--hop nccl is unknown: choose transport, "),
+        (ISLANDS, BaselineOptions("flat", hop="mpi"), "--hop mpi is unknown: choose transport, gl"),
+        (ISLANDS, BaselineOptions("flat", hop="nccl"), "--hop nccl: the ring of flat goes through"),
         (ISLANDS, BaselineOptions("flat", hop="gloo"), "--hop gloo: the ring of flat goes through"),
         (ISLANDS, BaselineOptions("hierarchical", streams=4, hop="gloo"), "--streams 4: a process"),
         (
@@ -57,6 +58,22 @@ def test_what_a_process_group_would_silently_do_without_is_refused(tmp_path, key
             config.model_copy(update={"transport": transport}),
             BaselineOptions("hierarchical", hop="gloo"),
         )
+
+
+def test_nccl_is_refused_where_not_every_rank_has_a_device(tmp_path):
+    many = write_run(tmp_path / "many", {f"island-{n}": "" for n in range(64)})
+
+    with pytest.raises(ConfigError, match=r"each of the 64 ranks, and this machine has .*gloo"):
+        insist_on_baseline(load_config(many), BaselineOptions("hierarchical", hop="nccl"))
+
+
+@pytest.mark.parametrize(("hop", "device"), [("nccl", "cpu"), ("gloo", "cuda")])
+def test_a_device_that_the_hop_is_not_for_is_refused(tmp_path, hop, device):
+    run_file = write_run(tmp_path, ISLANDS)
+    config = load_config(run_file, [f"islands.east.device={device}"])
+
+    with pytest.raises(ConfigError, match=rf'--hop {hop}: islands\.east\.device = "{device}"'):
+        insist_on_baseline(config, BaselineOptions("hierarchical", hop=hop))
 
 
 def test_a_batch_that_ranks_cannot_divide_is_refused_with_the_nearest(tmp_path):

@@ -149,6 +149,8 @@ def test_the_outer_loop_takes_of_a_device_what_is_on_its_way():
     assert 0 < copied.outer_device_bytes < copied.parameter_bytes
     assert mixed.outer_device_bytes == 2 * copied.outer_device_bytes
     assert halved.outer_device_bytes == copied.outer_device_bytes // 2
+    ahead = plan_of("outer.local_mix=0", "outer.overlap_steps=2")
+    assert copied.outer_device_bytes < ahead.outer_device_bytes < ahead.parameter_bytes
 
 
 def test_what_is_not_kept_or_half_as_wide_takes_less():

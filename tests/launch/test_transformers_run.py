@@ -125,6 +125,22 @@ def test_weights_without_the_prefix_of_the_base_model_are_read(tmp_path: Path) -
         assert torch.equal(found.read("model", name), value)
 
 
+def test_a_tied_head_without_the_prefix_is_held_against_its_embedding(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "llama"), [f"run.warm_start={tmp_path / 'model'}"])
+    file = tmp_path / "model" / "model.safetensors"
+    held = {name.removeprefix("model."): value for name, value in load_file(file).items()}
+    embedding = held["embed_tokens.weight"].clone()
+
+    save_file({**held, "lm_head.weight": embedding}, file)
+    found = find_warm_start(config)
+    assert found is not None
+    assert torch.equal(found.read("model", "model.embed_tokens.weight"), embedding)
+    save_file({**held, "lm_head.weight": embedding + 1}, tmp_path / "model" / "other.safetensors")
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"lm_head\.weight differs from embed_tokens\.weight"):
+        find_warm_start(config)
+
+
 def test_weights_of_another_model_are_refused_by_the_key_and_by_the_tensor(tmp_path: Path) -> None:
     run_file = write(tmp_path, "llama")
     model("llama", rms_norm_eps=1e-5).save_pretrained(tmp_path / "other")

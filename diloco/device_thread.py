@@ -1,0 +1,53 @@
+"""A thread for work on a device beside the training thread.
+
+On CUDA work runs on a stream of its own, so that training goes on beside it, and begins when what
+was submitted to the device before it is there. It is done when the device has done it: whoever
+waits for it may use what it wrote on any stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class DeviceThread:
+    """One thread, and on CUDA one stream; work is done in order."""
+
+    def __init__(self, name: str) -> None:
+        """Name the thread; it starts with the first work."""
+        self._pool = ThreadPoolExecutor(1, name)
+        self._stream: torch.cuda.Stream | None = None
+
+    def submit(
+        self, device: torch.device, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> Future[_T]:
+        """Do some work after what was submitted earlier.
+
+        Args:
+            device: On which; one and the same in all calls.
+            work: Called in the thread with what follows.
+            args: Of the work.
+            kwargs: Of the work.
+        """
+        if device.type != "cuda":
+            return self._pool.submit(work, *args, **kwargs)
+        written = torch.cuda.current_stream(device).record_event()
+
+        def on_stream() -> _T:
+            torch.cuda.set_device(device)
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(written)
+                result = work(*args, **kwargs)
+            self._stream.synchronize()
+            return result
+
+        return self._pool.submit(on_stream)
