@@ -135,8 +135,8 @@ class FailuresConfig(Section):
     )
     keeps_optimizer: bool = Field(
         default=False,
-        description="Whether the inner optimizer comes back with the island, as from a copy in "
-        "another host's memory",
+        description="Whether the moments of the inner optimizer come back with the island, those "
+        "of its last contribution: from a copy in another host's memory",
     )
     syncer_mean_time_between: OptionalStep = Field(
         default="", description="Of the syncer: mean life between two failures; empty: none"
