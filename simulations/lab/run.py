@@ -7,12 +7,14 @@ Model, data, gradients, codecs, outer steps and the machines of the rounds are t
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, IslandR
 from simulations.lab.batches import batches_of, union_of
 from simulations.lab.losses import Losses
 from simulations.lab.point import Point, open_text, union_config
+from simulations.lab.prune import prune_
 from simulations.lab.timeline import Timeline
 from simulations.lab.world import Surroundings
 
@@ -210,6 +213,9 @@ def _run_diloco(
         on_step=stepped,
         on_event=heard,
     )
+    if lab.prune.share:
+        shapes = {n: p.shape for n, p in trainings[min(trainings)].parameters.items()}
+        world = replace(world, before_send=functools.partial(prune_, lab.prune, shapes))
     if timeline is not None:
         world = timeline.watched(world)
     figures: Result = {"ended": ""}

@@ -229,6 +229,14 @@ BAD: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "shape without failures": ((), {"failures": {"shape": 2.0}}, "failures.shape: .*no effect"),
     "all dropped": ((), {"failures": {"dropped": 1.0}}, "failures.dropped: 1.0: .*allowed: .*< 1"),
     "an outage of nothing": ((), {"failures": {"outage": "9s"}}, "failures.outage: .*no effect"),
+    "pruned by size, none of it": ((), {"prune": {"by": "size"}}, "prune.by: .*no effect"),
+    "all pruned": ((), {"prune": {"share": 1.0}}, "prune.share: 1.0: .*allowed: .*< 1"),
+    "pruned data parallel": (
+        (), {"prune": {"share": 0.5}, "method": "data_parallel"}, "prune.share = 0.5: .*leave it",
+    ),
+    "pruned, and carried over": (
+        (*ON_ARRIVAL, "outer.late=carry"), {"prune": {"share": 0.5}}, "prune.share = 0.5: .*drop",
+    ),
     "tokens that cannot be shared": (
         (), {"tokens_per_inner_step": 97}, "tokens_per_inner_step = 97: .*nearest is 96",
     ),

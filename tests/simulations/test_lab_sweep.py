@@ -102,6 +102,8 @@ def test_whatever_decides_a_figure_is_in_its_fingerprint() -> None:
         tiny(num_islands=3),
         tiny(threads=2),
         tiny(step__noise=0.1),
+        tiny(prune__share=0.5),
+        tiny(prune__share=0.5, prune__by="size"),
         tiny(link__profile="thin-5M-60ms"),
     ]
 
