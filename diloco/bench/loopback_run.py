@@ -16,18 +16,19 @@ import random
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from diloco.config.schema import Config
 from diloco.launch.build import build_syncer_rules
-from diloco.outer.fragments import Plan
+from diloco.outer.fragments import Fragment, Plan
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.layout import build_plan, build_schedule
+from diloco.sync.ledger import Outstanding
 from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards, tensor_specs
 from diloco.telemetry.events import Event
@@ -36,6 +37,7 @@ from transport.contracts import Server, Transport
 from transport.loopback import LoopbackNetwork, run_virtual
 
 _T = TypeVar("_T")
+Lanes: TypeAlias = Mapping[int, Tensor]  # by lane id
 
 _SYNCER = "syncer"
 #: Virtual seconds of one inner step; islands take turns at each.
@@ -102,6 +104,8 @@ class World:
         on_failure: Hears that an island has failed, by name, with the outer loop that is no more.
         on_step: Hears of every inner step: island, its outer loop, tokens.
         on_event: Hears every event of an island.
+        before_send: May change what is sent of a fragment: given the published lanes that the
+            island last merged, and its own, which it may write to.
     """
 
     step_s: Callable[[str, int], float] = lambda island, inner_step: _STEP_S
@@ -111,6 +115,7 @@ class World:
     on_failure: Callable[[str, OuterLoop], None] = lambda island, outer: None
     on_step: Callable[[str, OuterLoop, int], None] = lambda island, outer, num_tokens: None
     on_event: Callable[[str, Event], None] = lambda island, event: None
+    before_send: Callable[[Fragment, Lanes, Lanes], None] = lambda fragment, anchor, local: None
 
 
 def run_islands(
@@ -289,7 +294,7 @@ class _Island:
         self._num_starts += 1
         shards = LaneShards(plan, self._training.parameters, group=None)
         on_event = functools.partial(self._world.on_event, self.name)
-        self.exchange = Exchange(
+        self.exchange = _Exchange(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
             ways=[
@@ -317,6 +322,7 @@ class _Island:
             rng=random.Random(self.name),
             on_event=on_event,
         )
+        self.exchange.before_send = self._world.before_send
         self.outer = OuterLoop(
             plan,
             build_schedule(config.outer, config.run.inner_steps),
@@ -350,6 +356,17 @@ class _Island:
             world.on_step(self.name, outer, num_tokens)
         self.trained_s = clock() - self._began_s
         await self._runner.drive(self.outer.finishing())
+
+
+class _Exchange(Exchange):
+    """An exchange whose contributions the world may change."""
+
+    before_send: Callable[[Fragment, Lanes, Lanes], None]
+
+    def send(self, sent: Outstanding, local: Lanes) -> None:
+        p = sent.key.fragment_id
+        self.before_send(self._plan.fragments[p], self.anchor(p), local)
+        super().send(sent, local)
 
 
 class _LoopRunner:

@@ -256,10 +256,10 @@ def suite(
 ) -> None:
     """Run the experiments of configs/simulations/suite and write what reproduced.
 
-    Each is a claim of a paper: loss by H, by islands, by codec, by tau and alpha, by outer learning
-    rate, by quorum and grace, by failures. Rows train a byte model of 0.13M parameters with three
-    seeds, about an hour on two CPUs without other work. Finished points are kept: a suite that was
-    killed goes on, and one that was changed trains what has changed.
+    Each is a claim of a paper: loss by H, by islands, by codec, by pruning, by tau and alpha, by
+    outer learning rate, by quorum and grace, by failures. Rows train a byte model of 0.13M
+    parameters with three seeds, over an hour on two CPUs without other work. Finished points are
+    kept: a suite that was killed goes on, and one that was changed trains what has changed.
 
     Read "found": excess of the held-out loss, paired by seed; the verdict is computed from it, and
     RESULTS.md says why we think that a claim did not reproduce.

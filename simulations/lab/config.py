@@ -135,8 +135,8 @@ class FailuresConfig(Section):
     )
     keeps_optimizer: bool = Field(
         default=False,
-        description="Whether the inner optimizer comes back with the island, as from a copy in "
-        "another host's memory",
+        description="Whether the moments of the inner optimizer come back with the island, those "
+        "of its last contribution: from a copy in another host's memory",
     )
     syncer_mean_time_between: OptionalStep = Field(
         default="", description="Of the syncer: mean life between two failures; empty: none"
@@ -168,6 +168,30 @@ class FailuresConfig(Section):
     def _check_outage(cls, value: str, info: ValidationInfo) -> str:
         if value != cls.model_fields["outage"].default and info.data.get("dropped") == 0:
             raise ValueError("has no effect without dropped")
+        return value
+
+
+class PruneConfig(Section):
+    """What islands leave out of their pseudo-gradients, before codec and error feedback."""
+
+    share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Of every neuron's row of a pseudo-gradient: this share of its values, rounded "
+        "down, is sent as zero, in as many bytes as before",
+    )
+    by: Literal["sign", "size"] = Field(
+        default="sign",
+        description="sign: first the values whose sign is not that of their row's sum, then the "
+        "others, the smallest of each first; size: the smallest",
+    )
+
+    @field_validator("by")
+    @classmethod
+    def _check_by(cls, value: str, info: ValidationInfo) -> str:
+        if value != cls.model_fields["by"].default and info.data.get("share") == 0:
+            raise ValueError("has no effect without share")
         return value
 
 
@@ -232,6 +256,7 @@ class LabConfig(Section):
     link: LinkConfig = Field(default=LinkConfig(), description="Links of the islands")
     data: LabDataConfig = Field(default=LabDataConfig(), description="Who sees which text")
     failures: FailuresConfig = Field(default=FailuresConfig(), description="Who fails when")
+    prune: PruneConfig = Field(default=PruneConfig(), description="What islands leave out")
     islands: dict[IslandName, LabIslandConfig] = Field(
         default={}, description="What single islands have of their own, by name"
     )

@@ -45,6 +45,7 @@ _CODE = (
     "diloco/sync",
     "simulations/lab/batches.py",
     "simulations/lab/losses.py",
+    "simulations/lab/prune.py",
     "simulations/lab/run.py",
     "simulations/lab/timeline.py",
     "simulations/lab/world.py",
@@ -275,6 +276,16 @@ def _check(lab: LabConfig, config: Config) -> None:
     if lab.method == "data_parallel" and lab.failures != type(lab.failures)():
         raise ConfigError(
             'failures: with method = "data_parallel" none are simulated; leave them out'
+        )
+    if lab.prune.share and lab.method == "data_parallel":
+        raise ConfigError(
+            f'prune.share = {lab.prune.share}: with method = "data_parallel" there are no '
+            "pseudo-gradients; leave it out"
+        )
+    if lab.prune.share and outer.late == "carry":
+        raise ConfigError(
+            f'prune.share = {lab.prune.share}: with outer.late = "carry" late work would join what '
+            'is sent as it is; set outer.late = "drop"'
         )
     for island in config.islands:
         Point(lab, config, {}).link_of(island)

@@ -7,12 +7,14 @@ Model, data, gradients, codecs, outer steps and the machines of the rounds are t
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,14 @@ from diloco.data.batches import Batches, Data
 from diloco.errors import DilocoError
 from diloco.inner.mesh import make_mesh
 from diloco.inner.optimizer import build_optimizer
+from diloco.inner.state import load_moments_, moments, optimizer_step
 from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.shards import canonical_parameters
-from diloco.telemetry.events import Event, FragmentMerged, FragmentSent
+from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, IslandRejoined
 from simulations.lab.batches import batches_of, union_of
 from simulations.lab.losses import Losses
 from simulations.lab.point import Point, open_text, union_config
+from simulations.lab.prune import prune_
 from simulations.lab.timeline import Timeline
 from simulations.lab.world import Surroundings
 
@@ -100,6 +104,9 @@ class LabTraining:
         self._on_loss = on_loss
         self.parameters: Mapping[str, Tensor] = canonical_parameters(self._trainer.model)
         self._initial = self._copied()
+        self._most_kept = 2 * config.outer.num_fragments
+        self._kept: dict[int, tuple[int, Mapping[str, Mapping[str, Tensor]]]] = {}
+        self.keep_moments(0)
 
     def inner_step(self, inner_step: int, schedule_step: float) -> int:
         """See `loopback_run.Training`."""
@@ -113,12 +120,31 @@ class LabTraining:
 
     @torch.no_grad()
     def restart(self, *, keeps_optimizer: bool) -> None:
-        """Hold what a new process of the island has: the first values, and nothing learnt."""
+        """Hold what a new process of the island has: the first values, and nothing learnt.
+
+        With `keeps_optimizer` the optimizer waits for `recall_moments`.
+        """
         for name, parameter in self.parameters.items():
             parameter.copy_(self._initial[name])
         if not keeps_optimizer:
             trainer = self._trainer
             trainer.optimizer = build_optimizer(trainer.model, self._inner.optimizer)
+
+    def keep_moments(self, inner_step: int) -> None:
+        """Copy the moments as they are, of the last sends only: no start goes back further."""
+        held = moments(self._trainer.model, self._trainer.optimizer)
+        copies = {of: {name: m.clone() for name, m in named.items()} for of, named in held.items()}
+        self._kept.pop(inner_step, None)  # sent again: the newest
+        self._kept[inner_step] = optimizer_step(self._trainer.optimizer), copies
+        while len(self._kept) > self._most_kept:
+            del self._kept[next(iter(self._kept))]
+
+    def recall_moments(self, inner_step: int) -> None:
+        """Go on with the moments of `inner_step`, or of the last send before it."""
+        at = max((s for s in self._kept if s <= inner_step), default=min(self._kept))
+        age, kept = self._kept[at]
+        trainer = self._trainer
+        load_moments_(trainer.model, trainer.optimizer, lambda of, name: kept[of][name], step=age)
 
     def save(self, path: Path) -> None:
         """Write weights and moments."""
@@ -128,6 +154,7 @@ class LabTraining:
         """Read what `save` wrote after so many inner steps."""
         load_training(self._trainer, path, inner_step)
         self._initial = self._copied()
+        self.keep_moments(inner_step)
 
     def _copied(self) -> dict[str, Tensor]:
         return {name: values.detach().clone() for name, values in self.parameters.items()}
@@ -170,6 +197,13 @@ def _run_diloco(
     def stepped(island: str, outer: OuterLoop, num_tokens: int) -> None:
         losses.stepped(island, outer, num_tokens, trainings[island].evaluate)
 
+    def heard(island: str, event: Event) -> None:
+        norms.heard(island, event)
+        if lab.failures.keeps_optimizer and isinstance(event, FragmentSent):
+            trainings[island].keep_moments(event.inner_step)
+        elif lab.failures.keeps_optimizer and isinstance(event, IslandRejoined):
+            trainings[island].recall_moments(event.inner_step)
+
     world = World(
         step_s=surroundings.step_s,
         way=surroundings.way,
@@ -177,8 +211,11 @@ def _run_diloco(
         syncer_lives=surroundings.syncer_lives(),
         on_failure=failed,
         on_step=stepped,
-        on_event=norms.heard,
+        on_event=heard,
     )
+    if lab.prune.share:
+        shapes = {n: p.shape for n, p in trainings[min(trainings)].parameters.items()}
+        world = replace(world, before_send=functools.partial(prune_, lab.prune, shapes))
     if timeline is not None:
         world = timeline.watched(world)
     figures: Result = {"ended": ""}

@@ -19,7 +19,7 @@ def run_suite(
         experiments: Rows that several have are trained once.
         cache: Where finished points are.
         num_processes: Spawned at once.
-        show: Hears how many inner steps are done.
+        show: Hears how many points and planned inner steps are done.
 
     Returns:
         What was found, by experiment, and how many points were there before.

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from simulations.lab.timeline import Timeline
 
 _LOOK_S = 0.5
 
-#: Told (what is done, inner steps done, of how many).
+#: Told (what is done, planned inner steps done, of how many).
 Show = Callable[[str, int, int], None]
 
 
@@ -51,7 +50,8 @@ def run_points(
         points: Points of equal fingerprints are trained once.
         cache: Where results are and go.
         num_processes: Spawned at once; 1 trains here.
-        show: Hears how many inner steps are done, of those that are missing.
+        show: Hears how many points and planned inner steps are done, of those that are missing;
+            the last of a point's when the point is done, for it may make more than planned.
         timeline: Of the only point, which is trained for it even if its result is there.
     """
     cache.prepare()
@@ -62,11 +62,15 @@ def run_points(
     num_cached = len({point.fingerprint() for point in points}) - len(missing)
     starts = _missing_starts(missing.values(), cache)
     total = sum(map(_num_steps, missing.values())) + sum(p.lab.warm_steps for p in starts)
-    what = f"{len(missing)} points" if len(missing) != 1 else "inner steps"
+
+    def tell(num_points: int, num_steps: int) -> None:
+        of_points = f"{num_points} of {len(missing)} points, " if len(missing) != 1 else ""
+        show(f"{of_points}inner steps", num_steps, total)
+
     if num_processes > 1 and len(missing) + len(starts) > 1:
-        _train_beside(list(missing.values()), starts, cache, num_processes, partial(show, what))
+        _train_beside(list(missing.values()), starts, cache, num_processes, tell)
     else:
-        _train_here(list(missing.values()), starts, cache, partial(show, what), total, timeline)
+        _train_here(list(missing.values()), starts, cache, tell, timeline)
     results = []
     for point in points:
         result = cache.result(point)
@@ -91,35 +95,58 @@ def _num_steps(point: Point) -> int:
     return steps * (1 if point.lab.method == "data_parallel" else len(point.config.islands))
 
 
+class _Planned:
+    """Counts the inner steps of one point as planned, however many it makes."""
+
+    def __init__(self, num_steps: int, count: Callable[[int], None]) -> None:
+        """Have `num_steps` to count."""
+        self._left, self._count = num_steps, count
+
+    def step(self) -> None:
+        """Count an inner step, but not the last one of the plan."""
+        if self._left > 1:
+            self._left -= 1
+            self._count(1)
+
+    def end(self) -> None:
+        """Count what is left."""
+        self._count(self._left)
+
+
 def _train(
-    cache: Cache, point: Point, on_step: Callable[[], None], timeline: Timeline | None = None
+    cache: Cache, point: Point, count: Callable[[int], None], timeline: Timeline | None = None
 ) -> None:
-    cache.keep(point, run_point(point, cache.start(point), on_step, timeline))
+    planned = _Planned(_num_steps(point), count)
+    cache.keep(point, run_point(point, cache.start(point), planned.step, timeline))
+    planned.end()
 
 
-def _write_start(cache: Cache, point: Point, on_step: Callable[[], None]) -> None:
-    cache.keep_start(point, lambda path: write_start(point, path, on_step))
+def _write_start(cache: Cache, point: Point, count: Callable[[int], None]) -> None:
+    planned = _Planned(point.lab.warm_steps, count)
+    cache.keep_start(point, lambda path: write_start(point, path, planned.step))
+    planned.end()
 
 
 def _train_here(
     points: Sequence[Point],
     starts: Sequence[Point],
     cache: Cache,
-    show: Callable[[int, int], None],
-    total: int,
+    tell: Callable[[int, int], None],
     timeline: Timeline | None,
 ) -> None:
-    done = 0
+    num_points = num_steps = 0
 
-    def stepped() -> None:
-        nonlocal done
-        done += 1
-        show(min(done, total), total)
+    def count(more: int) -> None:
+        nonlocal num_steps
+        num_steps += more
+        tell(num_points, num_steps)
 
     for point in starts:
-        _write_start(cache, point, stepped)
+        _write_start(cache, point, count)
     for point in points:
-        _train(cache, point, stepped, timeline)
+        _train(cache, point, count, timeline)
+        num_points += 1
+    tell(num_points, num_steps)
 
 
 # -- several processes -----------------------------------------------------------------------------
@@ -142,10 +169,10 @@ def prepare_process(done: multiprocessing.sharedctypes.Synchronized[int]) -> Non
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _count() -> None:
+def _count(more: int) -> None:
     assert _done is not None, "prepared"
     with _done.get_lock():
-        _done.value += 1
+        _done.value += more
 
 
 def train_in_process(cache: Cache, point: Point) -> None:
@@ -163,7 +190,7 @@ def _train_beside(
     starts: Sequence[Point],
     cache: Cache,
     num_processes: int,
-    show: Callable[[int, int], None],
+    tell: Callable[[int, int], None],
 ) -> None:
     """Give every point to a process, the longest first; those that wait for a start come after.
 
@@ -171,7 +198,7 @@ def _train_beside(
     """
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)
-    total = sum(map(_num_steps, points)) + sum(p.lab.warm_steps for p in starts)
+    num_points = 0
     waiting: dict[Path | None, list[Point]] = {}
     for point in sorted(points, key=_num_steps, reverse=True):
         waiting.setdefault(cache.start(point), []).append(point)
@@ -189,8 +216,9 @@ def _train_beside(
                     for point in waiting[path]:
                         training.add(pool.submit(train_in_process, cache, point))
                 wait([*founding, *training], _LOOK_S, FIRST_COMPLETED)
-                show(min(done.value, total), total)
                 ended = [future for future in (*founding, *training) if future.done()]
+                num_points += sum(future in training for future in ended)
+                tell(num_points, done.value)
                 whole = [future for future in ended if future.exception() is None]
                 errors += [e for e in (future.exception() for future in ended) if e is not None]
                 ready = [founding[future] for future in whole if future in founding]

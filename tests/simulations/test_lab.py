@@ -93,6 +93,22 @@ def test_a_syncer_that_is_killed_again_and_again_changes_no_bit_of_what_is_learn
     assert killed["virtual_s"] > undisturbed["virtual_s"]
 
 
+def test_an_island_that_returns_with_its_moments_equals_one_that_never_left() -> None:
+    """It goes back to its last merge: parameters are published there, and text is by inner step."""
+    lives = {"failures__mean_time_between": "9s", "failures__mean_repair": "3s"}
+    undisturbed = run_point(tiny(), None)
+
+    kept, lost = (
+        run_point(tiny(failures__keeps_optimizer=keeps, **lives), None) for keeps in (True, False)
+    )
+
+    assert kept["failures"] > 1
+    assert kept["inner_steps"] == undisturbed["inner_steps"], "redone steps are no further ones"
+    assert kept["tokens"] > undisturbed["tokens"]
+    assert kept["digests"] == undisturbed["digests"]
+    assert lost["digests"] != undisturbed["digests"]
+
+
 def test_links_cost_time_and_change_no_bit_of_what_is_learnt() -> None:
     free = run_point(tiny(), None)
 
@@ -213,6 +229,14 @@ BAD: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "shape without failures": ((), {"failures": {"shape": 2.0}}, "failures.shape: .*no effect"),
     "all dropped": ((), {"failures": {"dropped": 1.0}}, "failures.dropped: 1.0: .*allowed: .*< 1"),
     "an outage of nothing": ((), {"failures": {"outage": "9s"}}, "failures.outage: .*no effect"),
+    "pruned by size, none of it": ((), {"prune": {"by": "size"}}, "prune.by: .*no effect"),
+    "all pruned": ((), {"prune": {"share": 1.0}}, "prune.share: 1.0: .*allowed: .*< 1"),
+    "pruned data parallel": (
+        (), {"prune": {"share": 0.5}, "method": "data_parallel"}, "prune.share = 0.5: .*leave it",
+    ),
+    "pruned, and carried over": (
+        (*ON_ARRIVAL, "outer.late=carry"), {"prune": {"share": 0.5}}, "prune.share = 0.5: .*drop",
+    ),
     "tokens that cannot be shared": (
         (), {"tokens_per_inner_step": 97}, "tokens_per_inner_step = 97: .*nearest is 96",
     ),

@@ -20,7 +20,7 @@ from simulations.lab.cache import Cache
 from simulations.lab.config import Flags
 from simulations.lab.point import points_of
 from simulations.lab.sweep import run_points
-from tests.simulations.test_lab import BASE, TINY, tiny
+from tests.simulations.test_lab import BASE, ON_ARRIVAL, TINY, tiny
 
 LAB = f"""
 run = "{BASE}"
@@ -93,6 +93,27 @@ def test_a_damaged_result_is_trained_again(tmp_path: Path) -> None:
     assert run_points([point], cache, num_processes=1).num_cached == 1
 
 
+def test_progress_is_whole_when_the_last_point_is_done_and_not_before(tmp_path: Path) -> None:
+    lossy = tiny(*ON_ARRIVAL, "run.inner_steps=12", failures__dropped=0.5)
+    shown: list[tuple[str, int, int]] = []
+
+    finished = run_points(
+        [lossy, tiny("run.inner_steps=6")],
+        Cache(tmp_path),
+        num_processes=1,
+        show=lambda *what: shown.append(what),
+    )
+
+    planned = 2 * (12 + 6)
+    assert finished.results[0]["inner_steps"] > 2 * 12, "it ends by merged tokens"
+    assert [done for _, done, _ in shown] == sorted(done for _, done, _ in shown)
+    assert [what for what, done, total in shown if done == total] == [
+        "1 of 2 points, inner steps",  # the last is being kept
+        "2 of 2 points, inner steps",
+    ]
+    assert {total for _, _, total in shown} == {planned}
+
+
 def test_whatever_decides_a_figure_is_in_its_fingerprint() -> None:
     points = [
         tiny(),
@@ -102,6 +123,8 @@ def test_whatever_decides_a_figure_is_in_its_fingerprint() -> None:
         tiny(num_islands=3),
         tiny(threads=2),
         tiny(step__noise=0.1),
+        tiny(prune__share=0.5),
+        tiny(prune__share=0.5, prune__by="size"),
         tiny(link__profile="thin-5M-60ms"),
     ]
 
