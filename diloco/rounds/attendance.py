@@ -32,6 +32,8 @@ from transport.contracts import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
+#: What is said to a start whose grant does not count.
+NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
 #: Seconds from one look to the next, at least: what rounding leaves of a lease may be no time.
 _LEAST_WAIT_S = 0.01
 

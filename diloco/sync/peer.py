@@ -36,10 +36,10 @@ from diloco.rounds.payloads import (
     verify_payload,
 )
 from diloco.rounds.pins import forget_pins
+from diloco.rounds.polls import is_news
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.store import PinRefused
-from diloco.rounds.syncer import is_news
 from diloco.rounds.terms import RoundKey
 from diloco.rounds.worker import Worker
 from diloco.sync.fragment_peer import FragmentPeer, Own
