@@ -73,7 +73,8 @@ def test_an_island_that_waits_for_every_exchange_takes_as_long_as_by_hand() -> N
     predicted = predict(config, plan, assumed(bps))
 
     # tau = 0, hosts free: each fragment goes up (half a round trip); the poll that waits is told of
-    # the version (another half), which is fetched (two halves): its bits both ways, two round trips.
+    # the version (another half), which is fetched (two halves): its bits both ways, and two round
+    # trips.
     bits = sum(8 * (s.bytes_up + s.bytes_down) for s in fragment_sizes(config, plan))
     round_s = 10 * STEP_S + bits / bps + 2 * 2 * RTT_S
     assert predicted.round_s == pytest.approx(round_s, rel=1e-9)
