@@ -15,9 +15,9 @@ import simpy
 
 from diloco.outer.fragments import Fragment
 from diloco.rounds.messages import outcome_message
+from diloco.rounds.polls import is_news
 from diloco.rounds.rules import SyncerRules
 from diloco.rounds.state import FragmentRounds
-from diloco.rounds.syncer import is_news
 from diloco.rounds.terms import (
     Admission,
     Close,
@@ -175,7 +175,10 @@ class SimulatedSyncer:
             outcome = served and served.rounds.outcome(key, island, incarnation)
             if outcome:
                 reply.outcomes.append(outcome_message(outcome))
-        return reply if is_news(request, reply) else None
+        contributed = [
+            p for p, s in self._served.items() if s.rounds.has_whole(island, incarnation)
+        ]
+        return reply if is_news(request, reply, contributed) else None
 
     def receive(
         self, island: str, incarnation: int, sent: Outstanding, spread_s: float = 0.0

@@ -18,8 +18,8 @@ import simpy
 
 from diloco.outer.schedule import Schedule
 from diloco.rounds.messages import outcome_of
+from diloco.rounds.polls import UNTIMED_POLL_S
 from diloco.rounds.publication import MOST_TOGETHER
-from diloco.rounds.syncer import UNTIMED_POLL_S
 from diloco.rounds.terms import Admission, RoundKey
 from diloco.sync.agreement import Agreed
 from diloco.sync.carried import CarriedFragment

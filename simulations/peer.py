@@ -13,7 +13,7 @@ import simpy
 
 from diloco.outer.fragments import Fragment
 from diloco.rounds.messages import key_message, outcome_message
-from diloco.rounds.syncer import is_news
+from diloco.rounds.polls import is_news
 from diloco.rounds.terms import Admission, RoundKey
 from diloco.sync.fragment_peer import Own
 from diloco.sync.ledger import Outstanding

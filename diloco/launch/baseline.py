@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from diloco.baseline.place import GLOO, HOPS, NCCL, TRANSPORT, Member, insist_on_equal_ranks
+from diloco.config.hugging_face import insist_on_version
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
@@ -90,6 +91,7 @@ def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
             f"run.warm_start = {config.run.warm_start!r}: baselines start from the seed only; "
             f"leave it out (--set run.warm_start=)"
         )
+    insist_on_version(config.model.transformers)
     if config.model.experts.num_experts:
         raise ConfigError(
             f"model.experts.num_experts = {config.model.experts.num_experts}: experts are balanced "

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from diloco.coordinator.leases import COUNTED_SHARE, Leases
 from diloco.durable import DiskFull
 from diloco.errors import ConfigError
+from diloco.loop_clock import loop_now
 from diloco.refusals import Cause
 from diloco.rounds.orders import Orders
 from diloco.rounds.rules import SyncerRules
@@ -32,6 +33,8 @@ from transport.contracts import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
+#: What is said to a start whose grant does not count.
+NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
 #: Seconds from one look to the next, at least: what rounding leaves of a lease may be no time.
 _LEAST_WAIT_S = 0.01
 
@@ -124,7 +127,7 @@ class Attendance:
     async def start(self) -> None:
         """Read what is durable; islands that were here have a lease to be heard of again."""
         self.incarnations = await self._worker.run(self._incarnation_store.load)
-        self._leases.restarted(self.incarnations, _now())
+        self._leases.restarted(self.incarnations, loop_now())
         self._unheard = set(self.incarnations)
         if self._order_store is not None:
             self._orders = await self._worker.run(self._order_store.load)
@@ -161,8 +164,8 @@ class Attendance:
         if not self.is_current(grant):
             self._meter.refusal(island, Cause.INCARNATION)
             return False
-        self._leases.looked(_now())
-        self._leases.renewed(island, _now())
+        self._leases.looked(loop_now())
+        self._leases.renewed(island, loop_now())
         if island in self._unheard or island not in self.roster.live:
             self._unheard.discard(island)
             self._take_roster()
@@ -241,7 +244,7 @@ class Attendance:
         That is who the coordinator says lives, less those from whom nothing was heard for a
         lease: it may be away, and who is frozen does not say so.
         """
-        rules, leases, now = self.rules, self._leases, _now()
+        rules, leases, now = self.rules, self._leases, loop_now()
         roster = self._orders.roster or Roster(rules.islands)
         if not self._has_fixed_members:
             leases.term_s = rules.lease_s
@@ -276,7 +279,3 @@ class Attendance:
                 self.rules.lease_s,
                 awaited,
             )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

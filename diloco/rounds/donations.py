@@ -28,6 +28,7 @@ import blake3
 from diloco import durable
 from diloco.durable import DiskFull
 from diloco.errors import PayloadRefused
+from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
 from diloco.refusals import Cause
 from diloco.rounds.donation import Manifest, lane_name, most_manifest_bytes, read_manifest
@@ -93,7 +94,7 @@ class Donations:
     async def start(self) -> None:
         """Take up what an earlier start of this syncer has left; what is not whole is removed."""
         for path, (manifest, text) in (await self._worker.run(self._left)).items():
-            self._all[path] = _Donation(path, manifest, text, _now())
+            self._all[path] = _Donation(path, manifest, text, loop_now())
         self._set_alarm()
 
     def stop(self) -> None:
@@ -137,7 +138,7 @@ class Donations:
             if before is not None:  # of a start that came to another checkpoint of that number
                 await self._drop(before, "replaced")
             await self._make_place()
-            donation = self._all[path] = _Donation(path, manifest, text, _now())
+            donation = self._all[path] = _Donation(path, manifest, text, loop_now())
             await self._worker.run(lambda: _write(path, _MANIFEST, text))
         self._touch(donation)
         logger.info(
@@ -183,7 +184,7 @@ class Donations:
         if len(self._all) < MOST_DONATIONS:
             return
         longest = min(self._all.values(), key=lambda donation: donation.touched)
-        if _now() - longest.touched < IDLE_S:
+        if loop_now() - longest.touched < IDLE_S:
             raise NotYet(f"{MOST_DONATIONS} donations are under way already: call again")
         await self._drop(longest, "another one takes its place")
 
@@ -211,7 +212,7 @@ class Donations:
     # -- what expires ------------------------------------------------------------------------------
 
     def _touch(self, donation: _Donation) -> None:
-        donation.touched = _now()
+        donation.touched = loop_now()
         self._set_alarm()
 
     def _set_alarm(self) -> None:
@@ -226,7 +227,7 @@ class Donations:
 
     async def _drop_expired(self) -> None:
         for donation in list(self._all.values()):
-            if _now() - donation.touched >= EXPIRES_S:
+            if loop_now() - donation.touched >= EXPIRES_S:
                 await self._drop(donation, "nobody asks for it")
         self._set_alarm()
 
@@ -292,7 +293,3 @@ def _read(file: Path, digest: str) -> Buffer | None:
 def _insist_on_digest(payload: Buffer, digest: bytes) -> None:
     if blake3.blake3(payload).digest() != digest:
         raise PayloadRefused(Cause.DIGEST, "the payload does not match the digest in its header")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

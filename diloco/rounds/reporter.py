@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
+from diloco.loop_clock import loop_now
 from diloco.rounds.orders import Orders
 from diloco.telemetry.round_events import RoundExpired
 from protos.control_pb2 import (
@@ -146,7 +147,7 @@ class Reporter:
 
     def add_record(self, header: Mapping[str, Any]) -> None:
         """Take note of a durable record, by its header (JSON values; `fragment_id` is read)."""
-        self._published_at[header["fragment_id"]] = asyncio.get_running_loop().time()
+        self._published_at[header["fragment_id"]] = loop_now()
         self._records.append(header)
         self.changed()
 
@@ -279,7 +280,7 @@ class Reporter:
         return RoundReportReply.FromString(reply.header)
 
     def _status(self, rounds: Rounds, state: FragmentState) -> FragmentStatus:
-        now = asyncio.get_running_loop().time()
+        now = loop_now()
         num_rounds, num_solo = rounds.rounds_of(state.fragment_id)
         return FragmentStatus(
             fragment_id=state.fragment_id,

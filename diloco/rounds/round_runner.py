@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from diloco.errors import AggregationError, ConfigError
+from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
@@ -89,7 +90,7 @@ class RoundRunner:
     def _machine(self) -> tuple[FragmentRounds, MeasuredTiming | None]:
         rules, timing = self._rules, None
         if rules.timing is not None:
-            timing = MeasuredTiming(rules.timing, self._steps, _now(), self._hooks.downtime)
+            timing = MeasuredTiming(rules.timing, self._steps, loop_now(), self._hooks.downtime)
         p = self._fragment.fragment_id
         return FragmentRounds(p, self._timeline, rules.rounds, timing), timing
 
@@ -131,7 +132,7 @@ class RoundRunner:
                 recovered.record.version,
                 recovered.attempt,
                 recovered.past,
-                _now(),
+                loop_now(),
                 last_included=recovered.record.last_included,
                 expired_in_a_row=recovered.expired_in_a_row,
                 broken_in_a_row=recovered.broken_in_a_row,
@@ -150,7 +151,7 @@ class RoundRunner:
 
     def _loop_time_of(self, unix_s: float | None) -> float | None:
         """Give the loop's time of an earlier moment; now where the wall clock was set back."""
-        return None if unix_s is None else _now() - max(0.0, self._hooks.unix_clock() - unix_s)
+        return None if unix_s is None else loop_now() - max(0.0, self._hooks.unix_clock() - unix_s)
 
     def stop(self) -> None:
         """Let no more time pass."""
@@ -160,12 +161,12 @@ class RoundRunner:
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
         self._tell_fetched(self._fetches.gone([island]))
-        self._perform(self.rounds.granted(island, incarnation, _now()))
+        self._perform(self.rounds.granted(island, incarnation, loop_now()))
 
     def heard_of(self, roster: Roster) -> None:
         """Take who may take part in the next openings."""
         self._tell_fetched(self._fetches.gone_but(roster.live))
-        self._perform(self.rounds.heard_of(roster, _now()))
+        self._perform(self.rounds.heard_of(roster, loop_now()))
 
     def obey(self, rules: FragmentRules) -> None:
         """Take rules that count from the next opening on."""
@@ -173,11 +174,11 @@ class RoundRunner:
         if self.rounds.is_between:
             self._rules = rules
             self._heed_tokens()
-        self._perform(self.rounds.obey(rules.rounds, rules.timing, _now()))
+        self._perform(self.rounds.obey(rules.rounds, rules.timing, loop_now()))
 
     def hold_openings(self, is_held: bool) -> None:
         """Let nothing open while the syncer's disk is full, or a version may have been lost."""
-        self._perform(self.rounds.held(is_held or self._is_in_doubt, _now()))
+        self._perform(self.rounds.held(is_held or self._is_in_doubt, loop_now()))
 
     def stepped(self) -> None:
         """Take note that step times are not what they were: an opening may be due."""
@@ -303,7 +304,7 @@ class RoundRunner:
             self._timer = asyncio.get_running_loop().call_at(wake, self._tick)
 
     def _tick(self) -> None:
-        self._perform(self.rounds.tick(_now()))
+        self._perform(self.rounds.tick(loop_now()))
 
     def _begin(self, opened: Opened) -> None:
         """Begin an attempt: under the rules of now, and nobody's fetch is waited for any more.
@@ -367,16 +368,16 @@ class RoundRunner:
                 logger.warning("round comes to nothing, key=%s: %s", close.key, error)
                 return
             logger.error("result refused, key=%s: %s", close.key, error)
-            self._perform(self.rounds.result_broken(close.key, str(error), _now()))
+            self._perform(self.rounds.result_broken(close.key, str(error), loop_now()))
             return
         self._hold(record)
         self._heed_tokens()
         quorum = self._rules.rounds.min_contributions or len(rounds.members)
-        self._telemetry.closed(close, record, rounds, quorum, _now())
+        self._telemetry.closed(close, record, rounds, quorum, loop_now())
         if quorum < len(rounds.members) and self._timing is not None:
             self._telemetry.lacking_grace(self._timing.lacks_grace(rounds.members))
         self._fetches.begun([c.island for c in record.contributors], len(self._fragment.lanes))
-        instructions = self.rounds.committed(close.key, _now(), record.rejected)
+        instructions = self.rounds.committed(close.key, loop_now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
 
@@ -400,7 +401,7 @@ class RoundRunner:
             logger.warning("expiry comes to nothing, key=%s: %s", key, error)
             return
         self._telemetry.expired(expiry, members)
-        self._perform(rounds.expiry_recorded(key, _now()))
+        self._perform(rounds.expiry_recorded(key, loop_now()))
 
     async def _with_room(self, work: Callable[[], _T], *, at_most_s: float = 0.0) -> _T:
         room = self._hooks.room
@@ -422,7 +423,3 @@ def _insist_on_moments(record: VersionRecord, optimizer: OuterOptimizer) -> None
         f"{record.fragment_id} has the moments of {before}: go on with that, or export what is "
         "published and start another run from it (diloco export, run.warm_start)"
     )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -7,12 +7,12 @@ Source: protocol.md sections 1, 4 and 5.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from diloco.compression.lanes import lane_codec
 from diloco.durable import DiskFull
 from diloco.errors import PayloadRefused
+from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
 from diloco.outer.units import Unit
 from diloco.rounds.arrivals import InitialLanes, LaneReader
@@ -84,7 +84,7 @@ class FragmentService(RoundRunner):
             if self.damage.text:
                 spooled.drop()
                 return Admission.NOT_OPEN
-        admission, instructions = self.rounds.lane_received(lane, _now())
+        admission, instructions = self.rounds.lane_received(lane, loop_now())
         self._telemetry.refused(self.rounds, lane, admission)
         if spooled is not None and admission is Admission.ACCEPTED:
             self._spool.setdefault(lane.island, {})[lane.lane_id] = spooled
@@ -96,11 +96,11 @@ class FragmentService(RoundRunner):
 
     def _await_room_for(self, lane: LaneArrival) -> None:
         key, island = lane.key, lane.island
-        self._perform(self.rounds.has_no_room(key, island, lane.incarnation, _now()))
+        self._perform(self.rounds.has_no_room(key, island, lane.incarnation, loop_now()))
 
     def refuse(self, key: RoundKey, island: str, incarnation: int, reason: str) -> None:
         """Take an island out of the attempt: it declined, or sent what cannot be counted."""
-        self._perform(self.rounds.refused(key, island, incarnation, reason, _now()))
+        self._perform(self.rounds.refused(key, island, incarnation, reason, loop_now()))
 
     async def _read(self, lane: LaneArrival, codec_name: str, call: IncomingCall) -> SpooledLane:
         """Receive, verify and spool a lane.
@@ -175,7 +175,7 @@ class FragmentService(RoundRunner):
             await self._hooks.worker.run(lambda: self._store.take_back(0))
         self.insist_on_whole()
         self._hold(record)
-        self._perform(self.rounds.founded(0, 0, {}, _now()))
+        self._perform(self.rounds.founded(0, 0, {}, loop_now()))
 
     @property
     def initial_bytes(self) -> list[int]:
@@ -261,7 +261,7 @@ class FragmentService(RoundRunner):
     def fetched(self, header: wire.FetchHeader) -> None:
         """Take note that lanes were sent, to the last byte: what xi_sync is measured by."""
         if header.version == self.rounds.version:
-            self._tell_fetched(self._fetches.sent(header.grant.island, header.lane_ids, _now()))
+            self._tell_fetched(self._fetches.sent(header.grant.island, header.lane_ids, loop_now()))
 
     def insist_on_whole(self) -> None:
         """Have whoever calls call again until the fragment is served.
@@ -271,7 +271,3 @@ class FragmentService(RoundRunner):
         """
         if self.damage.text:
             raise NotYet(self.damage.text)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -21,6 +21,7 @@ import blake3
 
 from diloco.allocator import give_back_holes
 from diloco.durable import telling_full
+from diloco.loop_clock import loop_now
 from transport.contracts import Buffer
 from transport.errors import NotYet
 
@@ -106,7 +107,7 @@ class Spool:
                 self._arriving.remove(name)
             elif place.turn is turn:
                 place.turn = None
-                place.kept_until = asyncio.get_running_loop().time() + _KEPT_S
+                place.kept_until = loop_now() + _KEPT_S
             self._admit()
 
     def put(self, payload: Buffer, digest: bytes) -> SpooledLane:
@@ -160,7 +161,7 @@ class Spool:
 
     def _admit(self) -> None:
         """Let in whoever waits and has room, in their order; who is away for long is forgotten."""
-        now = asyncio.get_running_loop().time()
+        now = loop_now()
         done: list[Hashable] = []
         for name, place in self._waiting.items():
             if place.turn is None:

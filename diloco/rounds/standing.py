@@ -174,6 +174,11 @@ class Standing:
         published = f"version {key.version + 1} is published"
         return Outcome(key, OutcomeKind.NOT_INCLUDED, published)
 
+    def has_whole(self, island: str, incarnation: int) -> bool:
+        """Whether the present attempt has all of the contribution of a start."""
+        held = self.contributions.get(island)
+        return held is not None and held.incarnation == incarnation and self._is_complete(held)
+
     def newest_counted(self, island: str, incarnation: int) -> Inclusion | None:
         """Return the newest contribution of a start that counts, as far as is remembered."""
         newest = self.last_included.get(island)

@@ -9,40 +9,42 @@ Source: protocol.md sections 4, 5 and 8.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import heapq
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from google.protobuf.message import Message
-
 from diloco.durable import DiskFull
 from diloco.errors import PayloadRefused
+from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
 from diloco.refusals import Cause
-from diloco.rounds.attendance import Attendance, IncarnationStore, Listeners, OrderStore
+from diloco.rounds.attendance import (
+    NOT_CURRENT,
+    Attendance,
+    IncarnationStore,
+    Listeners,
+    OrderStore,
+)
 from diloco.rounds.donations import Donations
 from diloco.rounds.hooks import Hooks
 from diloco.rounds.messages import (
-    MOST_UPLOADS,
     SUBMIT_STATUS,
     arrival_of,
     key_of,
-    keys_of,
     outcome_message,
 )
 from diloco.rounds.orders import Orders
 from diloco.rounds.pinning import Pinning
+from diloco.rounds.polls import Polls
 from diloco.rounds.room import Room
 from diloco.rounds.rules import SyncerRules
 from diloco.rounds.service import FragmentService
 from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore, PinRefused
-from diloco.rounds.terms import Admission, Lost, Roster, RoundKey
+from diloco.rounds.terms import Admission, Lost, Roster
 from diloco.rounds.timing import Downtime, StepTimes
 from diloco.rounds.worker import Worker
 from diloco.telemetry.events import Event
@@ -50,15 +52,10 @@ from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant, RefusalCount
 from transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply
-from transport.errors import FrameError, Overloaded
+from transport.errors import Overloaded
 
 logger = logging.getLogger(__name__)
 
-_MAX_POLL_S = 60.0
-#: An island that cannot say yet how long its steps take is answered soon, so that it can: where
-#: times are measured nothing opens before.
-UNTIMED_POLL_S = 1.0
-_NOT_CURRENT = "the grant is not valid for this run, or a newer start has joined"
 _NO_FRAGMENT = "this syncer has no such fragment"
 
 
@@ -97,7 +94,6 @@ class Syncer:
         self._epoch = syncer_epoch
         self._worker = worker
         self._on_change = on_change
-        self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.meter = SyncerMeter(time.perf_counter)
         self._spool = Spool(stores[0].store_dir / "spool", rules.spool_bytes)
@@ -136,7 +132,7 @@ class Syncer:
             spool=self._spool,
             num_threads=rules.num_threads,
             unix_clock=unix_clock,
-            downtime=Downtime(asyncio.get_running_loop().time()),
+            downtime=Downtime(loop_now()),
         )
         self._steps = StepTimes()
         self._services = {
@@ -150,6 +146,15 @@ class Syncer:
             spawn=self._spawn,
             on_change=on_change,
             on_full=self._donations.let_go,
+        )
+        self._polls = Polls(
+            self._services,
+            self._attendance,
+            self._steps,
+            self._spool,
+            syncer_epoch=syncer_epoch,
+            wants_initial=self._wants_initial,
+            fatal=lambda: self.fatal,
         )
         self.fatal: wire.Fatal | None = None
         self.failure: BaseException | None = None
@@ -176,7 +181,7 @@ class Syncer:
             "fragment.submit": self._submit,
             "fragment.decline": self._decline,
             "fragment.upload": self._upload,
-            "fragment.poll": self._poll,
+            "fragment.poll": self._polls.poll,
             "fragment.fetch": self._fetch,
             "fragment.pin": self._pin,
             "heal.put": self._heal_put,
@@ -291,7 +296,7 @@ class Syncer:
         reply = wire.SubmitReply(syncer_epoch=self._epoch)
         if not await self._attendance.accept(header.grant, header.protocol_version):
             reply.status = SUBMIT_STATUS[Admission.FENCED]
-            reply.message = _NOT_CURRENT
+            reply.message = NOT_CURRENT
         elif service is None:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
             reply.message = self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT)
@@ -304,14 +309,14 @@ class Syncer:
             outcome = service.rounds.outcome(lane.key, lane.island, lane.incarnation)
             if outcome is not None:
                 reply.outcome.CopyFrom(outcome_message(outcome))
-        return _reply(reply)
+        return Reply.of(reply)
 
     async def _decline(self, call: IncomingCall) -> Reply:
         request = wire.DeclineRequest.FromString(call.header)
         service = self._services.get(request.key.fragment_id)
         grant = request.grant
         if not await self._attendance.accept(grant, request.protocol_version):
-            return self._ack(_NOT_CURRENT, is_fenced=True)
+            return self._ack(NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
         service.insist_on_whole()
@@ -324,7 +329,7 @@ class Syncer:
         header = wire.UploadHeader.FromString(call.header)
         service = self._services.get(header.fragment_id)
         if not await self._attendance.accept(header.grant, header.protocol_version):
-            return self._ack(_NOT_CURRENT, is_fenced=True)
+            return self._ack(NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
         if header.is_published:
@@ -339,89 +344,12 @@ class Syncer:
         problem = await service.take_initial(header, call)
         return self._ack(problem, is_fenced=not self._attendance.is_current(header.grant))
 
-    async def _poll(self, call: IncomingCall) -> Reply:
-        request = wire.PollRequest.FromString(call.header)
-        if not await self._attendance.accept(request.grant, request.protocol_version):
-            return _reply(self._fenced(_NOT_CURRENT))
-        keys = keys_of(request.outstanding, len(self._services))
-        if len(request.known) > len(self._services):
-            raise FrameError(
-                f"{len(request.known)} fragments are known to the caller; there are "
-                f"{len(self._services)}"
-            )
-        for known in request.known:
-            if (service := self._services.get(known.fragment_id)) is not None:
-                service.island_knows(request.grant.island, known)
-        self._note_step(request)
-        most_s = _MAX_POLL_S
-        if self._rules.timing is not None:
-            # A poll is also a sign of life: one that is not answered for a lease would be none.
-            most_s = min(most_s, self._rules.lease_s / 2)
-            most_s = most_s if request.step_s > 0 else min(most_s, UNTIMED_POLL_S)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
-                while not is_news(request, self._poll_reply(request, keys)):
-                    await self._changed.wait()
-        reply = self._poll_reply(request, keys)
-        reply.asks_first = not self._spool.lets_in(self._due_bytes())
-        return _reply(reply)
-
-    def _due_bytes(self) -> int:
-        """What may be sent at once: contributions to open rounds, and lanes of a first model.
-
-        Of those a rank sends some at once; where the founder has more ranks than one, they may
-        have to be told `NotYet` first.
-        """
-        services = self._services.values()
-        initial = [size for service in services for size in service.initial_bytes]
-        return sum(s.due_bytes for s in services) + sum(heapq.nlargest(MOST_UPLOADS, initial))
-
-    def _note_step(self, request: wire.PollRequest) -> None:
-        if self._rules.timing is not None and request.step_s > 0:
-            self._steps.stepped(request.grant.island, request.step_s)
-            for service in self._services.values():
-                service.stepped()
-
-    def _poll_reply(self, request: wire.PollRequest, keys: Sequence[RoundKey]) -> wire.PollReply:
-        island, incarnation = request.grant.island, request.grant.incarnation
-        if not self._attendance.is_current(request.grant):
-            return self._fenced(f"a newer start of island {island!r} has joined")
-        reply = wire.PollReply(
-            syncer_epoch=self._epoch,
-            fragments=[
-                service.state(wants_initial=self._wants_initial(service, island))
-                for service in self._services.values()
-            ],
-            fatal=self.fatal,
-        )
-        if request.sent_by:
-            self._tell_counted(reply, island, request.sent_by)
-        for key in keys:
-            service = self._services.get(key.fragment_id)
-            sender = incarnation if key.timeline == self._rules.timeline else request.sent_by
-            outcome = service and service.rounds.outcome(key, island, sender)
-            if outcome:
-                reply.outcomes.append(outcome_message(outcome))
-        for state in reply.fragments:
-            damage = self._services[state.fragment_id].damage
-            if (wanted := damage.wanted_of(island)) is not None:
-                state.asked, state.wanted_version = damage.num_asked, wanted
-        return reply
-
-    def _tell_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
-        """Tell a start that resumes what of the start before it counts."""
-        for state in reply.fragments:
-            rounds = self._services[state.fragment_id].rounds
-            if (counted := rounds.newest_counted(island, incarnation)) is not None:
-                state.counted_version = counted.version + 1
-                state.counted_attempt = counted.attempt
-
     async def _fetch(self, call: IncomingCall) -> Reply:
         header = wire.FetchHeader.FromString(call.header)
         service = self._services.get(header.fragment_id)
         payload: Buffer = b""
         if not await self._attendance.accept(header.grant, header.protocol_version):
-            reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=_NOT_CURRENT)
+            reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=NOT_CURRENT)
         elif service is None:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
@@ -429,14 +357,14 @@ class Syncer:
             reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
         if service is None or reply.status != wire.FETCH_STATUS_OK:
-            return _reply(reply)
+            return Reply.of(reply)
         on_sent = functools.partial(service.fetched, header)
         return Reply(reply.SerializeToString(), payload, on_sent)
 
     async def _pin(self, call: IncomingCall) -> Reply:
         request = wire.PinRequest.FromString(call.header)
         if not await self._attendance.accept(request.grant, request.protocol_version):
-            return self._ack(_NOT_CURRENT, is_fenced=True)
+            return self._ack(NOT_CURRENT, is_fenced=True)
         versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
         if versions.keys() != self._services.keys():
             problem = (
@@ -458,7 +386,7 @@ class Syncer:
     async def _heal_put(self, call: IncomingCall) -> Reply:
         header = wire.HealPutHeader.FromString(call.header)
         if not await self._attendance.accept(header.grant, header.protocol_version):
-            return self._ack(_NOT_CURRENT, is_fenced=True)
+            return self._ack(NOT_CURRENT, is_fenced=True)
         try:
             await self._donations.put(header, call)
         except PayloadRefused as error:
@@ -471,7 +399,7 @@ class Syncer:
         if await self._attendance.accept(header.grant, header.protocol_version):
             reply, payload = await self._donations.get(header)
         else:
-            reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=_NOT_CURRENT)
+            reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=NOT_CURRENT)
         reply.syncer_epoch = self._epoch
         return Reply(reply.SerializeToString(), payload)
 
@@ -503,9 +431,7 @@ class Syncer:
         self.ended.set()
 
     def _notify(self) -> None:
-        """Wake all polls; whoever waits holds the event that is set here."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._polls.wake()
         self._on_change()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -541,11 +467,8 @@ class Syncer:
         self.failure = error
         self.ended.set()
 
-    def _fenced(self, message: str) -> wire.PollReply:
-        return wire.PollReply(syncer_epoch=self._epoch, is_fenced=True, message=message)
-
     def _ack(self, problem: str, *, is_fenced: bool = False) -> Reply:
-        return _reply(
+        return Reply.of(
             wire.Ack(
                 syncer_epoch=self._epoch,
                 is_accepted=not problem,
@@ -553,36 +476,3 @@ class Syncer:
                 is_fenced=is_fenced,
             )
         )
-
-
-def is_news(request: wire.PollRequest, reply: wire.PollReply) -> bool:
-    """Whether a reply tells a carrier something that it does not know.
-
-    That the round of its own contribution has closed does not: it waits for the version. An answer
-    then would have its next poll under way when that is published, a round trip later.
-    """
-    if request.known_epoch != reply.syncer_epoch or reply.is_fenced or reply.outcomes:
-        return True
-    if reply.HasField("fatal"):
-        return True
-    known = {state.fragment_id: state for state in request.known}
-    sent = {(key.fragment_id, key.version, key.attempt) for key in request.outstanding}
-    for state in reply.fragments:
-        before = known.get(state.fragment_id)
-        if before is None:
-            return True
-        is_sent = (state.fragment_id, state.version, state.attempt) in sent
-        is_open = state.is_open or (is_sent and before.is_open)
-        if _what_changes(state, is_open) != _what_changes(before, before.is_open):
-            return True
-    return False
-
-
-def _what_changes(state: wire.FragmentState, is_open: bool) -> tuple[bool | int, ...]:
-    if state.is_damaged:
-        return True, state.asked
-    return state.is_founded, state.version, state.attempt, is_open, state.wants_initial
-
-
-def _reply(message: Message) -> Reply:
-    return Reply(message.SerializeToString())

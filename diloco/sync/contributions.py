@@ -21,6 +21,7 @@ from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.lanes import lane_codec
 from diloco.compression.random_bits import rounding_key
 from diloco.errors import AggregationError, CodecError
+from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
 from diloco.outer.pseudo_gradient import l2_norm, pseudo_gradient_
 from diloco.rounds.messages import outcome_of
@@ -95,7 +96,7 @@ class Contributions:
         norms = []
         try:
             for lane_id in carried.lanes:  # all of one lane while it is in the CPU's caches
-                began = _now()
+                began = loop_now()
                 delta = pseudo_gradient_(local[lane_id], carried.anchor[lane_id])
                 norms.append(l2_norm(delta))
                 if not math.isfinite(norms[-1]):
@@ -190,7 +191,7 @@ class Contributions:
         return lane
 
     def _tell(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
-        self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, _now() - began))
+        self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, loop_now() - began))
 
     def _decline_broken(self, carried: CarriedFragment, sent: Outstanding, norm: float) -> None:
         """Decline; end the island when its own numbers are broken three times in a row.
@@ -233,7 +234,7 @@ class Contributions:
             if carried.outcome is not None or lane.received_epoch >= self._epoch():
                 await news.wait()
                 continue
-            began = _now()
+            began = loop_now()
             reply = await self._calls.submit(
                 sent,
                 lane_id,
@@ -280,10 +281,6 @@ class Contributions:
             if carried.outcome is None:
                 await self._calls.decline(sent.key, carried.decline_reason)
             await wait_for(news, _DECLINE_AGAIN_S)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _sent_event(sent: Outstanding, lanes_norm: float, declined: str = "") -> FragmentSent:

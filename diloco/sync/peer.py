@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import blake3
-from google.protobuf.message import Message
 
 from diloco.errors import CodecError, Fenced, error_of_exit_code
 from diloco.outer.fragments import Plan
@@ -36,10 +35,10 @@ from diloco.rounds.payloads import (
     verify_payload,
 )
 from diloco.rounds.pins import forget_pins
+from diloco.rounds.polls import is_news
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.record import RecordInvalid
 from diloco.rounds.store import PinRefused
-from diloco.rounds.syncer import is_news
 from diloco.rounds.terms import RoundKey
 from diloco.rounds.worker import Worker
 from diloco.sync.fragment_peer import FragmentPeer, Own
@@ -207,7 +206,7 @@ class Peer:
             reply.status, reply.message = wire.SUBMIT_STATUS_INVALID, _NO_FRAGMENT
         else:
             await self._receive(fragment, header, call, reply)
-        return _reply(reply)
+        return Reply.of(reply)
 
     async def _receive(
         self,
@@ -302,7 +301,7 @@ class Peer:
     async def _poll(self, call: IncomingCall) -> Reply:
         request = wire.PollRequest.FromString(call.header)
         if not self._is_own(request.grant):
-            return _reply(
+            return Reply.of(
                 wire.PollReply(
                     syncer_epoch=self._grant.incarnation, is_fenced=True, message=_NOT_OWN
                 )
@@ -312,7 +311,7 @@ class Peer:
             async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
                 while not is_news(request, self._poll_reply(keys)):
                     await self._tasks.news.wait()
-        return _reply(self._poll_reply(keys))
+        return Reply.of(self._poll_reply(keys))
 
     def _poll_reply(self, keys: Sequence[RoundKey]) -> wire.PollReply:
         reply = wire.PollReply(
@@ -428,10 +427,10 @@ class Peer:
         *,
         status: allreduce_pb2.LaneStatus = allreduce_pb2.LANE_STATUS_UNKNOWN,
     ) -> Reply:
-        return _reply(allreduce_pb2.LaneReply(status=status, message=message))
+        return Reply.of(allreduce_pb2.LaneReply(status=status, message=message))
 
     def _ack(self, problem: str, *, is_fenced: bool = False) -> Reply:
-        return _reply(
+        return Reply.of(
             wire.Ack(
                 syncer_epoch=self._grant.incarnation,
                 is_accepted=not problem,
@@ -439,7 +438,3 @@ class Peer:
                 is_fenced=is_fenced,
             )
         )
-
-
-def _reply(message: Message) -> Reply:
-    return Reply(message.SerializeToString())

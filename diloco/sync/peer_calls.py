@@ -20,6 +20,7 @@ import blake3
 from google.protobuf.message import DecodeError, Message
 
 from diloco.errors import CoordinatorUnavailable
+from diloco.loop_clock import loop_now
 from diloco.peer_texts import bounded_text
 from diloco.sync.retried_calls import SLOWEST_BPS
 from protos import allreduce_pb2 as wire
@@ -189,7 +190,7 @@ class PeerCalls:
         if peer is None:
             return b"", "the decider has not named its peer yet"
         way = self._ways.get(peer.address)
-        began = asyncio.get_running_loop().time()
+        began = loop_now()
         header = _addressed(request, self.peer_grant)
         received = transfer.received_bytes
         self.bytes_up += len(header)
@@ -235,7 +236,7 @@ class PeerCalls:
 
     def _is_silent(self, peer: wire.Peer, began: float, error: TransportError) -> None:
         """Note that a call that began then has failed; tell it once there has been none other."""
-        island, now = peer.island, asyncio.get_running_loop().time()
+        island, now = peer.island, loop_now()
         silent_s = now - self._silent_since.setdefault(island, began)
         if silent_s >= _SILENT_S and island not in self._unreached:
             self._unreached.add(island)

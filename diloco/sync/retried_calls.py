@@ -7,7 +7,6 @@ Source: protocol.md section 8 (`unreachable_s`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import random
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from google.protobuf.message import Message
 
 from diloco.errors import CoordinatorUnavailable, DilocoError
+from diloco.loop_clock import loop_now
 from transport.contracts import Buffer, Reply, Transport
 from transport.errors import HandlerFailed, NotYet, TransportError
 from transport.retry import RetryPolicy, retry
@@ -72,7 +72,7 @@ class Reach:
 
     def answered(self, who: Hashable) -> None:
         """Take note of an answer; in the loop, by whose clock it counts."""
-        self._at[who] = asyncio.get_running_loop().time()
+        self._at[who] = loop_now()
 
     def has_answered(self, who: Hashable) -> bool:
         """Whether there was an answer of one."""
@@ -81,7 +81,7 @@ class Reach:
     def since_another_s(self, who: Hashable) -> float:
         """Seconds since the last answer of anybody but one; infinite: there was none."""
         last = max((at for each, at in self._at.items() if each != who), default=float("-inf"))
-        return asyncio.get_running_loop().time() - last
+        return loop_now() - last
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from diloco.compression.base import from_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.compression.registry import get_codec
 from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError
+from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
 from diloco.rounds.publication import (
     MOST_TOGETHER,
@@ -141,7 +142,7 @@ async def _stage_together(
                 else:
                     on_event(DigestMismatch(fragment.fragment_id, version, lane_id))
     missing = [lane_id for lane_id in lane_ids if lane_id not in staged]
-    began = _now()
+    began = loop_now()
     fetching = (
         fetch_lane(
             calls,
@@ -176,12 +177,12 @@ async def _stepped(
     numel = sum(fragment.lanes[lane_id].numel for lane_id in lane_ids)
     values = {lane_id: anchor[lane_id] for lane_id in lane_ids}
     for step in range(base + 1, version + 1):
-        began = _now()
+        began = loop_now()
         reply, payload = await _fetch(
             calls, fragment.fragment_id, step, lane_ids, wire.FETCH_KIND_PAYLOAD, numel
         )
         on_event(_phase("fetch", fragment, step, lane_ids, began))
-        began = _now()
+        began = loop_now()
         with record_function("diloco/decode"):
             steps = list(_steps(reply.codec, payload, values, fragment, lane_ids))
         on_event(_phase("decode", fragment, step, lane_ids, began))
@@ -272,8 +273,4 @@ def _phase(
 ) -> PhaseDone:
     """Tell of a phase that began then; `version` is the one that it makes."""
     lane_id = lane_ids[0] if len(lane_ids) == 1 else -1
-    return PhaseDone(phase, fragment.fragment_id, version - 1, lane_id, _now() - began)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+    return PhaseDone(phase, fragment.fragment_id, version - 1, lane_id, loop_now() - began)

@@ -76,6 +76,16 @@ def test_a_device_that_the_hop_is_not_for_is_refused(tmp_path, hop, device):
         insist_on_baseline(config, BaselineOptions("hierarchical", hop=hop))
 
 
+def test_another_transformers_than_the_run_file_names_is_refused(tmp_path):
+    config = load_config(write_run(tmp_path, ISLANDS))
+    model = config.model.model_copy(update={"transformers": "4.40.0"})
+
+    with pytest.raises(ConfigError, match=r"pip install transformers==4\.40\.0"):
+        insist_on_baseline(
+            config.model_copy(update={"model": model}), BaselineOptions("hierarchical")
+        )
+
+
 def test_a_batch_that_ranks_cannot_divide_is_refused_with_the_nearest(tmp_path):
     run_file = write_run(tmp_path, {"east": "dp_shard = 2", "west": "dp_shard = 2"})
     config = load_config(run_file, ["islands.east.micro_batches=2"])

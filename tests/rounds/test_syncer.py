@@ -138,13 +138,16 @@ def test_a_contributor_hears_of_the_version_and_not_of_the_close_before_it(
         await a.upload()
         known = await a.poll()
         asked = {"wait_s": 60.0, "known": known.fragments, "known_epoch": known.syncer_epoch}
+        contributor = asyncio.create_task(a.poll(**asked))  # older than the contribution
+        other = asyncio.create_task(b.poll(**asked))
+        await asyncio.sleep(1.0)
         await a.contribute()
-        contributor = asyncio.create_task(a.poll(KEY, **asked))
-        other = asyncio.create_task(a.poll(**asked))
-        await b.contribute()
+        await b.decline()
 
-        assert not (await other).fragments[0].is_open
-        assert (await contributor).outcomes[0].kind == wire.OUTCOME_KIND_INCLUDED
+        (heard,) = (await other).fragments
+        assert (heard.version, heard.is_open) == (0, False)
+        (heard,) = (await contributor).fragments
+        assert heard.version == 1
 
     run_virtual(scenario())
 

@@ -72,11 +72,11 @@ def test_an_island_that_waits_for_every_exchange_takes_as_long_as_by_hand() -> N
 
     predicted = predict(config, plan, assumed(bps))
 
-    # tau = 0, hosts free: each fragment goes up (half a round trip); the poll that waits is told
-    # that the round has closed, asks again and is told of the version (three halves); that is
-    # fetched (two halves): its bits both ways, and three round trips.
+    # tau = 0, hosts free: each fragment goes up (half a round trip); the poll that waits is told of
+    # the version (another half), which is fetched (two halves): its bits both ways, and two round
+    # trips.
     bits = sum(8 * (s.bytes_up + s.bytes_down) for s in fragment_sizes(config, plan))
-    round_s = 10 * STEP_S + bits / bps + 2 * 3 * RTT_S
+    round_s = 10 * STEP_S + bits / bps + 2 * 2 * RTT_S
     assert predicted.round_s == pytest.approx(round_s, rel=1e-9)
     assert predicted.utilisation == pytest.approx(10 * STEP_S / round_s, rel=1e-9)
     assert predicted.wall_s == pytest.approx(40 * round_s, rel=1e-9)

@@ -47,9 +47,8 @@ def test_a_whole_run_moves_what_its_plan_says() -> None:
 def test_what_blocks_is_the_transfers_and_the_round_trips_of_the_protocol() -> None:
     """Everything at once, nothing overlapped, hosts that take no time.
 
-    Up and its delay, the round closes; the announcement travels down, but the poll that waits has
-    just been answered with the closing, so it comes a round trip later; the fetch goes up, and
-    what was published comes down.
+    Up and its delay, the round closes; the poll that waits is answered with the version; the fetch
+    goes up, and what was published comes down.
     """
     demo = config(
         "demo", "outer.num_fragments=1", "outer.overlap_steps=0", "outer.uplink_codec=float32"
@@ -65,7 +64,7 @@ def test_what_blocks_is_the_transfers_and_the_round_trips_of_the_protocol() -> N
     delay_s = link.up.delay_s
     for figures in simulated.steady.values():
         assert figures.rounds == 2
-        waited_s = up_s + down_s + (1 + 2 + 1 + 2) * delay_s
+        waited_s = up_s + down_s + (1 + 1 + 1 + 1) * delay_s
         assert figures.blocked_s_per_round == pytest.approx(waited_s, rel=1e-6)
 
 

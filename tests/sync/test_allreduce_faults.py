@@ -17,10 +17,13 @@ import pytest
 import torch
 
 from diloco.coordinator.round_journal import JournalUnwritable
-from diloco.errors import QuorumLost
+from diloco.errors import AggregationError, QuorumLost
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.rounds.allreduce import Assignment
 from diloco.rounds.store import FragmentStore
+from diloco.rounds.terms import RoundKey
 from diloco.sync.fragment_peer import FragmentPeer, Own
+from diloco.sync.reduction import Reduction
 from protos import allreduce_pb2 as wire
 from protos import fragment_pb2
 from tests.sync.test_allreduce_deaths import (
@@ -123,6 +126,59 @@ def test_an_island_ahead_of_an_empty_journal_says_what_to_remove(setting: Settin
         assert isinstance(end, QuorumLost)
         assert f"begun anew, remove {setting.directory}/peers/{name}" in str(end)
     assert run.lost == []
+
+
+def test_a_decider_that_starts_while_a_result_is_refused_is_told_too(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The refusal reaches the next start before that has assigned anything, and does nothing."""
+    stage = Reduction.stage
+    asked, ignored = asyncio.Event(), asyncio.Event()
+
+    async def spoil(reduction: Reduction, assignment: Assignment) -> None:
+        if reduction._island == "b" and assignment.key == RoundKey(0, 0, 1, 0):
+            raise AggregationError("the memory of b is broken")
+        await stage(reduction, assignment)
+
+    def late(name: str, handlers: Handlers) -> Handlers:
+        if name != "decider":
+            return handlers
+        is_first = run.num_deciders == 1
+
+        async def prepared(call: IncomingCall) -> Reply:
+            is_refusal = bool(wire.PreparedRequest.FromString(call.header).broken)
+            if is_refusal and is_first:
+                asked.set()
+                await asyncio.Event().wait()
+            reply = await handlers["allreduce.prepared"](call)
+            if is_refusal and not ignored.is_set():
+                ignored.set()
+                await asyncio.sleep(1.0)  # polls are answered before this is
+            return reply
+
+        async def poll(call: IncomingCall) -> Reply:
+            if not is_first:
+                await ignored.wait()
+            return await handlers["allreduce.poll"](call)
+
+        return {**handlers, "allreduce.prepared": prepared, "allreduce.poll": poll}
+
+    monkeypatch.setattr(Reduction, "stage", spoil)
+    run = AllReduceRun(setting, intercept=late)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        await asked.wait()
+        await run.kill_decider()
+        await run.start_decider()
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    insist_on_one_truth(run, islands)
+    (expiry,) = [text for text in caplog.messages if text.startswith("round expired")]
+    assert "the memory of b is broken" in expiry, "no deadline was waited for"
 
 
 # -- words of an earlier round ---------------------------------------------------------------------

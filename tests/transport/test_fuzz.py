@@ -46,7 +46,7 @@ from diloco.coordinator.terms import Terms, terms_of
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.access import RULES, guarded
 from diloco.outer.fragments import TensorSpec, make_plan
-from diloco.rounds import syncer as syncer_module
+from diloco.rounds import polls as polls_module
 from diloco.rounds.donation import LaneGiven, Manifest
 from diloco.rounds.orders import Orders
 from diloco.sync import peer as peer_module
@@ -665,7 +665,7 @@ class Service:
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here is about power loss
-    for module in (decider_module, syncer_module, peer_module):
+    for module in (decider_module, polls_module, peer_module):
         monkeypatch.setattr(module, "_MAX_POLL_S", POLL_S)
     service = Service(tmp_path)
     try:
