@@ -98,6 +98,7 @@ def test_a_missed_bar_is_the_last_line_and_exit_1() -> None:
     [
         pytest.param("bandwidth --targets 0.5,1", "--targets 0.5,1", id="targets"),
         pytest.param("bandwidth --layers many", 'scenario.layers: "many": must be', id="type"),
+        pytest.param("utilization --params 0", "allowed: >= 1 and <= 1e15", id="range"),
         pytest.param("bandwidth --bandwidth-down 1Mbit/s", "is what is looked for", id="sought"),
         pytest.param("bandwidth --grid-rule best", "choose below or reaching", id="rule"),
         pytest.param("utilization --table nix", "choose streaming-table4", id="table"),
