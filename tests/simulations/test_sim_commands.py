@@ -120,6 +120,11 @@ def test_a_missed_bar_is_the_last_line_and_exit_1() -> None:
             "scenario.num_fragments: 101: must be in [0, 100]",
             id="pieces",
         ),
+        pytest.param(
+            "utilization --method decoupled --layers 6 --step-time 1ms --rtt 1s",
+            "--rounds 3: nothing is published in 72 inner steps of 1ms",
+            id="pace-of-nothing",
+        ),
         pytest.param("bandwidth --tcp-window 4MiB", "scenario.tcp_window: ", id="window"),
         pytest.param("bandwidth --tcp-loss 0.01", "bounds nothing without a round", id="tcp-loss"),
         pytest.param("bandwidth --streams 4", "counts with tcp_loss or tcp_window", id="streams"),
