@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from diloco.config.outer import OuterConfig
+from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
@@ -72,6 +73,9 @@ def decoupled_pace(
 
     Returns:
         What was done, and the versions over those on lines of unlimited bandwidth.
+
+    Raises:
+        ConfigError: If there are none on these either: there is nothing to hold against.
     """
     unlimited = replace(
         profile,
@@ -80,7 +84,13 @@ def decoupled_pace(
     )
     pace = _simulate(scenario, profile, plan, seed, rounds, scenario.syncer_bps)
     most = _simulate(scenario, unlimited, plan, seed, rounds, math.inf)
-    return pace, min(1.0, pace.versions / most.versions) if most.versions else 1.0
+    if not most.versions:
+        steps = rounds * scenario.inner_steps_per_round
+        raise ConfigError(
+            f"--rounds {rounds}: nothing is published in {steps} inner steps of "
+            f"{scenario.step_time}, at any bandwidth: delays are longer; simulate more rounds"
+        )
+    return pace, min(1.0, pace.versions / most.versions)
 
 
 class DecoupledRun:

@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 def config(
     run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="Resolve this run file.")
+        Path | None, typer.Argument(metavar="RUN.toml", help="Resolve this run file.")
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="List every key: class, default, range, meaning.")

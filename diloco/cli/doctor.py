@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; none: the machine alone.")
+        Path | None, typer.Argument(metavar="RUN.toml", help="The run; none: the machine alone.")
     ] = None,
     island: Annotated[
         str,

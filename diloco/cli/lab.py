@@ -34,7 +34,8 @@ class _FileOrCommand(typer.core.TyperGroup):
 
 lab = typer.Typer(
     cls=_FileOrCommand,
-    help="Train islands in one process: loss against tokens, virtual time and bytes.",
+    help="Train islands in one process: loss against tokens, virtual time and bytes. "
+    "diloco lab LAB.toml is diloco lab run LAB.toml.",
     no_args_is_help=True,
 )
 
@@ -58,7 +59,7 @@ def register(app: typer.Typer) -> None:
 @lab.command(_RUN)
 def run_lab(
     lab_file: Annotated[
-        Path | None, typer.Argument(metavar="[LAB.toml]", help="The laboratory.")
+        Path | None, typer.Argument(metavar="LAB.toml", help="The laboratory.")
     ] = None,
     run_file: Annotated[
         str, typer.Option("--run", metavar="RUN.toml", help="The run, instead of the file's.")
@@ -103,7 +104,7 @@ def run_lab(
 
     Model, text, gradients, codecs, outer steps and rounds are the real ones; an inner step takes
     the virtual time that LAB.toml says, bytes take that of its links. Islands may differ in speed,
-    text, tokens and failures; a table [sweep] tries values, each with each, for every seed. Every
+    text, tokens and failures; the table sweep tries values, each with each, for every seed. Every
     key is a flag, too: --set lab.step.skew=0.5.
 
     Read "held out": loss of the published parameters; "MB moved": sent and received by all
@@ -233,7 +234,7 @@ def _summary(result: Result) -> str:
 def suite(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Only these experiments; none: all."),
+        typer.Argument(metavar="NAME", help="Only these experiments; none: all."),
     ] = None,
     quick: Annotated[
         bool,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -152,7 +151,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def _typed(value: Any) -> Any:
-    """Write a default as it is typed: 1e9 for a billion."""
-    if isinstance(value, float):
-        return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}")
-    return value if isinstance(value, bool) else str(value)
+    """Write a default as it is typed; a switch's is its side."""
+    from diloco.config.classes import as_typed
+
+    return value if isinstance(value, bool) else as_typed(value)

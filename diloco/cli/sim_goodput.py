@@ -75,7 +75,7 @@ def goodput(
 
     flags = given_keys(context)
     _check_table(table, flags)
-    config = load_goodput(scenario_file, flags)
+    config = load_goodput(scenario_file, flags, has_both=bool(table))
     console, began = _console(json_target), time.monotonic()
     with counting(bench_console(json_target)) as show:
         cells, result = _simulated(config, table, show)

@@ -10,6 +10,7 @@ Source: protocol.md section 10.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -146,11 +147,18 @@ def allowed_values(field: FieldInfo) -> str:
         word = f'"{spans[0].word}" or ' if spans[0].word else ""
         return f"{word}{spans[0].least} to {spans[0].most}"
     bounds = [
-        f"{signs[type(mark)][0]} {getattr(mark, signs[type(mark)][1])}"
+        f"{signs[type(mark)][0]} {as_typed(getattr(mark, signs[type(mark)][1]))}"
         for mark in field.metadata
         if type(mark) in signs
     ]
     return " and ".join(bounds)
+
+
+def as_typed(value: object) -> str:
+    """Write a number as it is typed: 1e9 for the float of a billion."""
+    if isinstance(value, float):
+        return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}")
+    return str(value)
 
 
 def explain(section: type[Section], prefix: str = "") -> list[FieldRow]:

@@ -104,9 +104,15 @@ def values_of(path: str | Path, section: type[classes.Section]) -> dict[str, Any
     """Read the raw values of another kind of file, whose root is `section`, for `section_with`.
 
     Raises:
-        ConfigError: If the file cannot be read, or is no TOML.
+        ConfigError: If the file cannot be read, is no TOML, or is a run's.
     """
-    return _read(path, section)
+    values = _read(path, section)
+    if "run" in values and not values.keys() & section.model_fields.keys():
+        raise ConfigError(
+            f"{path} is a run's file, and here one is read whose keys are "
+            f"{', '.join(section.model_fields)}; to predict the run: diloco plan {path}"
+        )
+    return values
 
 
 def section_with(values: Mapping[str, Any], section: type[S], attempt: str) -> S:

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from diloco.config.classes import Range, Section
 from diloco.config.fields import MOST_STEPS, AutoPause, Deadline, Problem, several_problems
 from diloco.config.load import section_with, values_of
+from diloco.errors import ConfigError
 from diloco.rounds.timing import TimingRules
 from simulations.goodput.failures import MOST_FAILURES, Fleet
 from simulations.goodput.learners import Learner
@@ -130,6 +131,9 @@ class RoundsConfig(Section):
         if self.slow_by and not self.slow_learners:
             problems.append(("slow_by", self.slow_by, "is of nobody: give slow_learners, too"))
         is_scheduled = self.merge == "scheduled"
+        if self.simulated_steps <= (before := self.inner_steps_per_round + self.overlap_steps):
+            message = f"must be over {before}, H + tau, for every fragment to be merged once"
+            problems.append(("simulated_steps", self.simulated_steps, message))
         unused = {"grace": is_scheduled, "grace_share": is_scheduled or self.grace != "auto"}
         for name, is_unused in {**unused, "grace_cap": unused["grace_share"]}.items():
             if is_unused and getattr(self, name) != type(self).model_fields[name].default:
@@ -232,15 +236,19 @@ class GoodputConfig(Section):
         )
 
 
-def load_goodput(path: Path | None, flags: Mapping[str, Any]) -> GoodputConfig:
+def load_goodput(
+    path: Path | None, flags: Mapping[str, Any], *, has_both: bool = False
+) -> GoodputConfig:
     """Read a scenario and lay flags over it.
 
     Args:
         path: TOML file; None: what `flags` leave out has its default.
         flags: Values by dotted path, of any TOML type.
+        has_both: Whether both kinds of learners are made of it, elastic and not: a paper's table.
 
     Raises:
-        ConfigError: If the file cannot be read, is no TOML, or has problems: one a line.
+        ConfigError: If the file cannot be read, is no TOML, or has problems: one a line; or says
+            what only learners of the other kind have a use for.
     """
     raw = {} if path is None else values_of(path, GoodputConfig)
     for dotted, value in flags.items():
@@ -252,4 +260,19 @@ def load_goodput(path: Path | None, flags: Mapping[str, Any]) -> GoodputConfig:
             table[name] = {**below} if isinstance(below, dict) else below
             table = table[name] if isinstance(below, dict) else {}
         table[key] = value
-    return section_with(raw, GoodputConfig, f"cannot load {path or 'what the flags say'}")
+    config = section_with(raw, GoodputConfig, f"cannot load {path or 'what the flags say'}")
+    if not has_both:
+        _check_kind(config.failures)
+    return config
+
+
+def _check_kind(failures: FailuresConfig) -> None:
+    """Refuse what changes nothing for learners of this kind."""
+    other = ("restart",) if failures.elastic else ("shrink", "chips_lost")
+    for key in other:
+        value = getattr(failures, key)
+        if value != FailuresConfig.model_fields[key].default:
+            kind = f"failures.elastic = {str(not failures.elastic).lower()}"
+            raise ConfigError(
+                f"failures.{key}: {value} changes nothing here: it is of {kind}; leave it out"
+            )

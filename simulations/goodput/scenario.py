@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from diloco.errors import ConfigError
 from simulations.goodput.closed_form import fleet_goodput
 from simulations.goodput.config import GoodputConfig
 from simulations.goodput.failures import FleetTime, simulate_fleet
@@ -61,6 +62,9 @@ def simulate_goodput(config: GoodputConfig, show: Show | None = None) -> Goodput
     Args:
         config: Of it.
         show: Told what is done.
+
+    Raises:
+        ConfigError: If more fails than can be simulated, or no round is closed.
     """
     rng = np.random.default_rng(config.seed)
     failures_rng, rounds_rng = rng.spawn(2)
@@ -83,5 +87,10 @@ def simulate_goodput(config: GoodputConfig, show: Show | None = None) -> Goodput
         duration_s=duration_s,
         on_progress=show and (lambda now: show("seconds of rounds", int(now), int(duration_s))),
     )
+    if not timed.num_rounds:
+        raise ConfigError(
+            f"rounds.simulated_steps: {config.rounds.simulated_steps}: no round is closed within "
+            f"these {duration_s:g} s; simulate more, or lower rounds.up_time"
+        )
     closed_form = fleet_goodput(fleet, waits_for_all=is_scheduled)
     return Goodput(config, chips, closed_form, timed)

@@ -36,6 +36,8 @@ def test_help_is_wrapped_once(command: tuple[str, ...]) -> None:
 
     assert page.exit_code == 0, page.output
     lines = page.stdout.partition("\u256d")[0].splitlines()  # before the first box
+    # A gap is a word that was read as markup.
+    assert not any("  " in line.strip() for line in lines), page.stdout
     for line, below in pairwise(line.strip() for line in lines):
         if line and below and not line.startswith("Usage"):
             first_word = below.split()[0]

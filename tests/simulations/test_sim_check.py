@@ -14,6 +14,7 @@ from diloco.errors import ConfigError
 from simulations import check
 from simulations.check_row import CheckRow
 from simulations.goodput.config import load_goodput
+from simulations.goodput.scenario import simulate_goodput
 
 KNOWN_MISSES = {
     "A6": ["nobody trains, in 30 days: M=8, 2,400,000 chips"],
@@ -95,6 +96,12 @@ def test_every_key_is_a_flag_that_says_its_default() -> None:
         ({"failures.chips_lost": 200_000}, ["failures.chips_lost", "150000 chips of a learner"]),
         ({"failures.mtbi": "1h"}, ["duration", "too many to simulate: at most 1.67h"]),
         ({"seed": 1, "rounds.fragments": 3}, ["rounds.fragments", "unknown key"]),
+        ({"failures.restart": "1s"}, ["failures.restart: 1s", "of failures.elastic = false"]),
+        (
+            {"failures.elastic": False, "failures.chips_lost": 2},
+            ["failures.chips_lost: 2", "of failures.elastic = true"],
+        ),
+        ({"rounds.simulated_steps": 26}, ["rounds.simulated_steps: 26", "over 26, H + tau"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -105,6 +112,29 @@ def test_impossible_scenarios_are_refused_by_path(
         load_goodput(None, flags)
 
     assert all(problem in str(refused.value) for problem in problems), str(refused.value)
+
+
+def test_a_table_of_both_kinds_of_learners_takes_the_times_of_both() -> None:
+    flags = {"failures.shrink": "10s", "failures.restart": "60s"}
+
+    failures = load_goodput(None, flags, has_both=True).failures
+
+    assert (failures.shrink, failures.restart) == ("10s", "60s")
+
+
+def test_a_scenario_in_which_no_round_is_closed_is_refused() -> None:
+    flags = {"chips": 2000, "duration": "24h", "rounds.up_time": "1h", "rounds.simulated_steps": 30}
+
+    with pytest.raises(ConfigError, match=r"rounds.simulated_steps: 30: no round is closed"):
+        simulate_goodput(load_goodput(None, flags))
+
+
+def test_a_runs_file_is_sent_to_diloco_plan() -> None:
+    run_file = SCENARIOS / "run.toml"
+
+    for command in ("goodput", "utilization"):
+        said = str(sim(command, str(run_file)).exception)
+        assert said.endswith(f"to predict the run: diloco plan {run_file}"), said
 
 
 def test_flags_win_over_the_file_and_figures_come_as_json(tmp_path: Path) -> None:

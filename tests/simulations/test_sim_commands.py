@@ -98,6 +98,7 @@ def test_a_missed_bar_is_the_last_line_and_exit_1() -> None:
     [
         pytest.param("bandwidth --targets 0.5,1", "--targets 0.5,1", id="targets"),
         pytest.param("bandwidth --layers many", 'scenario.layers: "many": must be', id="type"),
+        pytest.param("utilization --params 0", "allowed: >= 1 and <= 1e15", id="range"),
         pytest.param("bandwidth --bandwidth-down 1Mbit/s", "is what is looked for", id="sought"),
         pytest.param("bandwidth --grid-rule best", "choose below or reaching", id="rule"),
         pytest.param("utilization --table nix", "choose streaming-table4", id="table"),
@@ -118,6 +119,11 @@ def test_a_missed_bar_is_the_last_line_and_exit_1() -> None:
             "bandwidth --params 100 --layers 10 --num-fragments 101 --fragment-pattern balanced",
             "scenario.num_fragments: 101: must be in [0, 100]",
             id="pieces",
+        ),
+        pytest.param(
+            "utilization --method decoupled --layers 6 --step-time 1ms --rtt 1s",
+            "--rounds 3: nothing is published in 72 inner steps of 1ms",
+            id="pace-of-nothing",
         ),
         pytest.param("bandwidth --tcp-window 4MiB", "scenario.tcp_window: ", id="window"),
         pytest.param("bandwidth --tcp-loss 0.01", "bounds nothing without a round", id="tcp-loss"),
