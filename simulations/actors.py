@@ -189,8 +189,9 @@ class SimulatedSyncer:
         """
         served = self._served[sent.key.fragment_id]
         fragment = served.fragment
-        verify_s = self._costs.verify_s * fragment.padded_numel
-        yield from self._work(left_over(verify_s, spread_s, len(fragment.lanes)))
+        n, num_lanes = fragment.padded_numel, len(fragment.lanes)
+        verify_s = self._costs.of(n, num_lanes).verify_s * n
+        yield from self._work(left_over(verify_s, spread_s, num_lanes))
         admission = Admission.ACCEPTED
         for lane in served.fragment.lanes:
             arrival = LaneArrival(
@@ -278,7 +279,8 @@ class SimulatedSyncer:
         self._engine.call_at(when, tick)
 
     def _merge(self, served: _Served, close: Close) -> Steps:
-        rounds, n, costs = served.rounds, served.fragment.padded_numel, self._costs
+        rounds, n = served.rounds, served.fragment.padded_numel
+        costs = self._costs.of(n, len(served.fragment.lanes))
         opened_s, closed_s = rounds.opened_at, self._engine.now
         num_contributions = len(close.contributors)
         seconds = costs.decode_s * num_contributions + costs.outer_s + costs.publish_s

@@ -374,16 +374,18 @@ class SimulatedFragmentPeer:
             if island != self.name
         ]
         yield self._engine.all_of(pulls)
-        costs = self._costs
+        numel = self.fragment.lanes[lane_id].numel
+        costs = self._costs.of(numel, 1)
         rate_s = costs.decode_s * len(islands) + costs.outer_s + costs.publish_s
-        yield from self._work(rate_s * self.fragment.lanes[lane_id].numel, lane_id)
+        yield from self._work(rate_s * numel, lane_id)
 
     def _follow(self, assignment: Assignment, lane_id: int) -> Steps:
         """Come to the owner's result: decode what was published, and step as the owner did."""
         numel, num_contributors = self.fragment.lanes[lane_id].numel, len(assignment.contributors)
         num_bytes = self._replica.contribution_bytes(lane_id)
         num_decoded = 1 + num_contributors * (not gathers_mean(numel, num_bytes, num_contributors))
-        rate_s = self._costs.decode_s * num_decoded + self._costs.outer_s
+        costs = self._costs.of(numel, 1)
+        rate_s = costs.decode_s * num_decoded + costs.outer_s
         yield from self._work(rate_s * numel, lane_id)
 
     # -- pulling ---------------------------------------------------------------------------------

@@ -379,7 +379,7 @@ class SimulatedIsland:
         )
         self.sums.overwritten_steps += settled.overwritten_steps
         self.sums.merges += 1
-        yield from self._copy(p, "merge", self._costs.distribute_s)
+        yield from self._copy(p, "merge", self._costs_of(p).distribute_s)
         carried.settle(is_merged=True, is_included=verdict is Verdict.INCLUDED)
         self._look(carried)
 
@@ -390,8 +390,12 @@ class SimulatedIsland:
         if sent.weight_tokens == 0 and not is_flush:
             self._crew.spawn(self._declining(p, sent))
             return
-        yield from self._copy(p, "gather", self._costs.collect_s)
+        yield from self._copy(p, "gather", self._costs_of(p).collect_s)
         self._crew.spawn(self._submitting(p, sent))
+
+    def _costs_of(self, p: int) -> HostCosts:
+        size = self._common.sizes[p]
+        return self._costs.of(size.numel, size.lanes)
 
     def _copy(self, p: int, kind: SpanKind, seconds: float) -> Steps:
         """Keep training busy with a fragment's values."""
@@ -403,15 +407,18 @@ class SimulatedIsland:
     # -- beside training -------------------------------------------------------------------------
 
     def _submitting(self, p: int, sent: Outstanding) -> Steps:
-        way, size, costs = self._way_of[p], self._common.sizes[p], self._costs
+        way, size, costs = self._way_of[p], self._common.sizes[p], self._costs_of(p)
         rate_s = costs.plain_s if self._common.plain_up else costs.encode_s
         yield from self._work(p, "encode", rate_s)
         while self._carried[p].outstanding is sent and self._carried[p].outcome is None:
             began = self._engine.now
-            yield self._engine.timeout(costs.call_s)
+            calls_s = costs.call_s + size.lanes * costs.lane_s
+            yield self._engine.timeout(calls_s)
             yield self._network.cross(way.up, size.bytes_up, size.lanes)
             self.sums.bytes_up += size.bytes_up
-            spread_s = self._spread_s(began + costs.call_s, way.up, size.bytes_up, size.lanes)
+            spread_s = self._spread_s(began + calls_s, way.up, size.bytes_up, size.lanes)
+            left_s = left_over(costs.byte_s * size.bytes_up, spread_s, size.lanes)
+            yield self._engine.timeout(left_s)
             admission = yield from way.syncer.receive(self.name, self.incarnation, sent, spread_s)
             yield self._engine.timeout(way.down.link.delay_s)
             self._span(p, "send", began)  # until it is answered, as a real run tells it
@@ -482,7 +489,7 @@ class SimulatedIsland:
 
     def _staging(self, carried: CarriedFragment, version: int) -> Steps:
         p = carried.fragment_id
-        way, size, costs = self._way_of[p], self._common.sizes[p], self._costs
+        way, size, costs = self._way_of[p], self._common.sizes[p], self._costs_of(p)
         began = self._engine.now
         yield self._engine.timeout(way.up.link.delay_s + costs.call_s)
         is_plain = carried.state.is_flush
@@ -499,7 +506,8 @@ class SimulatedIsland:
         self._span(p, "fetch", began)
         is_cheap = is_plain or self._common.plain_down
         rate_s = costs.plain_s if is_cheap else costs.stage_s * num_versions
-        yield from self._work(p, "decode", rate_s + costs.carry_s, spread_s, calls)
+        rate_s += costs.carry_s + costs.byte_s * num_bytes / size.numel
+        yield from self._work(p, "decode", rate_s, spread_s, calls)
         carried.staged_version = version
         self._news.set()
 

@@ -102,10 +102,11 @@ class SimulatedPeer:
             return Admission.OVER
         if sent.key.version > peer.version:
             return Admission.NOT_OPEN
-        verify_s = self._setting.costs.verify_s * peer.fragment.padded_numel
+        n, num_lanes = peer.fragment.padded_numel, len(peer.fragment.lanes)
+        verify_s = self._setting.costs.of(n, num_lanes).verify_s * n
         with self._worker.request() as turn:
             yield turn
-            left_s = left_over(verify_s, spread_s, len(peer.fragment.lanes))
+            left_s = left_over(verify_s, spread_s, num_lanes)
             yield self._setting.engine.timeout(left_s)
         header = wire.SubmitHeader(
             key=key_message(sent.key),

@@ -85,6 +85,9 @@ def host_costs(
         commit_s=lines["commit"].rate_s,
         commit_round_s=lines["commit"].each_s + lines[_REST].each_s,
         call_s=(lines["up"].each_s + lines["down"].each_s) / 2,
+        lane_s=0.0,  # in those of the call
+        peer_call_s=0.0,
+        byte_s=0.0,  # in what is carried by value, as a calibration is of one codec
     )
     return _of_peers(costs, rest, num_islands) if is_allreduce else costs
 
@@ -102,7 +105,6 @@ def _of_peers(costs: HostCosts, rest: _Line, num_islands: int) -> HostCosts:
         publish_s=ratio * each.publish_s,
         commit_s=ratio * each.commit_s,
         commit_round_s=rest.each_s / FLUSHES_A_ROUND,
-        peer_call_s=0.0,
     )
 
 

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
-from simulations.costs import HostCosts
 from simulations.planner.assumptions import Assumptions
 from simulations.planner.penalties import Penalties
 from simulations.planner.prediction import simulate_whole
@@ -370,11 +369,10 @@ def _wrong_losses(
 def _wrong_inputs(assumed: Assumptions) -> Iterable[tuple[str, bool, Assumptions]]:
     """Give the assumptions, one after the other 20 % off."""
     for is_more, factor in ((False, 1 - WRONG), (True, 1 + WRONG)):
-        costs = HostCosts(*(factor * getattr(assumed.costs, f.name) for f in fields(HostCosts)))
         yield "inner step", is_more, assumed.with_steps(factor)
         yield "bandwidth", is_more, assumed.with_links(bandwidth=factor)
         yield "round trip", is_more, assumed.with_links(delay=factor)
-        yield "work of hosts", is_more, replace(assumed, costs=costs)
+        yield "work of hosts", is_more, replace(assumed, costs=assumed.costs.scaled(factor))
 
 
 def _weight(influence: Influence, chosen: Candidate) -> tuple[bool, float]:

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from diloco.compression.compiled import COMPILE_NUMEL
 from diloco.config.load import config_of
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from simulations.costs import FREE, MEASURED
+from diloco.outer.fragments import TensorSpec, make_plan
+from simulations.costs import EAGER, FREE, MEASURED, HostCosts
 from simulations.planner.alternatives import alternatives
 from simulations.planner.assumptions import (
     Assumptions,
@@ -144,6 +146,24 @@ def test_on_arrival_a_long_run_is_as_long_as_its_tokens_take(grace: str) -> None
     slow = replace(FREE, publish_s=10 * STEP_S / sum(f.padded_numel for f in plan.fragments))
     [syncer] = predict(config, plan, replace(inputs, costs=slow)).syncers
     assert syncer.cores == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("lane_numel", "costs"), [(COMPILE_NUMEL, MEASURED), (1280, EAGER)])
+def test_a_plan_takes_what_codecs_take_for_lanes_of_its_size(
+    lane_numel: int, costs: HostCosts
+) -> None:
+    config = run(num_fragments=1, num_lanes=4, uplink_codec="int4", downlink_codec="int4")
+    plan = make_plan([TensorSpec("w", (4 * lane_numel,))], num_fragments=1, num_lanes=4)
+
+    predicted = predict(config, plan, assumed(1e9, costs=MEASURED))
+
+    n, spans = 4 * lane_numel, predicted.run.spans
+    rate_s = 2 * costs.decode_s + costs.outer_s + costs.publish_s + costs.commit_s
+    assert predicted.syncers[0].cores == pytest.approx(n * rate_s / (10 * STEP_S))
+    encoded = [s.end_s - s.begin_s for s in spans if s.kind == "encode"]
+    assert encoded == pytest.approx([n * costs.encode_s] * len(encoded))
+    copied = [s.end_s - s.begin_s for s in spans if s.kind == "gather"]
+    assert copied == pytest.approx([n * costs.collect_s] * len(copied))
 
 
 def test_enough_bandwidth_is_that_which_fits_into_the_overlap() -> None:

@@ -89,7 +89,7 @@ def test_a_shared_line_of_the_syncers_site_costs_what_its_bandwidth_says() -> No
     alone = run(demo, rounds=3)
     shared = run(demo, rounds=3, syncer_link=find_profile("thin-5M-60ms"))
 
-    assert alone.utilisation > 0.95
+    assert alone.utilisation > 0.9
     assert shared.utilisation < 0.6
 
 
