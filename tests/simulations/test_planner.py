@@ -175,7 +175,7 @@ def test_enough_bandwidth_is_that_which_fits_into_the_overlap() -> None:
     # What exceeds tau steps may take 1 % of the time: 0.05 s of the 5 steps from send to send.
     late_s = 5 * STEP_S * (1 / 0.99 - 1)
     largest = max(s.bytes_up + s.bytes_down for s in fragment_sizes(config, plan))
-    by_hand = 8 * largest / (2 * STEP_S + late_s - 3 * RTT_S)
+    by_hand = 8 * largest / (2 * STEP_S + late_s - 2 * RTT_S)
     assert predicted.enough_bps == pytest.approx(by_hand, rel=0.01)
     assert predict(run(), plan, assumed(1e9, rtt_s=1.0)).enough_bps is None
 
