@@ -187,7 +187,7 @@ def validate(
     setting = QUICK if quick else SETTING
     setting = replace(
         setting,
-        step_s=_seconds("--step-time", step_time),
+        step_s=_seconds("--step-time", step_time, is_positive=True),
         rounds=rounds or setting.rounds,
         is_emulated=emulate,
     )
@@ -231,12 +231,12 @@ def _explain(report: Report, console: Console) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
 
-def _seconds(option: str, text: str) -> float:
+def _seconds(option: str, text: str, *, is_positive: bool = False) -> float:
     from diloco.errors import ConfigError
     from transport.units import parse_duration
 
     try:
-        return parse_duration(text)
+        return parse_duration(text, is_positive=is_positive)
     except ValueError as error:
         raise ConfigError(f"{option} {text}: {error}") from error
 

@@ -107,7 +107,9 @@ def values_of(path: str | Path, section: type[classes.Section]) -> dict[str, Any
         ConfigError: If the file cannot be read, is no TOML, or is a run's.
     """
     values = _read(path, section)
-    if "run" in values and not values.keys() & section.model_fields.keys():
+    # A laboratory's file has the path of one there.
+    is_run = isinstance(values.get("run"), dict)
+    if is_run and not values.keys() & section.model_fields.keys():
         raise ConfigError(
             f"{path} is a run's file, and here one is read whose keys are "
             f"{', '.join(section.model_fields)}; to predict the run: diloco plan {path}"

@@ -65,12 +65,11 @@ def test_a_reader_that_has_enough_is_no_defect() -> None:
         ("sim goodput --plot no/x.png", "--plot no/x.png: there is no directory no"),
         ("bench race --plot x.jpeg", "--plot x.jpeg: give a path that ends with .png"),
         ("sim trace RUN.toml --out .", "--out .: is a directory; name a file in it"),
+        ("sim validate --step-time 0s", "--step-time 0s: '0s' is not a duration: write a number"),
     ],
-    ids=["json", "plot", "format", "directory"],
+    ids=["json", "plot", "format", "directory", "no-step"],
 )
-def test_a_place_for_figures_that_cannot_be_is_refused_before_the_work(
-    line: str, said: str
-) -> None:
+def test_a_place_or_time_that_cannot_be_is_refused_before_the_work(line: str, said: str) -> None:
     page = CliRunner().invoke(app, line.split())
 
     assert isinstance(page.exception, ConfigError)

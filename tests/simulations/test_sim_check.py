@@ -135,6 +135,8 @@ def test_a_runs_file_is_sent_to_diloco_plan() -> None:
     for command in ("goodput", "utilization"):
         said = str(sim(command, str(run_file)).exception)
         assert said.endswith(f"to predict the run: diloco plan {run_file}"), said
+    assert "run: " in (said := str(sim("goodput", str(SCENARIOS / "lab.toml")).exception))
+    assert "unknown key" in said
 
 
 def test_flags_win_over_the_file_and_figures_come_as_json(tmp_path: Path) -> None:
