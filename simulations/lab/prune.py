@@ -53,9 +53,8 @@ def prune_(
             rows = (before[place] - after[place]).view(-1, row_numel)
             pruned = pruned_places(config, rows).flatten()
             after[place] = torch.where(pruned, before[place], after[place])
-    for lane_id, values in zip(
-        lanes, after.split([lane.numel for lane in fragment.lanes]), strict=True
-    ):
+    parts = torch.split(after, [lane.numel for lane in fragment.lanes])
+    for lane_id, values in zip(lanes, parts, strict=True):
         local[lane_id].copy_(values)
 
 
