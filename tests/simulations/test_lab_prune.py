@@ -54,7 +54,8 @@ def test_every_row_loses_its_share_and_the_rest_is_sent_to_the_bit(
     ]
     (fragment,) = make_plan(specs, num_fragments=1, num_lanes=num_lanes).fragments
     generator = torch.Generator().manual_seed(seed)
-    anchor, own = (torch.randn(fragment.padded_numel, generator=generator) for _ in range(2))
+    anchor, delta = (torch.randn(fragment.padded_numel, generator=generator) for _ in range(2))
+    own = anchor + delta + 0.1 * delta.sign()  # nowhere the anchor's: pruned places show
     cut = [lane.numel for lane in fragment.lanes]
     local = dict(enumerate(part.clone() for part in own.split(cut)))
     shapes = {spec.name: torch.Size(spec.shape) for spec in specs}
