@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # a second of imports, only for those who draw
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
 SMALL, TITLE, DPI = 8.0, 10.0, 150
 _STYLES = ("-", "--", ":")
+#: Letters of a legend that stand side by side.
+_LEGEND_WIDTH = 130
 #: Most lines that a legend still names.
 _MOST_NAMED = 24
 #: Ends of lines that differ by more make a logarithmic axis.
@@ -31,6 +33,7 @@ def write_plot(results: Sequence[Result], path: Path) -> None:
 def lab_figure(results: Sequence[Result]) -> Figure:
     """Draw three panels side by side; a line is the mean over the seeds of a point."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -42,7 +45,8 @@ def lab_figure(results: Sequence[Result]) -> Figure:
     for number, (label, group) in enumerate(groups.items()):
         for axes, (key, _), longest in zip(panels, _PANELS, ends, strict=True):
             xs, losses = _means(group, key)
-            style = _STYLES[number // len(COLOURS) % len(_STYLES)]
+            # Neighbours differ in style, too: a line may lie on another one.
+            style = _STYLES[(number + 2 * (number // len(COLOURS))) % len(_STYLES)]
             colour = COLOURS[number % len(COLOURS)]
             axes.plot(xs, losses, style, color=colour, linewidth=1.2, label=label)
             longest.append(xs[-1])
@@ -50,11 +54,13 @@ def lab_figure(results: Sequence[Result]) -> Figure:
         dress(axes, title)
         if longest and max(longest) > _FAR * min(longest) > 0:
             axes.set_xscale("log")
+    panels[0].xaxis.set_major_formatter(EngFormatter(sep=""))
     panels[0].set_ylabel("held-out loss [nats a byte]", fontsize=SMALL)
     if 1 < len(groups) <= _MOST_NAMED:
         handles, labels = panels[0].get_legend_handles_labels()
+        ncols = min(4, max(1, _LEGEND_WIDTH // (max(map(len, labels)) + 8)))
         figure.legend(
-            handles, labels, loc="outside lower center", ncols=4, fontsize=SMALL, frameon=False
+            handles, labels, loc="outside lower center", ncols=ncols, fontsize=SMALL, frameon=False
         )
     return figure
 

@@ -62,7 +62,7 @@ def test_islands_are_told_to_ask_first_while_more_may_come_than_is_let_in(
         assert not (await b.poll()).is_fenced
         assert (await a.poll()).asks_first, "two fragments in float32"
         with monkeypatch.context() as thin:
-            thin.setattr("diloco.rounds.syncer.MOST_UPLOADS", 1)
+            thin.setattr("diloco.rounds.polls.MOST_UPLOADS", 1)
             assert not (await a.poll()).asks_first, "one lane of them"
 
         run.syncer._services[1].hold_openings(True)

@@ -25,8 +25,8 @@ from diloco.errors import (
     QuorumLost,
 )
 from diloco.outer.fragments import Lane
+from diloco.rounds.polls import Polls
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.syncer import Syncer
 from diloco.rounds.terms import RoundKey
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
@@ -687,7 +687,7 @@ def test_a_defect_of_the_syncer_is_not_called_unreachable(
 
     async def scenario() -> list[Any]:
         _, a, b = await started(setting)
-        monkeypatch.setattr(Syncer, "_poll_reply", defect)
+        monkeypatch.setattr(Polls, "_answer", defect)
         return await asyncio.gather(a.train(9), b.train(9), return_exceptions=True)
 
     ends = run_virtual(scenario())
